@@ -1,6 +1,7 @@
 """Tests optimizer.schedule(): what step() advances, commits, restores, takes back and refuses."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from support import chains
 from support.bits import same_bits, same_states
 from torch import nn
 from torch.optim import lr_scheduler as torchs
+from torch.optim import swa_utils
 
 import memascend
 from memascend import ConfigError, UsageError
+from memascend.session import schedule
 
 STEPS = 6
 
@@ -52,14 +55,15 @@ SCHEDULERS = {
         o, [torchs.LinearLR(o, 0.1, total_iters=2), torchs.CosineAnnealingWarmRestarts(o, 2, 2)], [2]
     ),
     "numpy": lambda o: torchs.StepLR(o, np.int64(2)),
+    "swa": lambda o: swa_utils.SWALR(o, 5e-3, 4),
 }
 
 
-def made():
+def made(rate=1e-3):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(2)])
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 3e-3}]
-    return model, torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    return model, torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
 def turn(model, optimizer, step):
@@ -73,8 +77,8 @@ def opened(path, **options):
     return memascend.offload(*made(), storage=path, **{"existing": "resume", **options})
 
 
-def scheduled(path, kind="cosine", *, before=False, existing="resume", **options):
-    model, optimizer = made()
+def scheduled(path, kind="cosine", *, before=False, existing="resume", rate=1e-3, **options):
+    model, optimizer = made(rate)
     scheduler = SCHEDULERS[kind](optimizer) if before else None
     model, optimizer = memascend.offload(model, optimizer, storage=path, existing=existing, **options)
     scheduler = scheduler or SCHEDULERS[kind](optimizer)
@@ -272,6 +276,7 @@ OTHERS = {
         lambda o: torchs.ChainedScheduler([torchs.ConstantLR(o, 0.1, 4), torchs.ExponentialLR(o, 0.9)]),
         r"_schedulers\.0\.total_iters 3 -> 4",
     ),
+    "option of groups": ("swa", lambda o: swa_utils.SWALR(o, 2e-3, 4), r"swa_lr of group 0 0\.005 -> 0\.002"),
 }
 
 
@@ -290,6 +295,52 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
         assert optimizer.steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["cosine", "chained", "sequential", "swa"])
+def test_a_resume_with_another_rate_of_the_optimizer_is_refused(tmp_path, kind, before):
+    one_turn(tmp_path / "s", kind)
+    model, optimizer = made(2e-3)
+    scheduler = SCHEDULERS[kind](optimizer) if before else None
+    _, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", existing="resume")
+    with optimizer, pytest.raises(ConfigError, match=r"base_lrs \[0\.001, 0\.003\] -> \[0\.002, 0\.003\]"):
+        optimizer.schedule(scheduler or SCHEDULERS[kind](optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["one cycle", "cyclic"])
+def test_another_rate_of_the_optimizer_does_not_matter_to_a_scheduler_that_sets_its_own(tmp_path, kind, before):
+    one_turn(tmp_path / "s", kind)
+    model, optimizer, _ = scheduled(tmp_path / "s", kind, before=before, rate=2e-3)
+    with optimizer:
+        assert turn(model, optimizer, 1) == in_memory(kind)[1][1]
+
+
+@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
+    rates = []
+    for until in (1, 2, 4):
+        model, optimizer = opened(tmp_path / "s")
+        optimizer.param_groups[0]["lr"] = 5e-3
+        optimizer.schedule(SCHEDULERS["step"](optimizer))
+        with optimizer:
+            rates += [turn(model, optimizer, step)[0][0] for step in range(optimizer.steps, until)]
+    assert rates == [5e-3, 5e-3, 2.5e-3, 2.5e-3]
+
+
+def test_a_store_that_lacks_the_rates_of_the_optimizer_resumes(tmp_path):
+    """An earlier version wrote it."""
+    one_turn(tmp_path / "s", "sequential")
+    with memascend.engine.Store.open(tmp_path / "s") as store:
+        hyperparameters = store.hyperparameters
+        del hyperparameters["schedule"]["rates"]
+        store.commit(1, hyperparameters=hyperparameters)
+    model, optimizer, _ = scheduled(tmp_path / "s", "sequential")
+    with optimizer:
+        assert turn(model, optimizer, 1) == in_memory("sequential")[1][1]
 
 
 @pytest.mark.parametrize("way", ["refused", "saved"])
@@ -482,3 +533,25 @@ def test_rates_of_a_scheduler_that_is_made_after_each_resume(tmp_path, make, rat
         return found
 
     assert rates(tmp_path / "once", [9]) == rates(tmp_path / "often", [1, 3, 4, 9])
+
+
+def test_descriptions_of_schedulers_compare_in_another_process():
+    def found(kind):
+        return json.loads(json.dumps(schedule.described(SCHEDULERS[kind](made()[1]))))
+
+    optimizer = made()[1]
+    advanced = SCHEDULERS["sequential"](optimizer)
+    optimizer.step()
+    advanced.step()
+    assert schedule.differences(found("sequential"), schedule.described(advanced)) == []
+    for kind, (_, scheduler_of, words) in OTHERS.items():
+        if kind != "option of groups" and "min_lr" not in words:
+            lines = schedule.differences(found(OTHERS[kind][0]), schedule.described(scheduler_of(made()[1])))
+            assert [line for line in lines if " -> " in line], kind
+
+
+def test_functions_that_a_resume_cannot_compare_are_logged(tmp_path, caplog):
+    caplog.set_level("INFO", "memascend")
+    _, optimizer, _ = scheduled(tmp_path / "s", "object")
+    with optimizer:
+        assert "cannot compare functions of LambdaLR: lr_lambdas.1 may" in caplog.text

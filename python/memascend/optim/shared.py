@@ -412,16 +412,16 @@ def take_options(
     undo: contextlib.ExitStack,
     changed_by_steps: Mapping[SharedName, Any],
     scheduled: Container[str],
-) -> None:
-    """Set the stored options on the groups; `undo` restores the groups' own.
+) -> list[dict[str, Any]]:
+    """Set the stored options on the groups, and return the groups' own, which `undo` restores.
 
     A warning lists the options that differ, but for those that the optimizer's own steps change, or its schedulers.
     """
     require_as_many(groups, stored)
     assert stored is not None
+    given = [options_of(group) for group in groups]
     changed = []
-    for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
-        now = options_of(group)
+    for number, (group, now, options) in enumerate(zip(groups, given, stored, strict=True)):
         for name, value in options.items():
             if now.get(name) != value:
                 place = SharedName(number, name)
@@ -442,6 +442,7 @@ def take_options(
         if any(name == "lr" for _, name, _, _ in changed):
             words += "; a learning rate scheduler computes from its base_lrs: set those, too"
         warn(words)
+    return given
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:

@@ -47,6 +47,7 @@ class Assembly:
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
     resources: Resources  # store, engine and memory
+    given: list[dict[str, Any]]  # options by group, before the stored ones took their place
     scratch: Path | None  # the folder for copies of the weights
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
@@ -81,7 +82,7 @@ class Assembly:
         gradients = self._gradients(residency, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None or subject.refilled is not None
-        schedule = Schedule(subject.original.param_groups, resources.store, resumed=resumed)
+        schedule = Schedule(subject.original.param_groups, self.given, resources.store, resumed=resumed)
         run = Run(
             resources=resources,
             residency=residency,

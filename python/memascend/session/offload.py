@@ -259,7 +259,7 @@ def _begun(
     subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     groups, scheduled = subject.original.param_groups, options_set(stored)
-    take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
+    given = take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
     first.let_go()
     folders = folders_of(options)
@@ -267,7 +267,7 @@ def _begun(
         # Beside the temporary store's own folder, which is gone.
         folders = [Path(store.info()["devices"][0]).parents[1]]
     resources = _resources(subject, plan, (store, engine), folders, undo)
-    return Assembly(subject, decision, resources, folders[0] if folders else None)
+    return Assembly(subject, decision, resources, given, folders[0] if folders else None)
 
 
 def _resources(

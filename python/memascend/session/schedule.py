@@ -6,7 +6,9 @@ import copy
 import functools
 import inspect
 import json
+import logging
 import numbers
+import types
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -33,9 +35,11 @@ _PLACE = frozenset(
 )
 # accelerate counts calls that advance nothing.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
-# Options of groups that torch's schedulers set once, from their arguments.
-_SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+# Options of groups that torch's schedulers set once, from their arguments or from the learning rate.
+_SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _PAGE = "docs/resume.md"
+_BASE_RATES = "base_lrs"
+_log = logging.getLogger("memascend")
 
 
 class _Moment:
@@ -66,9 +70,15 @@ class Schedule:
     their state. So a process killed at any moment leaves updates and schedulers of one step.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], store: Store, *, resumed: bool) -> None:
-        """`groups` are the optimizer's own dicts; `resumed`: the store has a run that began in another process."""
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]], store: Store, *, resumed: bool
+    ) -> None:
+        """`groups` are the optimizer's own dicts, with the stored options in place of those that it had, `given`.
+
+        `resumed`: the store has a run that began in another process.
+        """
         self._groups = groups
+        self._given = given
         self._store = store
         self._resumed = resumed
         self._schedulers: tuple[Any, ...] = ()
@@ -110,7 +120,7 @@ class Schedule:
         begins = restore and not self._stepped
         stored = self._stored()
         if begins and stored is not None:
-            _require_fits(schedulers, now, stored, self._kept_groups())
+            _require_fits(schedulers, now, stored, _Rates(self._given, self._kept_groups(), stored))
         elif begins and self._resumed and self._store.step:
             warn(
                 f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
@@ -124,6 +134,13 @@ class Schedule:
         _require_small(self._saved(schedulers, now, moved, options))
         if begins and stored is not None:
             now = self._restored(schedulers, now, stored)
+        uncompared = [name for scheduler in schedulers for name in _functions(scheduler)]
+        if uncompared:
+            _log.info(
+                "a resume cannot compare functions of %s: %s may compute other rates then",
+                _listed(schedulers),
+                ", ".join(uncompared),
+            )
         self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
 
     def _require_own_groups(self, scheduler: Any) -> None:
@@ -151,7 +168,8 @@ class Schedule:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
                 state = copied(scheduler.state_dict())
                 for path, value in one["state"].items():
-                    if path in one["moved"] or path.rpartition(".")[2] in _PLACE or _is_of_part(path):
+                    name = path.rpartition(".")[2]
+                    if path in one["moved"] or name in _PLACE or name == _BASE_RATES:
                         _set(state, path.split("."), value)
                 scheduler.load_state_dict(state)
             for group, theirs in zip(self._groups, self._kept_groups(), strict=True):
@@ -243,11 +261,12 @@ class Schedule:
         self._require_own()
         return {"schedule": self._saved(self._schedulers, self._now, self._moved, self._options)}
 
-    @staticmethod
-    def _saved(schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]) -> dict[str, Any]:
+    def _saved(
+        self, schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]
+    ) -> dict[str, Any]:
         parts = zip(schedulers, now.entries, moved, strict=True)
         states = [{"scheduler": _title(one), "state": state, "moved": sorted(names)} for one, state, names in parts]
-        return {"schedulers": states, "options": sorted(options)}
+        return {"schedulers": states, "options": sorted(options), "rates": [_own_rate(group) for group in self._given]}
 
     # --- trainers that advance schedulers themselves -------------------------------------------
 
@@ -272,9 +291,12 @@ def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
     stored: Any = hyperparameters.get("schedule")
     if not _is_schedule(stored):
         return set()
-    # These two take no rate from the optimizer; others multiply its own, so that another one makes a difference.
-    begin_rates = any(kind in one["scheduler"] for one in stored["schedulers"] for kind in ("CyclicLR", "OneCycleLR"))
-    return set(stored["options"]) - (set() if begin_rates else {"lr"})
+    return set(stored["options"]) - (set() if _begins_rates(stored) else {"lr"})
+
+
+def _begins_rates(stored: Mapping[str, Any]) -> bool:
+    """Whether a scheduler takes no rate from the optimizer; others multiply its own, so another one counts."""
+    return any(kind in one["scheduler"] for one in stored["schedulers"] for kind in ("CyclicLR", "OneCycleLR"))
 
 
 def _unwrapped(scheduler: Any) -> Any:
@@ -399,24 +421,66 @@ def _set(state: Any, path: Sequence[str], value: Any) -> None:
         state[key] = restored(value, like)
 
 
-def _require_fits(
-    schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]
-) -> None:
-    """Reject schedulers of other classes or arguments; `kept` are the options of the groups that were committed."""
+def _functions(scheduler: Any, path: str = "") -> Iterator[str]:
+    """The places of a scheduler's functions that nothing describes, such as a lambda."""
+    for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
+            yield f"{path}lr_lambdas.{number}"
+    for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from _functions(part, f"{path}_schedulers.{number}.")
+
+
+def described(scheduler: Any) -> dict[str, Any]:
+    """A scheduler as plain JSON that another process can compare, by `differences`.
+
+    It has the classes, the state, and the arguments that are bound to functions of LambdaLR. A function is not part of
+    it, nor are arguments that a scheduler keeps in the optimizer's groups.
+
+    Raises:
+        ConfigError: JSON cannot hold the state.
+    """
+    return {"scheduler": _title(scheduler), "state": _entries(scheduler)}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The classes or arguments in which two descriptions of schedulers that were just made differ, in words.
+
+    Entries that tell where a scheduler is are not compared. The base rates are: those of the optimizer's groups when
+    the scheduler was made.
+    """
+    if before["scheduler"] != now["scheduler"]:
+        return [f"{before['scheduler']} -> {now['scheduler']}"]
+    had, has = before["state"], now["state"]
+    return _differences(had, has, lambda name: _is_place(name) or _comes_and_goes(name, had, has))
+
+
+def _is_place(name: str) -> bool:
+    return name.rpartition(".")[2] in _PLACE
+
+
+def _comes_and_goes(name: str, had: Mapping[str, Any], has: Mapping[str, Any]) -> bool:
+    """Whether an entry is private and one of two states lacks it, as with another version of torch."""
+    return name.rpartition(".")[2].startswith("_") and not (name in had and name in has)
+
+
+def _require_fits(schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], rates: _Rates) -> None:
+    """Reject schedulers of other classes or arguments, and other rates of the optimizer that they begin with."""
     instead = (
-        "Nothing was changed: give the schedulers that the run had, or begin with these, in this one start, by "
-        "schedule(..., restore=False)"
+        "Nothing was changed: give the schedulers that the run had, and the optimizer its rates, or begin with these, "
+        "in this one start, by schedule(..., restore=False)"
     )
     if _listed(schedulers) != _stored_titles(stored):
         raise ConfigError(f"the run was scheduled by {_stored_titles(stored)}, not {_listed(schedulers)}. {instead}")
-    found = [
-        f"{name} of group {number} {theirs[name]} -> {plain(group[name])}"
-        for number, (group, theirs) in enumerate(zip(now.options.groups, kept, strict=True))
-        for name in (_SET_ONCE - {*stored["options"]}) & group.keys() & theirs.keys()
-        if plain(group[name]) != theirs[name]
-    ]
+    found = rates.other_options(now.options.groups, {*stored["options"]})
     for entries, one in zip(now.entries, stored["schedulers"], strict=True):
-        found += _differences(one["state"], entries, functools.partial(_may_differ, one, entries))
+        had = {name: value for name, value in one["state"].items() if name not in one["moved"]}
+        has = {
+            name: rates.begun(value, had.get(name)) if name.rpartition(".")[2] == _BASE_RATES else value
+            for name, value in entries.items()
+            if name not in one["moved"]
+        }
+        title = one["scheduler"]
+        found += differences({"scheduler": title, "state": had}, {"scheduler": title, "state": has})
     if found:
         raise ConfigError(
             f"{_listed(schedulers)} has other arguments than in the run: {', '.join(sorted(found)[:3])}"
@@ -424,16 +488,58 @@ def _require_fits(
         )
 
 
-def _is_of_part(path: str) -> bool:
-    """Whether an entry is the first rates of a part: another part, made after it, may have set others in the groups."""
-    return path.endswith(".base_lrs")
+class _Rates:
+    """Options of groups that schedulers begin with, as they would be at a run's begin.
+
+    A scheduler that is made after `offload()` finds the stored options in the groups, and not the optimizer's own.
+    """
+
+    def __init__(
+        self, given: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]
+    ) -> None:
+        """`given` are the optimizer's own options by group, `kept` those that were committed."""
+        self._given, self._kept = given, kept
+        # A store of an earlier version lacks them.
+        self._before: Sequence[Any] = stored.get("rates") or [None] * len(given)
+        self._sets = _begins_rates(stored)
+
+    def begun(self, rates: Any, had: Any) -> Any:
+        """Base rates by group that a scheduler has now, as they would be at a run's begin; `had`: the run's."""
+        if not (isinstance(rates, list) and isinstance(had, list) and len(rates) == len(had) == len(self._given)):
+            return rates
+        return [self._begun(number, rate, had[number]) for number, rate in enumerate(rates)]
+
+    def _begun(self, number: int, rate: Any, had: Any) -> Any:
+        given = self._given[number]
+        # Made before offload(), or with a rate of its own.
+        if "initial_lr" in given or rate != self._kept[number].get("initial_lr"):
+            return rate
+        # A scheduler, or the script after offload(), set the rate with which the run began.
+        if rate == had and (self._sets or had != self._before[number]):
+            return rate
+        return _own_rate(given)
+
+    def other_options(self, groups: Sequence[Mapping[str, Any]], changed: set[str]) -> list[str]:
+        """The options that schedulers set once, and that differ from the run's, in words; steps change `changed`."""
+        found = []
+        for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept, strict=True)):
+            for name in (kept.keys() & group.keys()) - changed:
+                if name in given and name not in _SET_ONCE:
+                    continue
+                now, had = plain(group[name]), kept[name]
+                if name == "initial_lr":
+                    now = self._begun(number, now, had)
+                elif now == had:
+                    # Made before offload(), which set the stored option.
+                    now = given.get(name, now)
+                if now != had:
+                    found.append(f"{name} of group {number} {had} -> {now}")
+        return found
 
 
-def _may_differ(stored: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
-    """Whether an entry is no argument of a stored scheduler; private ones come and go with torch's version."""
-    last = name.rpartition(".")[2]
-    gone = last.startswith("_") and not (name in stored["state"] and name in now)
-    return name in stored["moved"] or last in _PLACE or _is_of_part(name) or gone
+def _own_rate(given: Mapping[str, Any]) -> Any:
+    """The rate of a group before a scheduler changed it."""
+    return given.get("initial_lr", given.get("lr"))
 
 
 def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignores: Callable[[str], bool]) -> list[str]:
@@ -452,6 +558,7 @@ def _is_schedule(value: Any) -> bool:
         isinstance(value, dict)
         and _are_texts(value.get("options"))
         and isinstance(value.get("schedulers"), list)
+        and isinstance(value.get("rates", []), list)
         and all(
             isinstance(one, dict)
             and isinstance(one.get("scheduler"), str)
