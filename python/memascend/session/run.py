@@ -148,6 +148,8 @@ class Metadata:
         self._constant = arithmetic.committed()
         self.scale = scale
         self.user_state: Any = store.user_state
+        # Blocks of doors that ended since the last step: a trainer's resume runs them again.
+        self.blocks: int = (store.hyperparameters or {}).get("blocks", 0)
         # Where a trainer is after the last step, as text; None where none made it.
         self.position: str | None = (store.hyperparameters or {}).get("position")
         self._positioned: Callable[[], str] | None = None
@@ -178,6 +180,7 @@ class Metadata:
             "loss_scale": self.scale.state(),
             **({"attributes": attributes} if attributes else {}),
             **({} if self.position is None else {"position": self.position}),
+            **({"blocks": self.blocks} if self.blocks else {}),
             **self._constant,
             **self.schedule.committed(),
         }

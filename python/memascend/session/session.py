@@ -177,12 +177,14 @@ class Session:
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
         give_back = metadata.arithmetic.adopt(updated, engine.finish)
         before, position = metadata.scale.state(), metadata.position
+        blocks, metadata.blocks = metadata.blocks, 0
         metadata.scale.update(overflowed=False)
 
         def failed() -> None:
             metadata.schedule.take_back()
             metadata.scale.load(before)
             metadata.keep_position(position)
+            metadata.blocks = blocks
             give_back()
 
         of_commit: Callable[[], float] | None = None

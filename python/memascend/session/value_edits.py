@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch
 from memascend.errors import ConfigError, UsageError
 from memascend.params.weight_access import checksum
 from memascend.tensors import bytes_of, same_bits
+from memascend.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
+_log = logging.getLogger("memascend")
 _PART_BYTES = 8 << 20
 # What to do after a change of values that failed on a rank.
 _UNCHANGED = "no rank has changed anything: go on, or try it again on all of them"
@@ -49,6 +53,32 @@ class Edits:
         """`exchange` is between the ranks, where there are several."""
         self.run = run
         self._exchange = exchange
+        # How many blocks that end after this step are dropped.
+        self._repeated: float = 0
+        self._repeated_after = 0
+
+    def repeat(self, *, until_step: bool = False) -> None:
+        """Drop the changes of blocks that a trainer's resume runs again, since the store has them.
+
+        These are as many blocks as were committed with the last step; with `until_step` all blocks until the next call,
+        as they come before that step in the program.
+        """
+        metadata = self.run.metadata
+        self._repeated, self._repeated_after = math.inf if until_step else metadata.blocks, metadata.step
+
+    def _is_repetition(self) -> bool:
+        """Whether the block that ends is one that a resume runs again; counts it."""
+        if not self._repeated or self._repeated_after != self.run.metadata.step:
+            return False
+        self._repeated -= 1
+        return True
+
+    def _count(self, edit: Edit) -> dict[str, Any]:
+        """Count a block that ends; returns the hyperparameters of its commit."""
+        metadata, blocks = self.run.metadata, self.run.metadata.blocks
+        edit.undo.callback(setattr, metadata, "blocks", blocks)
+        metadata.blocks = blocks + 1
+        return {**(self.run.resources.store.hyperparameters or {}), "blocks": metadata.blocks}
 
     # --- the doors ---------------------------------------------------------------------------
 
@@ -61,10 +91,18 @@ class Edits:
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
             edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
             yield edit
+            if edit.hyperparameters is None and self._is_repetition():
+                if edit.names:
+                    _log.info("a repeated change of %s is dropped: the store has it", listed(edit.names))
+                edit.undo.close()
+                self.is_any(False)
+                return
             changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
-            if self.is_any(changed):
+            # A position is committed in any case, and is no block of the program's.
+            hyperparameters = edit.hyperparameters or self._count(edit)
+            if self.is_any(changed or edit.hyperparameters is not None):
                 with self.run.residency.turns.alone():
-                    self.commit(edit, hyperparameters=edit.hyperparameters)
+                    self.commit(edit, hyperparameters=hyperparameters)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
