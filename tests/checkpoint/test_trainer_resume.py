@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import transformers
 from checkpoint.test_trainer import Ended
 from parity.reference import threads_of_torch
 from support import trained_program
-from support.trained_program import Log, digest_of, logged, made, masked, model, rows
+from support.trained_program import Log, OwnDice, digest_of, logged, made, masked, model, rows
 
 import memascend.trainer
 from memascend.errors import ConfigError, StorageError, UsageError
@@ -71,6 +72,16 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     assert len(logged(tmp_path / "killed.log")) > 8
 
 
+@pytest.mark.timeout(600)
+def test_habits_of_programs_are_those_of_a_run_that_was_never_killed(tmp_path):
+    """Callbacks that change options, freeze, read gradients and edit weights; figures and generators of one's own."""
+    want = start("memory", tmp_path / "memory.log", habits=True)
+    for moment, step in [("evaluation", 4), ("end of the step", 7), ("checkpoint", 10)]:
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL, habits=True)
+    assert start(tmp_path / "killed", tmp_path / "killed.log", habits=True) == want
+    assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
@@ -96,12 +107,13 @@ class Ends(transformers.TrainerCallback):
             raise Ended
 
 
-def trained(folder, *ends, make=made, clipping="exact", **options):
+def trained(folder, *ends, clipping="exact", options=dict, **fixed):
     """Train in as many starts as it takes; the digest of the weights, and the log."""
     log = folder / "log"
     for number, end in enumerate((*ends, None)):
         torch.manual_seed(100 + number)
-        trainer = make(folder / "out", Log(log), Ends(end), **options)
+        given = {**options(), **fixed}
+        trainer = given.pop("make", made)(folder / "out", Log(log), Ends(end), **given)
         optimizer = memascend.trainer.offload(trainer, storage=folder / "store", clipping=clipping)
         with optimizer:
             if end is not None:
@@ -157,6 +169,7 @@ RUNS = {
     "a chained scheduler": ({"kind": Chained}, (2, 11)),
     "early stopping": ({"make": stopping}, (3, 4)),
     "no evaluation ahead": ({"eval_strategy": "no", "logging_strategy": "epoch", "save_strategy": "epoch"}, (5, 8)),
+    "generators of its own": (lambda: {"collate": OwnDice(), "data": Drawn(random.Random(5).random)}, (1, 7, 9)),
     "one batch a step": ({"gradient_accumulation_steps": 1, "max_steps": 9, "max_grad_norm": 0}, (1, 4)),
 }
 
@@ -164,10 +177,12 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_it_goes_on_with_the_same_bits(tmp_path, name):
     options, ends = RUNS[name]
-    whole = trained(tmp_path / "whole", **options)
-    assert trained(tmp_path / "ended", *ends, **options) == whole
+    # Each start has objects of its own, as each process has.
+    fresh = options if callable(options) else lambda: options
+    whole = trained(tmp_path / "whole", **fresh())
+    assert trained(tmp_path / "ended", *ends, options=fresh) == whole
     # A finished training trains nothing.
-    assert trained(tmp_path / "ended", **options) == whole
+    assert trained(tmp_path / "ended", options=fresh) == whole
 
 
 def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
@@ -227,18 +242,48 @@ def test_another_training_is_refused_by_what_differs(tmp_path, ended, name):
     assert (ended / "store").read_bytes() == before
 
 
-def test_the_random_numbers_of_a_collator_of_its_own_cannot_be_kept(tmp_path):
-    dice = torch.Generator()
-
+def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_first_step(tmp_path):
     def drawn(batch):
         found = trained_program.padded(batch)
-        return {**found, "input_ids": torch.randint(0, 64, found["input_ids"].shape, generator=dice)}
+        return {**found, "input_ids": found["input_ids"] + random.SystemRandom().randrange(1, 1 << 20)}
 
-    dice.seed()
-    with pytest.raises(ConfigError, match=r"batch 9 of the epoch is another one than before.*draws from a generator"):
-        trained(tmp_path, 2, collate=drawn)
+    with pytest.raises(ConfigError, match=r"first batch, made twice.*differs.*draws from something"):
+        trained(tmp_path, collate=drawn)
     with look(tmp_path / "store") as store:
-        assert store.step == 2
+        assert store.step == 0
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Examples that are drawn by a generator."""
+
+    def __init__(self, draw):
+        self.draw, self.rows = draw, rows()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "input_ids": [9 if self.draw() < 0.2 else token for token in row["input_ids"]]}
+
+
+def test_workers_that_keep_random_numbers_from_epoch_to_epoch_are_rejected_at_the_start(tmp_path):
+    persistent = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 2}
+    with pytest.raises(ConfigError, match="dataloader_persistent_workers=True keeps random numbers"):
+        trained(tmp_path / "drawn", data=Drawn(lambda: torch.rand(()).item()), **persistent)
+    assert trained(tmp_path / "plain", **persistent)
+
+
+def test_a_stream_that_became_shorter_says_so(tmp_path):
+    class Short(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(rows(12))
+
+    trained_once = made(tmp_path / "out", Ends(3), data=Stream(), max_steps=10)
+    with memascend.trainer.offload(trained_once, storage=tmp_path / "store"), pytest.raises(Ended):
+        trained_once.train()
+    with pytest.raises(ConfigError, match=r"data ends after 6 batches of this epoch, and the run had fetched 13"):
+        trained(tmp_path, data=Short(), max_steps=10)
 
 
 REFUSED = {
@@ -270,6 +315,8 @@ def test_a_training_is_one(tmp_path):
     with memascend.trainer.offload(again, storage=tmp_path / "store"):
         with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
             again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
+        # The store is ahead of the newest.
+        shutil.rmtree(tmp_path / "out/checkpoint-2")
         again.train(resume_from_checkpoint=True)
         assert again.state.global_step == 2
     swapped = made(tmp_path / "other", max_steps=2)

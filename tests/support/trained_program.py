@@ -5,15 +5,20 @@ usage: [TRAINED_OPTIONS=JSON] [ENDS_BY=NUMBER] trained_program.py STORE LOG [MOM
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+from transformers.trainer_callback import ExportableState
 
 import memascend.trainer
 from memascend.storage import Engine
@@ -52,6 +57,84 @@ def collated(batch, change):
         return torch.tensor([row[name] + [padding] * (width - len(row[name])) for row in batch])
 
     return {"input_ids": change(column("input_ids", 0)), "labels": column("labels", -100)}
+
+
+class OwnDice:
+    """A collator with generators of its own: one that is there, and one that it makes at its first batch."""
+
+    def __init__(self):
+        self.rare, self.lazy = random.Random(5), None
+
+    def __call__(self, batch):
+        self.lazy = self.lazy or np.random.default_rng(7)
+        return collated(batch, self._changed)
+
+    def _changed(self, ids):
+        ids = torch.where(torch.from_numpy(self.lazy.random(ids.shape)) < 0.2, 1, ids)
+        return torch.where(torch.tensor(self.rare.random() < 0.1), 2, ids)
+
+
+class Habits(transformers.TrainerCallback, ExportableState):
+    """What programs do in the events around a step."""
+
+    def __init__(self, norms=(), seen=None):
+        self.norms, self.seen = norms, seen or {}
+
+    def state(self):
+        return {"args": {"norms": self.norms}, "attributes": {"seen": self.seen}}
+
+    def on_epoch_begin(self, _args, state, _control, *, model, **_):
+        model.model.layers[0].requires_grad_(round(state.epoch or 0) == 0)
+
+    def on_step_begin(self, _args, _state, _control, *, optimizer, **_):
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= 0.9
+
+    def on_pre_optimizer_step(self, _args, state, _control, *, model, **_):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.norms = (*self.norms[-3:], torch.stack([one.detach().norm() for one in gradients]).norm().item())
+        self.seen[state.global_step % 5] = (state.global_step, len(state.log_history))
+
+    def on_step_end(self, _args, state, _control, *, model, optimizer, **_):
+        if state.global_step % 2:
+            self._shrink(model, optimizer)
+
+    def on_evaluate(self, *_, model, optimizer, **__):
+        self._shrink(model, optimizer)
+
+    def on_epoch_end(self, *_, model, optimizer, **__):
+        self._shrink(model, optimizer)
+
+    @staticmethod
+    def _shrink(model, optimizer):
+        own = getattr(optimizer, "optimizer", optimizer)
+        edit = own.edit if hasattr(own, "edit") else contextlib.nullcontext
+        with torch.no_grad(), edit(model.model.norm.weight) as weight:
+            weight.mul_(0.99)
+
+
+class Averaging(transformers.Trainer):
+    """Logs an average of its own, and what the callback has seen."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.losses, self.counted = [], Counter()
+
+    def compute_loss(self, model, inputs, return_outputs=False, **named):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)
+        if model.training:
+            self.losses.append(loss.item())
+            self.counted[inputs["input_ids"].shape[1]] += 1
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs, *given, **named):
+        habits = [one for one in self.callback_handler.callbacks if isinstance(one, Habits)]
+        if "loss" in logs:
+            logs["mean"] = sum(self.losses) / len(self.losses)
+            logs["widths"] = sum(width * count for width, count in self.counted.items())
+            logs["seen"] = str([(one.norms, sorted(one.seen.items())) for one in habits])
+            self.losses.clear()
+        super().log(logs, *given, **named)
 
 
 class Log(transformers.TrainerCallback):
@@ -105,7 +188,16 @@ def kill_while_created():
     Engine.commit = commit
 
 
-def made(output, *callbacks, data=None, collate=padded, optimizers=(None, None), kind=transformers.Trainer, **options):
+def made(
+    output,
+    *callbacks,
+    data=None,
+    collate=padded,
+    optimizers=(None, None),
+    kind=transformers.Trainer,
+    own=None,
+    **options,
+):
     """The Trainer: two micro-batches a step and a short last one, warm-up, dropout, an evaluation, checkpoints."""
     arguments = transformers.TrainingArguments(
         **{
@@ -117,8 +209,8 @@ def made(output, *callbacks, data=None, collate=padded, optimizers=(None, None),
         }
     )  # fmt: skip
     return kind(
-        model(), arguments, train_dataset=rows() if data is None else data, eval_dataset=rows(8), data_collator=collate,
-        callbacks=list(callbacks), optimizers=optimizers,
+        model() if own is None else own, arguments, train_dataset=rows() if data is None else data,
+        eval_dataset=rows(8), data_collator=collate, callbacks=list(callbacks), optimizers=optimizers,
     )  # fmt: skip
 
 
@@ -140,11 +232,15 @@ def main(store, log, moment=None, step=0):
     if moment == "creation":
         kill_while_created()
     options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
+    callbacks, keep = [], []
+    if options.pop("habits", False):
+        options |= {"kind": Averaging, "collate": OwnDice(), "weight_decay": 0.5}
+        callbacks, keep = [Habits()], ["losses", "counted"]
     if not options.get("use_cpu", True):
         torch.use_deterministic_algorithms(True)
-    trainer = made(f"{log}-out", Log(log, moment, step), **options)
+    trainer = made(f"{log}-out", *callbacks, Log(log, moment, step), **options)
     if store != "memory":
-        memascend.trainer.offload(trainer, storage=store, clipping="torch")
+        memascend.trainer.offload(trainer, storage=store, clipping="torch", keep=keep)
     trainer.train()
     print(digest_of(trainer.model))
 

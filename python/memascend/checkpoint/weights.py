@@ -248,6 +248,14 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
     return values
 
 
+def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
+    """The first rows of a parameter, from its files where it is on meta; None where they are not known."""
+    if not parameter.is_meta:
+        return parameter.detach()[:count]
+    source: Source | None = vars(parameter).get(_SOURCE)
+    return None if source is None else source.files.at(source.key)[:count].to(source.dtype).to(parameter.dtype)
+
+
 def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
     """Let parameters that are on storage keep no file open."""
     for parameter in parameters:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
 
 from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
@@ -19,9 +18,10 @@ from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
 from memascend.trainer.callback import Callback, offloaded_optimizer
-from memascend.trainer.feed import digest_of
+from memascend.trainer.description import description, of_ranks, require_same
+from memascend.trainer.kept import packed
 from memascend.trainer.optimizers import prepare_optimizer
-from memascend.trainer.position import RandomNumbers, decoded
+from memascend.trainer.position import decoded
 from memascend.trainer.reference import offload_both
 from memascend.trainer.resume import Resume
 
@@ -32,19 +32,6 @@ if TYPE_CHECKING:
 
 _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
-_ROWS = 64
-# Entries of a configuration that tell where it came from.
-_OF_NO_MODEL = ("_name_or_path", "transformers_version")
-# Arguments that decide no result, by their beginnings.
-_FREE = (
-    *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
-    *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
-    *("load_best_model", "metric_for_best", "greater_is_better", "include_", "restore_callback", "use_cpu", "debug"),
-    *("per_device_eval", "prediction_loss_only", "batch_eval_metrics", "torch_empty_cache", "dataset_num_proc"),
-    *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model", "fsdp"),
-)
-_MICRO = "gradient_accumulation_steps"
-_LENGTH = ("max_steps", "num_train_epochs")
 _REFUSED = {
     "deepspeed": "it offloads by itself: leave it out",
     "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
@@ -59,6 +46,7 @@ def offload(
     storage: _Path | Sequence[_Path],
     existing: Literal["refuse", "resume", "replace", "previous"] = "resume",
     clipping: Literal["exact", "torch"] = "exact",
+    keep: Sequence[str] = (),
     **options: Any,
 ) -> OffloadedOptimizer | None:
     """Offload what a Trainer trains; it is one line before `trainer.train()`.
@@ -73,6 +61,8 @@ def offload(
         clipping: "exact": `max_grad_norm` of the arguments clips within `step()`, so that updates run beneath the
             backward where nothing clips; the log has the norm of `step()`. "torch": the Trainer clips and takes norms
             by torch, with its bits, and every update waits for that.
+        keep: names of attributes of the Trainer that each commit holds and a resume restores: numbers, texts, and
+            containers of them, as a subclass collects them for its log. A warning names those that it lacks.
         options: all others of `memascend.offload()`.
 
     Returns:
@@ -87,36 +77,41 @@ def offload(
     if clipping not in ("exact", "torch"):
         raise ConfigError(f'clipping is "exact" or "torch", not {clipping!r}')
     _require_plain(trainer)
-    run = description(trainer)
+    _require_kept(trainer, keep)
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
-    if existing in ("resume", "previous"):
-        _require_this_run(paths, trainer, run)
     options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
-    before = dict(vars(trainer))
+    if clipping == "exact":
+        options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
+    before, events = dict(vars(trainer)), dict(vars(trainer.callback_handler))
     try:
-        return _offloaded(trainer, run, options, clipping)
+        options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
+        if not trainer.is_fsdp_enabled:
+            trainer.create_optimizer()
+        run = description(trainer, f"{clipping} {options.get('max_grad_norm')}" if clipping == "exact" else clipping)
+        if existing in ("resume", "previous"):
+            _require_this_run(paths, trainer, run)
+        return _offloaded(trainer, Resume(trainer, run, exact_norm=clipping == "exact", keep=keep), options)
     except BaseException:
         # The same call may be made again.
-        vars(trainer).clear()
-        vars(trainer).update(before)
+        for owner, attributes in ((trainer, before), (trainer.callback_handler, events)):
+            vars(owner).clear()
+            vars(owner).update(attributes)
         raise
 
 
-def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipping: str) -> OffloadedOptimizer | None:
-    """Have the optimizer made, offload it with its model, and stand in for methods of the Trainer."""
-    if clipping == "exact":
-        options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
+def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> OffloadedOptimizer | None:
+    """Offload the optimizer with its model; under FSDP2 within `train()`."""
+    if resume.clips_exactly:
         _log.info(
             "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
             "backward",
             options["max_grad_norm"],
         )
-    options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}
     if getattr(trainer.args, "precompute_ref_log_probs", False):
         # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
-        for parameter in trainer.model.parameters():
-            parameter.data = parameter.data.clone()
-    resume = Resume(trainer, run, exact_norm=clipping == "exact")
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            for parameter in () if model is None else model.parameters():
+                parameter.data = parameter.data.clone()
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
@@ -139,7 +134,6 @@ def _offloaded(trainer: Any, run: dict[str, Any], options: dict[str, Any], clipp
         # FSDP2 makes other parameters of the model's within train().
         resume.begin_late(begin)
         return None
-    trainer.create_optimizer()
     return begin()
 
 
@@ -149,9 +143,10 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
     kept = None
     if metadata.position is not None:
         kept = decoded(metadata.position, "the store")
-        _require_same(kept, resume.run, trainer)
+        require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
-        _log.info("the training goes on after step %d", kept["step"])
+        # To be seen where no logging is configured.
+        _log.warning("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     elif metadata.step:
@@ -159,7 +154,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so that its place in "
             "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
         )
-    callback = Attached()
+    callback = Attached(resume)
     callback.attach(optimizer)
     # Before those that report the log.
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -169,6 +164,10 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
 
 class Attached(Callback):
     """The callback of a Trainer that was offloaded whole: its position has the scheduler."""
+
+    def __init__(self, resume: Resume) -> None:
+        super().__init__()
+        self._resume = resume
 
     def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Check that model and optimizer are those that were offloaded."""
@@ -180,14 +179,40 @@ class Attached(Callback):
                 "after all that replaces them, right before train()"
             )
         super().on_train_begin(args, state, *given, **others)
+        self._resume.begin_training()
 
     def _schedule(self, scheduler: Any) -> None:
         pass
+
+    def on_optimizer_step(self, *given: Any, **others: Any) -> None:
+        """Report a step that `nonfinite="skip"` dropped to accelerate, so that the Trainer advances no scheduler."""
+        super().on_optimizer_step(*given, **others)
+        assert self._session is not None
+        if self._session.nonfinite == "skip":
+            setattr(others["optimizer"], names.SKIPPED, self._session.overflowed)
 
     def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
         """Add our files to a checkpoint; under FSDP2 all ranks did that before."""
         if args.world_size == 1:
             super().on_save(args, state, *given, **others)
+        if args.should_save and not args.save_only_model:
+            _close_to_others(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
+
+
+# To a Trainer that resumes from the checkpoint without memascend, this is an argument that it does not know.
+_NOTICE = (
+    "the optimizer's state of this checkpoint is memascend's: resume it by memascend.trainer.offload(trainer, "
+    "storage=..., existing='replace', checkpoint=THIS FOLDER)"
+)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Let a resume without memascend fail with a notice, as it would go on with a fresh optimizer."""
+    file = folder / names.STATE
+    state = json.loads(file.read_text())
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({**state, _NOTICE: True}, indent=2, sort_keys=True) + "\n")
+    new.replace(file)
 
 
 def _require_plain(trainer: Any) -> None:
@@ -214,6 +239,18 @@ def _require_plain(trainer: Any) -> None:
     _require_ranks(trainer)
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
         raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+
+
+def _require_kept(trainer: Any, keep: Sequence[str]) -> None:
+    """Reject names that are no attributes, and values that a commit cannot hold."""
+    if isinstance(keep, str):
+        raise ConfigError(f"keep= takes names of attributes in a list: give keep=[{keep!r}]")
+    for name in keep:
+        if name not in vars(trainer):
+            raise ConfigError(
+                f"keep= has {name!r}, and {type(trainer).__name__} has no such attribute: set it in __init__()"
+            )
+        packed(getattr(trainer, name), f"{name!r} of keep=")
 
 
 def _require_ranks(trainer: Any) -> None:
@@ -260,47 +297,6 @@ def _require_ranks(trainer: Any) -> None:
 _FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
 
 
-# --- which run it is ------------------------------------------------------------------------------------
-
-
-def description(trainer: Any) -> dict[str, Any]:
-    """What decides a run's results: the arguments, the model, the data."""
-    kept = {name: value for name, value in trainer.args.to_dict().items() if not name.startswith(_FREE)}
-    return {
-        "arguments": {
-            name: value if isinstance(value, int | float | str) else str(value) for name, value in kept.items()
-        },
-        "model": _model(trainer.model),
-        "data": _data(trainer.train_dataset),
-        "ranks": trainer.args.world_size,
-    }
-
-
-def _model(model: Any) -> str:
-    """The class of a model, and a digest of its configuration and, where it was loaded, of rows of its embeddings."""
-    config = getattr(model, "config", None)
-    settings: dict[str, Any] = {} if config is None or not hasattr(config, "to_dict") else config.to_dict()
-    parts: list[Any] = [{name: one for name, one in settings.items() if name not in _OF_NO_MODEL}]
-    if getattr(config, "_name_or_path", "") and hasattr(model, "get_input_embeddings"):
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            weight = model.get_input_embeddings().weight
-            parts.append(None if weight.is_meta else weight.detach()[:_ROWS])
-    return f"{type(model).__name__} {digest_of(parts)}"
-
-
-def _data(data: Any) -> str:
-    """The length of a data set and a digest of rows; a stream is compared batch by batch."""
-    if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
-        return "a stream"
-    own, count = RandomNumbers.now(), len(data)
-    compared = min(_ROWS, count)
-    rows = [digest_of(data[number * count // compared]) for number in range(compared)]
-    again = digest_of(data[0]) if count else ""
-    own.bring_back()
-    # Rows that are drawn anew each time have no digest.
-    return f"{count} rows {digest_of(rows) if rows[:1] == [again] else ''}".strip()
-
-
 def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]) -> None:
     """Reject the store of another run; the first rank also looks at stores of another number of ranks."""
     rank, count = trainer.args.process_index, trainer.args.world_size
@@ -326,49 +322,9 @@ def _require_run_at(place: Sequence[str], run: Mapping[str, Any], trainer: Any) 
         # In use, also by an earlier run of this process: offload() knows.
         return
     if position is not None:
-        _require_same(decoded(position, files[0]), run, trainer)
+        require_same(decoded(position, files[0]), run, trainer)
     elif step:
         raise ConfigError(
             f"the store at {files[0]} has {step} steps that no Trainer made, so that its place in the data is not "
             'known: give another storage=, or existing="replace" to begin anew'
         )
-
-
-def _require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
-    """Reject another run than the one that has this position; under a constant schedule it may get longer."""
-    before, now = kept["run"]["arguments"], run["arguments"]
-    changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
-    args = trainer.args
-    may_grow = args.lr_scheduler_type.value.startswith("constant") and not 0 < args.warmup_steps < 1
-    best = kept.get("best")
-    if may_grow and best is None:
-        changed -= {*_LENGTH}
-    earlier, ranks = kept["run"]["ranks"], run["ranks"]
-    batches = before[_MICRO] * earlier
-    if earlier != ranks and now[_MICRO] * ranks == batches:
-        changed -= {_MICRO}
-    found = [f"{name} {before.get(name)} -> {now.get(name)}" for name in sorted(changed)]
-    others = [(name, kept["run"][name], run[name]) for name in ("model", "data")]
-    found += [f"{name} {was} -> {own}" for name, was, own in others if was != own]
-    if earlier != ranks and now[_MICRO] * ranks != batches:
-        fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
-        found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
-    if found:
-        longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
-        if longer and best is not None:
-            longer = f"it has the best weights, those of {best}, and no longer the last ones; "
-        raise ConfigError(
-            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
-            f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'
-        )
-
-
-def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The position for another number of ranks: batches of each, with the random numbers of the first rank."""
-    earlier = kept["run"]["ranks"]
-    if earlier == ranks:
-        return kept
-    passed, group = kept["passed"] * earlier // ranks, -(-kept["group"] * earlier // ranks)
-    # Which batch was fetched ahead differs, so that none is compared.
-    feed = {**kept["feed"], "fetched": passed + group + 1, "digest": None}
-    return {**kept, "passed": passed, "group": group, "feed": feed}

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+import itertools
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from memascend.errors import ConfigError
-from memascend.trainer.position import RandomNumbers, said_of, state_of
+from memascend.trainer.digest import digest_of
+from memascend.trainer.generators import generators_in, restore, states_of, undisturbed
+from memascend.trainer.position import RandomNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# Of each tensor of a batch so many bytes at both ends are compared at a resume.
-_COMPARED_BYTES = 64 << 10
-_HASH_BYTES = 8
 
 
 class Feed:
     """Stands for the DataLoader that a Trainer's loader reads from, which fetches one batch ahead.
 
     It knows the random numbers at the epoch's `iter()`, on which order and workers depend, and those before the newest
-    fetch, on which a random collator depends.
+    fetch, on which a random collator depends: those of the process, and those of generators that data set, collator
+    and sampler hold.
     """
 
     def __init__(self, loader: Any) -> None:
         """Feed from this loader."""
         self._loader = loader
-        # Generators of the loader and its samplers: they draw at the beginning of an epoch.
-        self._generators = list(_generators(loader))
         self._begun: RandomNumbers | None = None
-        self._begun_own: list[torch.Tensor] = []
+        self._begun_own: dict[str, Any] = {}
         self._before: RandomNumbers | None = None
+        self._before_own: dict[str, Any] = {}
         self._fetched = 0
         self._digest = ""
         # Where to go on: what `taken()` gave, and the batches that the Trainer had.
         self._resumed: tuple[dict[str, Any], int] | None = None
+        # What the next `iter()` returns, where that goes on.
+        self._ready: Iterator[Any] | None = None
+        self._is_tried = False
+        # Generators of the program, by path.
+        self._found: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -52,13 +53,16 @@ class Feed:
         return type(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._begun = RandomNumbers.of(resumed[0]["begun"])
-            self._begun_own = list(map(state_of, resumed[0]["begun_own"]))
-            return self._continued(*resumed)
+        self.go_on()
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            return ready
+        if not self._is_tried:
+            self._is_tried = True
+            self._try(compares=True)
         self._begun, self._before, self._fetched = RandomNumbers.now(), None, 0
-        self._begun_own = [one.get_state() for one in self._generators]
+        self._found = self._generators()
+        self._begun_own, self._before_own = states_of(self._found), {}
         return self._fetches(iter(self._loader))
 
     def taken(self) -> dict[str, Any]:
@@ -66,115 +70,158 @@ class Feed:
         assert self._begun is not None
         return {
             "begun": self._begun.said(),
-            "begun_own": list(map(said_of, self._begun_own)),
+            "begun_own": self._begun_own,
             # A rank that is sent its batches by the first one fetches none.
             "before": (self._before or self._begun).said(),
+            "before_own": self._before_own,
             "fetched": self._fetched,
             "digest": self._digest,
         }
 
     def resume(self, taken: dict[str, Any], passed: int) -> None:
-        """Let the next `iter()` go on after `passed` batches, as `taken()` describes them."""
+        """Let `go_on()` and the next `iter()` go on after `passed` batches, as `taken()` describes them."""
         self._resumed = (taken, passed)
+
+    def go_on(self) -> None:
+        """Go on there now, also where no `iter()` follows in this epoch: generators get the states of the commit."""
+        if self._resumed is not None:
+            taken, passed = self._resumed
+            self._resumed = None
+            if not self._is_tried:
+                self._is_tried = True
+                self._try(compares=False)
+            self._ready = self._continued(taken, passed)
 
     def begin_anew(self) -> None:
         """Let the next `iter()` be that of an epoch."""
-        self._resumed = None
+        self._resumed = self._ready = None
+
+    def _roots(self) -> dict[str, Any]:
+        """Where generators of the program may be."""
+        names = ("generator", "sampler", "batch_sampler", "collate_fn", "dataset")
+        return {name: getattr(self._loader, name) for name in names if hasattr(self._loader, name)}
+
+    def _generators(self) -> dict[str, Any]:
+        return generators_in(self._roots())
 
     def _fetches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
-            self._before = RandomNumbers.now()
+            if self._fetched == 1:
+                # Some are made at the first use.
+                self._found = self._generators()
+            before, before_own = RandomNumbers.now(), states_of(self._found)
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            self._before, self._before_own = before, before_own
             self._fetched += 1
             self._digest = digest_of(batch)
             yield batch
 
-    def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
+    # --- before the first batch ----------------------------------------------------------------------
+
+    def _try(self, *, compares: bool) -> None:
+        """Reject examples or collators whose random numbers cannot be kept, as far as the first batch shows them."""
+        workers: Any = getattr(self._loader, "num_workers", 0)
+        if not isinstance(self._loader, DataLoader) or self._streams:
+            return
         own = RandomNumbers.now()
-        assert self._begun is not None
-        self._begun.bring_back()
-        for one, state in zip(self._generators, self._begun_own, strict=False):
-            one.set_state(state)
-        iterator = iter(self._loader)
-        last = self._passed(iterator, passed)
-        self._fetched = passed
-        ahead = taken["fetched"] > passed
-        if ahead:
-            # This batch was fetched before the commit, with the random numbers of then.
-            self._before = RandomNumbers.of(taken["before"])
-            self._before.bring_back()
-            last = next(iterator, None)
-            self._fetched, self._digest = passed + 1, digest_of(last)
-        own.bring_back()
-        if last is not None and taken["digest"] not in (None, digest_of(last)):
+        with undisturbed(*self._roots().values()):
+            if workers and self._loader.persistent_workers:
+                before, states = own.said(), states_of(self._generators())
+                self._collated()
+                moved = RandomNumbers.now().said() != before or states_of(self._generators()) != states
+                if moved:
+                    raise ConfigError(
+                        "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, "
+                        "and these examples are drawn by them, so a resume could not go on: leave it out"
+                    )
+        if workers or not compares:
+            return
+        digests = []
+        for _ in range(2):
+            with undisturbed(*self._roots().values()):
+                digests.append(digest_of(self._collated()))
+        if digests[0] != digests[1]:
             raise ConfigError(
-                f"batch {taken['fetched']} of the epoch is another one than before, so a resume would not be exact: "
-                "give the data of this run; a data set or a collator that draws from a generator of its own cannot be "
+                "the first batch, made twice with the same random numbers, differs: the data set or the collator draws "
+                "from something that no commit can hold, so a resume would not be exact: let it draw from torch's, "
+                "numpy's or Python's generators"
+            )
+
+    @property
+    def _streams(self) -> bool:
+        return isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
+
+    def _collated(self) -> Any:
+        """A batch of the first indices that the sampler gives."""
+        loader = self._loader
+        indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
+        if indices is None:
+            return None
+        examples = (
+            [loader.dataset[index] for index in indices] if isinstance(indices, list) else loader.dataset[indices]
+        )
+        return loader.collate_fn(examples)
+
+    # --- a resume ------------------------------------------------------------------------------------
+
+    def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
+        """Go on after the newest batch of the commit, which is made again and compared, unless it was fetched ahead."""
+        own = RandomNumbers.now()
+        self._begun, self._begun_own = RandomNumbers.of(taken["begun"]), _by_path(taken["begun_own"])
+        self._begun.bring_back()
+        self._restore(self._begun_own, are_all=False)
+        iterator = iter(self._loader)
+        fetched = taken["fetched"]
+        self._pass(iterator, fetched - 1, fetched)
+        # The newest batch was fetched with the random numbers of then.
+        self._before, self._before_own = RandomNumbers.of(taken["before"]), _by_path(taken["before_own"])
+        self._restore(self._before_own, are_all=True)
+        self._before.bring_back()
+        newest = self._next(iterator, fetched, fetched) if fetched else None
+        own.bring_back()
+        self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
+        if fetched and taken["digest"] not in (None, self._digest):
+            raise ConfigError(
+                f"batch {fetched} of the epoch is another one than before, so a resume would not be exact: give the "
+                "data of this run; a data set or a collator that draws from a generator that cannot be found cannot be "
                 'resumed: let it draw from torch\'s, or start anew with existing="replace"'
             )
-        if ahead:
-            yield last
-        yield from self._fetches(iterator)
+        return itertools.chain([newest] if fetched > passed else [], self._fetches(iterator))
 
-    def _passed(self, iterator: Any, passed: int) -> Any:
-        """Pass batches that the Trainer had; returns the last one, where it was made again."""
-        streams = isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
+    def _restore(self, states: dict[str, Any], *, are_all: bool) -> None:
+        """Set the states of the program's generators; where not all are there yet, a batch is made that makes them."""
+        found = self._generators()
+        if are_all and not states.keys() <= found.keys() and not self._streams:
+            self._collated()
+            found = self._generators()
+        restore(found, states if are_all else {path: states[path] for path in states.keys() & found.keys()})
+
+    def _pass(self, iterator: Any, count: int, of: int) -> None:
+        """Pass batches that the run has fetched."""
         indices = getattr(iterator, "_sampler_iter", None)
         works: Any = getattr(self._loader, "num_workers", 0)
-        if streams or works or indices is None:
+        if self._streams or works or indices is None:
             # Workers have random numbers of their own, and a stream can only be read.
-            last = None
-            for _ in range(passed):
-                last = next(iterator, None)
-            return last
-        for _ in range(passed):
+            for number in range(count):
+                self._next(iterator, number + 1, of)
+            return
+        for _ in range(count):
             next(indices, None)
-        return None
+
+    @staticmethod
+    def _next(iterator: Any, number: int, of: int) -> Any:
+        try:
+            return next(iterator)
+        except StopIteration:
+            raise ConfigError(
+                f"the data ends after {number - 1} batches of this epoch, and the run had fetched {of} of them: give "
+                'the data of this run, or start anew with existing="replace"'
+            ) from None
 
 
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    found: dict[int, torch.Generator] = {}
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    inner = [getattr(one, name, None) for one in samplers for name in ("sampler", "batch_sampler")]
-    for one in (loader, *samplers, *inner):
-        generator = getattr(one, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return iter(found.values())
-
-
-def digest_of(value: Any) -> str:
-    """A digest of the ends of a batch's tensors, and of the numbers and texts in it."""
-    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
-    _add(digest, value)
-    return digest.hexdigest()
-
-
-def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        flat = value.detach().reshape(-1)
-        count = _COMPARED_BYTES // max(1, flat.element_size())
-        for part in (flat[:count], flat[count:][-count:]):
-            # A copy: memory that numpy has had is taken for numpy's from then on, and a weight may not lie in such.
-            own = part.contiguous().to("cpu", copy=True)
-            digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            digest.update(f"{name}:".encode())
-            _add(digest, part)
-    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):
-        for part in value:
-            _add(digest, part)
-    elif isinstance(value, str | bytes | int | float | list | tuple | type(None)):
-        digest.update(repr(value).encode())
-    elif hasattr(value, "__array__"):
-        _add(digest, torch.as_tensor(value.__array__().copy()))
-    else:
-        # A picture has bytes; of what has none, the type has to do.
-        digest.update(type(value).__qualname__.encode())
-        if callable(getattr(value, "tobytes", None)):
-            digest.update(value.tobytes())
+def _by_path(states: Any) -> dict[str, Any]:
+    """The states by path; earlier versions kept those of loader and samplers alone, which begin each epoch anew."""
+    return states if isinstance(states, dict) else {}

@@ -31,6 +31,8 @@ METHODS = (
     *("create_optimizer", "hyperparameter_search", "_load_best_model", "save_model"),
     "_save_optimizer_and_scheduler",
 )
+# Events of a step that come before `step()`.
+BEFORE_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
 # Attributes that the Trainer sums up between two lines of its log.
 SUMS = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
@@ -38,8 +40,12 @@ SUMS = (
 )
 # Those of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
 AVERAGES = ("_metrics", "_stored_metrics", "accum_loss_components")
+# The attribute of accelerate's optimizer that says whether it skipped its last step.
+SKIPPED = "_is_overflow"
 # The file of a scheduler in a checkpoint.
 SCHEDULER = "scheduler.pt"
+# The file of its own state.
+STATE = "trainer_state.json"
 # What the loop calls to skip batches; a resume knows them itself.
 SKIP = "skip_first_batches"
 # What from_pretrained() calls to read files into the model, which it made on meta.

@@ -6,7 +6,6 @@ import base64
 import json
 import random
 import zlib
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +13,19 @@ import torch
 
 from memascend.errors import ConfigError, CorruptionError
 from memascend.optim.shared import plain, restored, storable
+from memascend.text import warn
 from memascend.trainer import names
+from memascend.trainer.kept import fill, packed, replace, unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # A commit has room for 128 KiB of options, schedulers and this.
 _BYTES_MAX = 56 << 10
 # Averages of a Trainer of TRL come from lists with a number for each micro-batch; longer ones keep their sum alone.
 _NUMBERS_MAX = 256
+# Lists below this length are kept whole.
+_SHORTEST = 16
 # Each step writes these lines of the log, which fit as a rule; of 10,000 it took a tenth of a second.
 _LINES_MAX = 300
 # Fields of TrainerState that the arguments give, or that stand apart.
@@ -79,28 +82,41 @@ def state_of(text: str) -> torch.Tensor:
 
 
 def encoded(position: dict[str, Any]) -> str:
-    """A position as text of a bounded size: the oldest lines of the log go first, and "left_out" counts them.
+    """A position as text of a bounded size.
+
+    The oldest lines of the log go first, and "left_out" counts them; then the oldest halves of the longest lists in the
+    states of callbacks and in kept attributes.
 
     Raises:
-        ConfigError: it is too large without any line.
+        ConfigError: it is too large without them.
     """
     lines = position["log_history"]
     while True:
-        try:
-            text = base64.b85encode(zlib.compress(json.dumps(position).encode(), 1)).decode()
-        except TypeError as error:
-            raise ConfigError(f"the state() of a callback has objects, which a commit cannot hold: {error}") from error
+        text = base64.b85encode(zlib.compress(json.dumps(position).encode(), 1)).decode()
         if len(text) <= _BYTES_MAX:
             return text
-        if not lines:
+        if lines:
+            dropped = -(-len(lines) // 4)
+            position["left_out"] = position["left_out"] + dropped
+            position["log_history"] = lines = lines[dropped:]
+            continue
+        longest = max(_lists([position["callbacks"], position["kept"]]), key=len, default=[])
+        if len(longest) < _SHORTEST:
             large = max(position, key=lambda name: len(json.dumps(position[name])))
             raise ConfigError(
                 f"the Trainer's position takes {len(text)} bytes, of which a commit holds {_BYTES_MAX}, most of them "
                 f"{large!r}: keep less in stateful callbacks and schedulers"
             )
-        dropped = -(-len(lines) // 4)
-        position["left_out"] = position["left_out"] + dropped
-        position["log_history"] = lines = lines[dropped:]
+        del longest[: len(longest) // 2]
+
+
+def _lists(value: Any) -> Iterator[list[Any]]:
+    """The lists in a JSON value."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, list):
+        yield value
+    for part in parts:
+        yield from _lists(part)
 
 
 def decoded(text: str, where: str) -> dict[str, Any]:
@@ -117,45 +133,80 @@ def decoded(text: str, where: str) -> dict[str, Any]:
 
 
 class Figures:
-    """The counters, sums and callbacks of a Trainer."""
+    """The counters, sums and callbacks of a Trainer, and attributes that are kept."""
 
-    def __init__(self, trainer: Any) -> None:
-        """Of this Trainer, whenever they are taken."""
-        self._trainer = trainer
+    def __init__(self, trainer: Any, keep: Sequence[str] = ()) -> None:
+        """Of this Trainer, whenever they are taken; `keep` names attributes of its own."""
+        self._trainer, self._keep = trainer, tuple(keep)
+        self._warned = False
 
     def taken(self) -> dict[str, Any]:
-        """The present ones, as JSON."""
+        """The present ones, as JSON.
+
+        Raises:
+            ConfigError: a callback's state or a kept attribute has objects.
+        """
         trainer = self._trainer
         lines = trainer.state.log_history
         state = {name: value for name, value in vars(trainer.state).items() if name not in _NOT_KEPT}
+        own = {
+            "callbacks": {
+                name: [packed(one.state(), f"the state() of {name}") for one in found]
+                for name, found in self._stateful()
+            },
+            "kept": {name: packed(getattr(trainer, name), f"{name!r} of keep=") for name in self._keep},
+        }
+        self._warn_of_size(own)
         return {
-            "state": _numbers(state),
+            **own,
+            "state": numbers(state),
             # Axolotl counts tokens so.
             "tensors": {name: _summed(value) for name, value in state.items() if _are_tensors(value)},
-            "log_history": [_numbers(line) for line in lines[-_LINES_MAX:]],
+            "log_history": [numbers(line) for line in lines[-_LINES_MAX:]],
             "left_out": max(0, len(lines) - _LINES_MAX),
-            "callbacks": {name: [one.state() for one in found] for name, found in self._stateful()},
             "sums": {name: plain(getattr(trainer, name)) for name in names.SUMS if hasattr(trainer, name)},
             "averages": {name: _summed(getattr(trainer, name)) for name in names.AVERAGES if hasattr(trainer, name)},
             "scaler": _scaler_after(trainer.accelerator.scaler),
         }
 
-    def bring_back(self, taken: dict[str, Any]) -> None:
-        """Set what `taken()` gave."""
-        trainer = self._trainer
+    def _warn_of_size(self, own: dict[str, Any]) -> None:
+        size = len(json.dumps(own))
+        if size > _BYTES_MAX and not self._warned:
+            self._warned = True
+            largest = max((json.dumps(part), name) for kind in own.values() for name, part in kind.items())[1]
+            warn(
+                f"stateful callbacks and kept attributes of the Trainer take {size} bytes of each commit, most of them "
+                f"{largest!r}, and a commit holds about {_BYTES_MAX}: past that a resume has the newest half of the "
+                "longest lists alone"
+            )
+
+    def install(self, taken: dict[str, Any]) -> None:
+        """Give the Trainer's state what `taken()` gave."""
+        state = self._trainer.state
         for name, value in taken["state"].items():
-            setattr(trainer.state, name, value)
+            setattr(state, name, value)
         for name, value in taken["tensors"].items():
-            _put(vars(trainer.state).setdefault(name, {}), value)
-        trainer.state.log_history[:] = taken["log_history"]
+            _put(vars(state).setdefault(name, {}), value)
+        state.log_history[:] = taken["log_history"]
+
+    def bring_back(self, taken: dict[str, Any], *, control: bool = True) -> None:
+        """Set what `taken()` gave, in place; without `control` the Trainer's orders to log, save or stop stay."""
+        trainer = self._trainer
+        self.install(taken)
         for name, found in self._stateful():
             for one, said in zip(found, taken["callbacks"].get(name, ()), strict=False):
-                for attribute, value in {**said.get("args", {}), **said.get("attributes", {})}.items():
+                if one is trainer.control and not control:
+                    continue
+                state = unpacked(said)
+                for attribute, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
                     setattr(one, attribute, value)
         for name, value in taken["sums"].items():
             setattr(trainer, name, restored(value, getattr(trainer, name)))
         for name, value in taken["averages"].items():
             _put(getattr(trainer, name), value)
+        for name in self._keep:
+            if name in taken.get("kept", {}):
+                replace(trainer, name, unpacked(taken["kept"][name]))
         if taken["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(taken["scaler"])
 
@@ -197,21 +248,20 @@ def _are_tensors(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in value.values())
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+def numbers(values: dict[str, Any]) -> dict[str, Any]:
     """The values that JSON can hold, scalars of numpy and torch as numbers."""
     found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
     return {name: plain(value) for name, value in found.items() if storable(value)}
 
 
 def _put(home: dict[str, Any], value: dict[str, Any]) -> None:
-    """Fill dicts of dicts in place, since some of them make missing entries."""
-    for name in [name for name in home if name not in value]:
-        del home[name]
-    for name, part in value.items():
-        if isinstance(part, dict):
-            # A defaultdict makes the kind that it wants.
-            _put(home[name] if isinstance(home, defaultdict) else home.setdefault(name, {}), part)
-        elif isinstance(part, list) and part and isinstance(part[0], str):
-            home[name] = torch.tensor(part[1], dtype=getattr(torch, part[0]))
-        else:
-            home[name] = part
+    """Fill dicts of dicts in place with what `_summed()` gave."""
+    fill(home, _with_tensors(value))
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tensors(part) for name, part in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return torch.tensor(value[1], dtype=getattr(torch, value[0]))
+    return value

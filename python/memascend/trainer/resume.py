@@ -1,14 +1,21 @@
 """Commits where a Trainer is with each step, and goes on there in a new process.
 
-A resume enters the Trainer's own loop at the last committed step and repeats it without computing: batches are empty,
-losses are zero, and `step()` does nothing but bring back what the real one left. So all that follows a commit (the
-scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the end of an epoch or of the training) is done by
-the Trainer itself, in its order, and what was done before the process ended is done again.
+A resume enters the Trainer's own loop at the last committed step N and repeats it without computing: batches are empty,
+losses are zero, events before `step()` are muted, and `step()` restores what the commit has. So the Trainer itself, in
+its order, does all that follows a commit: the scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the
+end of an epoch or of the training.
+
+- What comes before `step()` of N never happens twice; what comes after it happens at least once.
+- `on_train_begin` sees the Trainer as from a checkpoint at N, `on_epoch_begin` as at the begin of that epoch. Neither
+  changes a weight again (`session.edits.repeat`).
+- A training that ended commits that with its last step, so that the next start repeats nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +29,23 @@ from memascend.checkpoint.reader import identity_of
 from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import options_of, plain, put, restored, storable
+from memascend.session import schedule
 from memascend.session.optimizer import session_of
 from memascend.text import replaced
 from memascend.trainer import names
 from memascend.trainer.by_layer import Steps
 from memascend.trainer.callback import is_streamed
+from memascend.trainer.description import require_same, require_same_arguments
 from memascend.trainer.feed import Feed
-from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded
+from memascend.trainer.kept import Watch
+from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from memascend.session.optimizer import OffloadedOptimizer
 
+_log = logging.getLogger("memascend")
 # Stands for a checkpoint to the Trainer's loop.
 _FROM_STORE = "the store"
 
@@ -42,10 +53,14 @@ _FROM_STORE = "the store"
 class Resume:
     """Stands in for methods of a Trainer object, from before its training on."""
 
-    def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool) -> None:
-        """`run` describes the run in each commit; `exact_norm`: `step()` clips, and the log has its norm."""
-        self._trainer, self.run, self._exact_norm = trainer, run, exact_norm
-        self._figures = Figures(trainer)
+    def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool, keep: Sequence[str] = ()) -> None:
+        """`run` describes the run in each commit; `exact_norm`: `step()` clips, and the log has its norm.
+
+        `keep`: attributes of the Trainer that are kept with each commit.
+        """
+        self._trainer, self.run, self.clips_exactly = trainer, run, exact_norm
+        self._figures = Figures(trainer, keep)
+        self._watch = Watch(trainer, keep)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
         # `resume_from_checkpoint` of train().
@@ -58,21 +73,32 @@ class Resume:
         self._feed: Feed | None = None
         # The epoch, the batches in it that the Trainer had before this step, and those of this step.
         self._epoch, self._passed, self._group = 0, 0, 0
+        # The batches of the epoch, and the Trainer's step and epoch when it began.
+        self._batches, self._begun = 0, (0, 0.0)
+        # The epoch whose `on_epoch_begin` comes next.
+        self._next_epoch = 0
+        # Lines that the end of a shorter training logged.
+        self._lines: list[dict[str, Any]] = []
+        # Figures after the events of the last step.
+        self._ended: dict[str, Any] = {}
         self._norm: float | None = None
         self._steps = None if trainer.is_fsdp_enabled else Steps(trainer)
-        self._began, self._seconds_before = 0.0, 0.0
+        self._start, self._seconds_before = 0.0, 0.0
         self._trains = False
         self._own: dict[str, Callable[..., Any]] = {}
         for name in names.METHODS:
             if hasattr(self, name):
                 self._own[name] = getattr(trainer, name)
                 setattr(trainer, name, getattr(self, name))
+        handler = trainer.callback_handler
+        self._own["on_epoch_begin"], handler.on_epoch_begin = handler.on_epoch_begin, self._on_epoch_begin
 
     def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
         """Train with this optimizer, from the position `kept` on, if there is one."""
         self._optimizer, self._kept = optimizer, kept
         self._seconds_before = 0.0 if kept is None else kept["seconds"]
         self._best = None if kept is None else kept.get("best")
+        session_of(optimizer).edits.repeat(until_step=kept is not None)
 
     def begin_late(self, begin: Callable[[], object]) -> None:
         """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
@@ -82,8 +108,10 @@ class Resume:
         """The position after the step that is being made."""
         assert self._feed is not None
         assert self._optimizer is not None
-        if self._exact_norm:
+        if self.clips_exactly:
             self._norm = self._optimizer.grad_norm
+        self._watch.look()
+        done = self._passed + self._group
         taken = {
             **self._figures.taken(),
             "run": self.run,
@@ -91,12 +119,16 @@ class Resume:
             "epoch": self._epoch,
             "passed": self._passed,
             "group": self._group,
+            "begun": self._begun,
+            "epoch_after": self._epoch + done / max(1, self._batches),
+            "ends_epoch": done >= self._batches,
+            "accumulation": self._trainer.args.gradient_accumulation_steps,
             "feed": self._feed.taken(),
             "random": RandomNumbers.now().said(),
             "scheduler": plain(self._trainer.lr_scheduler.state_dict()),
             "groups": [options_of(group) for group in self._optimizer.param_groups],
             "norm": self._norm,
-            "seconds": self._seconds_before + time.monotonic() - self._began,
+            "seconds": self._seconds_before + time.monotonic() - self._start,
         }
         return encoded(taken)
 
@@ -106,26 +138,56 @@ class Resume:
         """Train once; where the store has a position, that counts."""
         if self._trains:
             raise UsageError(
-                "train() was called again, and the store holds one training: make another Trainer with another "
-                "storage=, or give more steps to the first (under a constant schedule) and start the script again"
+                "train() was called again, and the store holds one training: to go on after an interrupt, make the "
+                "Trainer anew and call memascend.trainer.offload() with the same storage=; for another training, give "
+                "another storage="
             )
+        require_same_arguments(self.run, self._trainer)
         if resume_from_checkpoint and self._late is None:
             self._require_here(resume_from_checkpoint)
         self._trains, self._wanted = True, resume_from_checkpoint
-        return self._own["train"](None, *given, **named)
+        try:
+            result = self._own["train"](None, *given, **named)
+        except KeyboardInterrupt:
+            if self._optimizer is not None:
+                step = session_of(self._optimizer).run.metadata.step
+                _log.warning("interrupted: step %d is committed, and the same script goes on there", step)
+            raise
+        self._end_training()
+        return result
 
     def _require_here(self, folder: Any) -> None:
-        """Reject a checkpoint of the Trainer that is not at the store's position."""
+        """Reject a checkpoint of another training, and one that is not the newest; the store may be ahead of that."""
         last: Any = names.last_checkpoint
         found = last(str(self._trainer.args.output_dir)) if folder is True else folder
-        metadata = None if self._optimizer is None else session_of(self._optimizer).run.metadata
-        if found is None or metadata is None or not metadata.is_at(identity_of(Path(found))):
-            raise UsageError(
-                f"the store has this training after step {0 if metadata is None else metadata.step}, and "
-                f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
-                'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
-                "offload()"
-            )
+        session = None if self._optimizer is None else session_of(self._optimizer)
+        metadata = None if session is None else session.run.metadata
+        identity = None if found is None else identity_of(Path(found))
+        if metadata is not None and metadata.is_at(identity):
+            return
+        if metadata is not None and self._kept is not None:
+            here = metadata.identity()
+            is_newest = found is None or os.path.realpath(last(str(Path(found).parent))) == os.path.realpath(found)
+            is_before = identity is not None and identity["store"] == here["store"] and identity["step"] < here["step"]
+            if is_newest and (found is None or is_before):
+                _log.warning(
+                    "the store is ahead of the newest checkpoint (%s): the training goes on after step %d",
+                    found or "there is none",
+                    here["step"],
+                )
+                return
+        raise UsageError(
+            f"the store has this training after step {0 if metadata is None else metadata.step}, and "
+            f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
+            'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
+            "offload()"
+        )
+
+    def create_optimizer(self, *given: Any, **named: Any) -> Any:
+        """The optimizer; once it is offloaded, no other one is made."""
+        if self._optimizer is None:
+            return self._own["create_optimizer"](*given, **named)
+        return self._trainer.optimizer
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Reject it."""
@@ -148,7 +210,37 @@ class Resume:
 
     def _init_training_state(self, *given: Any, **named: Any) -> Any:
         found = self._own["_init_training_state"](*given, **named)
-        return found if self._kept is None else (self._kept["epoch"], self._kept["passed"])
+        if self._kept is None:
+            return found
+        self._install()
+        # A training that ended has no epoch left.
+        self._next_epoch = self._trainer.state.num_train_epochs if self._has_ended() else self._kept["epoch"]
+        return self._next_epoch, self._kept["passed"]
+
+    def _install(self) -> None:
+        """Give the Trainer the state that a checkpoint at the last step would have."""
+        assert self._kept is not None
+        self._figures.install(self._known())
+        state, after = self._trainer.state, self._kept.get("epoch_after")
+        state.global_step = self._kept["step"]
+        if after is not None:
+            state.epoch = after
+
+    def _has_ended(self) -> bool:
+        """Whether the training ended at the last step, and has not got longer since."""
+        assert self._kept is not None
+        ended = self._kept.get("ended")
+        if ended is None:
+            return self._best is not None
+        return bool(self._trainer.state.max_steps <= ended["steps"])
+
+    def _known(self) -> dict[str, Any]:
+        """The newest figures: those of the last commit or, where the training ended, of its end."""
+        kept = self._kept
+        assert kept is not None
+        if "ended" not in kept or not self._has_ended():
+            return kept
+        return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
         prepared = self._own["_prepare_for_training"](*given, **named)
@@ -156,24 +248,44 @@ class Resume:
             self._late()
             if self._wanted:
                 self._require_here(self._wanted)
+            if self._kept is not None:
+                self._install()
         scheduler = self._trainer.lr_scheduler
-        state = scheduler.state_dict()
-        if not storable(state):
+        if not storable(scheduler.state_dict()):
             raise ConfigError(
                 f"the state of {type(scheduler).__name__} has objects, which a commit cannot hold: let its "
                 "state_dict() have numbers, texts, lists and dicts alone"
             )
+        self.run["schedule"] = schedule.described(scheduler)
         if self._kept is not None:
-            assert self._optimizer is not None
-            # The loop counts the repeated step itself.
-            self._trainer.state.global_step = self._kept["step"] - 1
+            # The Trainer has made its scheduler only now.
+            require_same(self._kept, self.run, self._trainer)
             # Making the scheduler changed the rates.
-            scheduler.load_state_dict(restored(self._kept["scheduler"], state))
-            for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
-                for name, value in options.items():
-                    put(group, name, restored(value, group.get(name)))
-        self._began = time.monotonic()
+            self._restore_schedule()
+            if schedule.steps_alone(scheduler):
+                # A checkpoint has the schedule of the next step.
+                scheduler.step()
+        self._start = time.monotonic()
         return prepared
+
+    def _restore_schedule(self) -> None:
+        """Set the scheduler and the options of groups as the last commit has them, before the Trainer advanced them."""
+        assert self._kept is not None
+        assert self._optimizer is not None
+        scheduler = self._trainer.lr_scheduler
+        # torch warns of schedulers that are advanced before any step.
+        scheduler.optimizer._opt_called = True  # noqa: SLF001
+        scheduler.load_state_dict(restored(self._kept["scheduler"], scheduler.state_dict()))
+        for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
+            for name, value in options.items():
+                put(group, name, restored(value, group.get(name)))
+
+    def begin_training(self) -> None:
+        """Restore sums and callbacks, before any callback learns of the begin."""
+        if self._kept is not None:
+            # The control stays: an order to stop would end the loop before the repeated step.
+            self._figures.bring_back(self._known(), control=False)
+            self._install()
 
     def _load_rng_state(self, *given: Any, **named: Any) -> None:
         if self._kept is None:
@@ -181,17 +293,40 @@ class Resume:
 
     # --- an epoch -----------------------------------------------------------------------------------
 
+    def _on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        """Fire the event of an epoch that goes on, with the state of its begin; mute those of epochs that are over."""
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        kept, own = self._kept, self._own["on_epoch_begin"]
+        if kept is None:
+            self._begun = state.global_step, state.epoch
+            return own(args, state, control, **named)
+        if epoch < kept["epoch"] or kept.get("ends_epoch") or self._has_ended():
+            return control
+        now = state.global_step, state.epoch
+        self._begun = state.global_step, state.epoch = tuple(kept.get("begun", now))
+        try:
+            return own(args, state, control, **named)
+        finally:
+            state.global_step, state.epoch = now
+
     def _run_epoch(self, **named: Any) -> None:
         assert self._feed is not None
         self._epoch, self._passed, self._group = named["epoch"], 0, 0
+        self._batches = named["steps_in_epoch"]
         kept, run = self._kept, self._own["_run_epoch"]
+        if kept is not None and self._epoch > kept["epoch"]:
+            # A callback ended the epoch before the repeated step.
+            self._go_on()
+            kept = None
         if kept is None:
             run(**named)
             return
-        if self._epoch < kept["epoch"]:
+        if self._epoch < kept["epoch"] or self._has_ended():
             # The position was not known when the loop began.
             return
         self._passed, self._group = kept["passed"], kept["group"]
+        # A callback may have changed it at the begin of this epoch, which is muted where the step ends it.
+        self._trainer.args.gradient_accumulation_steps = kept.get("accumulation", self._accumulation)
         self._feed.resume(kept["feed"], self._passed + self._group)
         named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
         with self._repeating():
@@ -199,35 +334,60 @@ class Resume:
         # The Trainer may have asked for no further batch of this epoch.
         self._feed.begin_anew()
 
+    @property
+    def _accumulation(self) -> int:
+        return int(self._trainer.args.gradient_accumulation_steps)
+
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
         """Inside, the first step is repeated, and the loop skips no batches itself."""
         module: Any = names.transformers_trainer
         with replaced(module, names.SKIP, lambda loader, _: loader), contextlib.ExitStack() as stands:
             # The first step alone.
+            for event in names.BEFORE_STEP:
+                mute = replaced(self._trainer.callback_handler, event, lambda _args, _state, control, **_: control)
+                stands.enter_context(mute)
             step = replaced(self._trainer.optimizer, "step", lambda *_, **__: self._repeated(stands))
             stands.enter_context(step)
             self._repeats = True
-            yield
+            try:
+                yield
+            finally:
+                self._repeats = False
 
     def _repeated(self, stands: contextlib.ExitStack) -> None:
-        """Bring back what the real step left."""
+        """Restore what the real step left."""
         stands.close()
         kept = self._kept
         assert kept is not None
         self._figures.bring_back(kept)
+        # The loop counts this step.
+        self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
-        # torch warns of schedulers that are advanced before any step.
-        self._trainer.lr_scheduler.optimizer._opt_called = True  # noqa: SLF001
-        self._repeats, self._kept = False, None
+        self._restore_schedule()
+        ended = kept.get("ended", {"lines": [], "summary": []})
+        self._lines = [*ended["lines"], *ended["summary"]]
+        self._go_on()
         RandomNumbers.of(kept["random"]).bring_back()
+
+    def _go_on(self) -> None:
+        """The position is restored: what comes next follows the last commit."""
+        assert self._optimizer is not None
+        self._repeats, self._kept = False, None
+        session_of(self._optimizer).edits.repeat()
 
     # --- a step -------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *given: Any, **named: Any) -> Any:
         """The batches of a step."""
         if self._repeats:
+            assert self._feed is not None
+            assert self._kept is not None
+            if self._kept["feed"]["fetched"]:
+                # Evaluations that follow may draw from the collator's generators.
+                self._feed.go_on()
             return [{} for _ in range(self._group)], None
+        self._add_lines()
         found = self._own["get_batch_samples"](*given, **named)
         self._norm = None
         self._passed += self._group
@@ -239,6 +399,8 @@ class Resume:
     def training_step(self, *given: Any, **named: Any) -> Any:
         """The loss of a batch."""
         if self._repeats:
+            # Logs depend on it.
+            self._trainer.model.train()
             return torch.zeros((), device=self._trainer.args.device)
         own = self._own["training_step"]
         return own(*given, **named) if self._steps is None else self._steps.training_step(own, *given, **named)
@@ -253,24 +415,57 @@ class Resume:
 
     def _clip_grad_norm(self, *given: Any, **named: Any) -> Any:
         """Clip; where `step()` does, it is not done twice."""
-        return None if self._repeats or self._exact_norm else self._own["_clip_grad_norm"](*given, **named)
+        return None if self._repeats or self.clips_exactly else self._own["_clip_grad_norm"](*given, **named)
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
         """The norm for the log; `step()` takes its own later."""
-        if self._repeats or self._exact_norm:
+        if self._repeats or self.clips_exactly:
             return None
         found = self._own["_get_grad_norm"](*given, **named)
         self._norm = float(found)
         return found
 
     def _maybe_log_save_evaluate(self, losses: Any, norm: Any, *given: Any, **named: Any) -> None:
-        if norm is None:
-            norm = self._norm
-        if self._best is not None:
-            # The store no longer has the weights to evaluate and to save.
-            self._trainer.control.should_training_stop = True
-            return
+        norm = self._norm if norm is None else norm
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
+
+    def _add_lines(self) -> None:
+        """Add the lines that only the end of a shorter training logged to the log of a longer one."""
+        lines, self._lines = self._lines, []
+        log = self._trainer.state.log_history
+        again = {(line.get("step"), *line) for line in log}
+        log += [line for line in lines if (line.get("step"), *line) not in again]
+
+    # --- the end of a training ----------------------------------------------------------------------
+
+    def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
+        if self._kept is not None:
+            self._go_on()
+        # The end is reported again by each start.
+        self._ended = self._figures.taken()
+        # The run's time is that of all its processes.
+        return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
+
+    def _end_training(self) -> None:
+        """Commit with the last step that its events are over, unless something stopped the training before its end."""
+        assert self._optimizer is not None
+        session, state = session_of(self._optimizer), self._trainer.state
+        is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
+        if is_over and session.run.metadata.position is not None and not session.run.resources.closed:
+            with session.edits.load(self._position_of_end()):
+                pass
+
+    def _position_of_end(self, **others: Any) -> str:
+        """The position of the last commit, with the figures after the events of its step."""
+        assert self._optimizer is not None
+        metadata = session_of(self._optimizer).run.metadata
+        assert metadata.position is not None
+        kept = decoded(metadata.position, "the store")
+        ended = {name: value for name, value in self._ended.items() if name not in ("log_history", "left_out")}
+        ended["lines"] = [line for line in self._ended["log_history"] if line.get("step", 0) >= kept["step"]]
+        log = self._trainer.state.log_history
+        ended["summary"] = [numbers(line) for line in log[-2:] if "train_runtime" in line]
+        return encoded({**kept, "ended": {**ended, "steps": self._trainer.state.max_steps}, **others})
 
     # --- files, where all ranks write them ----------------------------------------------------------
 
@@ -321,13 +516,12 @@ class Resume:
             # The store has it.
             return
         trainer, session = self._trainer, session_of(self._optimizer)
-        self._best = str(trainer.state.best_model_checkpoint)
-        now, position = self._figures.taken(), session.run.metadata.position
-        assert position is not None
-        reported = {name: now[name] for name in ("state", "log_history", "callbacks")}
-        # The end of the training is reported once more.
-        reported["log_history"] = [line for line in reported["log_history"] if "train_runtime" not in line]
-        with session.edits.load(encoded({**decoded(position, "the store"), **reported, "best": self._best})):
+        best = str(trainer.state.best_model_checkpoint)
+        if not Path(best).is_dir():
+            _log.warning("the best checkpoint, %s, is gone: the model stays that of the last step", best)
+            return
+        self._best = best
+        with session.edits.load(self._position_of_end(best=best)):
             if not isinstance(trainer.model, names.PreTrainedModel):
                 self._own["_load_best_model"]()
                 return
@@ -347,7 +541,3 @@ class Resume:
                 )
                 return
             trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
-
-    def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
-        # The run's time is that of all its processes.
-        return self._own["_finalize_training"](trial, samples, start - self._seconds_before)

@@ -1,0 +1,295 @@
+"""Describes what decides a training's results, so that a resume can tell it from another training."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from memascend.checkpoint.weights import first_rows
+from memascend.errors import ConfigError, UsageError
+from memascend.optim.shared import plain, storable
+from memascend.session import schedule
+from memascend.trainer.digest import digest_of
+from memascend.trainer.generators import undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_log = logging.getLogger("memascend")
+_ROWS = 64
+# Longer texts are compared by their digests.
+_TEXT_MAX = 80
+_DEPTH_MAX = 6
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Entries of a configuration that tell where it came from, and those that change no bit.
+_OF_NO_MODEL = frozenset({"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"})
+_OF_NO_ADAPTER = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"})
+_OF_NO_GROUP = frozenset({"params", "param_names", "initial_lr"})
+# Arguments that decide no result, by their beginnings.
+_FREE = (
+    *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
+    *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
+    *("load_best_model", "metric_for_best", "greater_is_better", "include_", "restore_callback", "use_cpu", "debug"),
+    *("per_device_eval", "prediction_loss_only", "batch_eval_metrics", "torch_empty_cache", "dataset_num_proc"),
+    *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model", "fsdp"),
+    *("gradient_checkpointing", "activation_checkpointing"),
+)
+_NOT_FREE = ("dataloader_drop_last",)
+_MICRO = "gradient_accumulation_steps"
+_LENGTH = ("max_steps", "num_train_epochs")
+
+
+def description(trainer: Any, clipping: str) -> dict[str, Any]:
+    """What decides a run's results: the arguments, the model, the data, optimizer and schedule where they are made."""
+    found: dict[str, Any] = {
+        "arguments": arguments_of(trainer.args),
+        "data": _data(trainer.train_dataset),
+        "ranks": trainer.args.world_size,
+        "others": {
+            "clipping": clipping,
+            **_model(trainer.model),
+            **_losses(trainer),
+            **_optimizer(trainer.optimizer),
+        },
+    }
+    scheduler = trainer.lr_scheduler
+    return found if scheduler is None else {**found, "schedule": schedule.described(scheduler)}
+
+
+def arguments_of(args: Any) -> dict[str, Any]:
+    """The arguments of a Trainer that decide results."""
+    kept = {name: value for name, value in args.to_dict().items() if name in _NOT_FREE or not name.startswith(_FREE)}
+    return _texts(kept, whole=True)
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """Class and configuration of a model, those of its adapters, and rows of embeddings that were loaded."""
+    config: Any = getattr(model, "config", None)
+    settings: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    found = {"model": type(model).__name__, **_texts(dict(_flat("config", settings, _OF_NO_MODEL)))}
+    if getattr(config, "_name_or_path", "") and hasattr(model, "get_input_embeddings"):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            rows = first_rows(model.get_input_embeddings().weight, _ROWS)
+            found |= {} if rows is None else {"model's embeddings": digest_of(rows)}
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in (adapters if isinstance(adapters, dict) else {}).items():
+        found |= _texts(dict(_flat(f"adapter {name}", adapter.to_dict(), _OF_NO_ADAPTER)))
+    return found
+
+
+def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The entries of nested dicts by dotted names."""
+    for name, value in values.items():
+        if name in left_out:
+            continue
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            yield from _flat(f"{title}.{name}", value, left_out)
+        else:
+            yield f"{title}.{name}", value
+
+
+def _losses(trainer: Any) -> dict[str, Any]:
+    """Functions and modules of the user's that compute losses or rewards."""
+    found: dict[str, Any] = {}
+    for name in ("compute_loss_func", "loss", "reward_funcs"):
+        value = getattr(trainer, name, None)
+        settings = getattr(value, "get_config_dict", None)
+        if callable(settings):
+            # Of sentence-transformers.
+            found |= _flat(name, {"kind": type(value).__qualname__, **settings()}, frozenset())
+        elif value:
+            found[name] = value
+    return _texts(found)
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    """Class and options of an optimizer that has made no step; empty where there is none yet."""
+    if optimizer is None:
+        return {}
+    groups = optimizer.param_groups
+    options = {name for group in groups for name in group} - _OF_NO_GROUP
+    found = {f"optimizer.{name}": [_option(group.get(name)) for group in groups] for name in sorted(options)}
+    return _texts({"optimizer": type(optimizer).__qualname__, **found})
+
+
+def _option(value: Any) -> Any:
+    return plain(value) if storable(value) else value
+
+
+def _data(data: Any) -> str:
+    """The length of a data set and a digest of rows; a stream is compared batch by batch."""
+    if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
+        return "a stream"
+    count = len(data)
+    compared = min(_ROWS, count)
+    with undisturbed(data):
+        rows = [digest_of(data[number * count // compared]) for number in range(compared)]
+        again = digest_of(data[0]) if count else ""
+    # Rows that are drawn anew each time have no digest.
+    return f"{count} rows {digest_of(rows) if rows[:1] == [again] else ''}".strip()
+
+
+# --- values as text --------------------------------------------------------------------------------------
+
+
+class _IncomparableError(Exception):
+    """A value is a thing of this process alone."""
+
+
+def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """Values as numbers and texts that are the same in each process; one that has none is logged and left out.
+
+    Unless they are to be `whole`, long texts are shortened and get a digest.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            text = value if isinstance(value, int | float | str) else _text(value)
+        except _IncomparableError:
+            _log.warning(
+                "%s is %s, which has no values to compare: a resume takes another one unnoticed",
+                name,
+                type(value).__qualname__,
+            )
+            continue
+        if isinstance(text, str) and len(text) > _TEXT_MAX and not whole:
+            text = f"{text[: _TEXT_MAX // 2]}... (digest {digest_of(text)})"
+        found[name] = text
+    return found
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """A value as text without addresses.
+
+    Functions are known by module, qualified name, closure and defaults; objects whose text has an address by their
+    attributes.
+    """
+    if depth > _DEPTH_MAX:
+        raise _IncomparableError
+    below = functools.partial(_text, depth=depth + 1)
+    for kinds, text_of in _TEXTS:
+        if isinstance(value, kinds):
+            return text_of(value, below)
+    text = str(value)
+    if not _ADDRESS.search(text):
+        return text
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
+        # A function of C.
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if not hasattr(value, "__dict__"):
+        raise _IncomparableError
+    return f"{type(value).__module__}.{type(value).__qualname__}{below(vars(value))}"
+
+
+_Below = Callable[[Any], str]
+
+
+def _of_function(value: Any, below: _Below) -> str:
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    bound = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+    return f"{value.__module__}.{value.__qualname__}" + (below(bound) if bound else "")
+
+
+def _of_dict(value: Any, below: _Below) -> str:
+    return "{" + ", ".join(f"{name!r}: {_part(part, below)}" for name, part in value.items()) + "}"
+
+
+def _of_list(value: Any, below: _Below) -> str:
+    comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+    parts = ", ".join(_part(part, below) for part in value) + comma
+    return f"({parts})" if isinstance(value, tuple) else f"[{parts}]"
+
+
+def _part(value: Any, below: _Below) -> str:
+    return repr(value) if isinstance(value, str) else below(value)
+
+
+# In this order: the first that fits.
+_TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
+    (type, lambda value, _: f"{value.__module__}.{value.__qualname__}"),
+    (functools.partial, lambda value, below: f"partial{below((value.func, value.args, value.keywords))}"),
+    (types.MethodType, lambda value, below: f"{below(value.__func__)} of {type(value.__self__).__qualname__}"),
+    (types.FunctionType, _of_function),
+    (torch.Tensor, lambda value, _: digest_of(value)),
+    (torch.nn.Module, lambda value, _: type(value).__qualname__),
+    (set | frozenset, lambda value, below: f"{{{', '.join(sorted(map(below, value)))}}}"),
+    (dict, _of_dict),
+    (list | tuple, _of_list),
+)
+
+
+# --- comparisons -----------------------------------------------------------------------------------------
+
+
+def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
+    """Reject another run than the one that has this position; under a constant schedule it may get longer.
+
+    What one of both does not have is not compared: another version of a library may have more or fewer arguments.
+    """
+    before, now = kept["run"]["arguments"], run["arguments"]
+    changed = _changed(before, now)
+    args = trainer.args
+    may_grow = args.lr_scheduler_type.value.startswith("constant") and not 0 < args.warmup_steps < 1
+    best = kept.get("best")
+    if may_grow and best is None and not 0 < now["max_steps"] < kept["step"]:
+        changed -= {*_LENGTH}
+    earlier, ranks = kept["run"]["ranks"], run["ranks"]
+    batches = before[_MICRO] * earlier
+    if earlier != ranks and now[_MICRO] * ranks == batches:
+        changed -= {_MICRO}
+    found = [f"{name} {before[name]} -> {now[name]}" for name in sorted(changed)]
+    was, own = ({"data": one["data"], **one.get("others", {})} for one in (kept["run"], run))
+    found += [f"{name} {was[name]} -> {own[name]}" for name in sorted(_changed(was, own))]
+    if "schedule" in kept["run"] and "schedule" in run:
+        found += [f"scheduler {one}" for one in schedule.differences(kept["run"]["schedule"], run["schedule"])]
+    if earlier != ranks and now[_MICRO] * ranks != batches:
+        fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
+        found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
+    if found:
+        longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
+        if longer and best is not None:
+            longer = f"it has the best weights, those of {best}, and no longer the last ones; "
+        elif longer and may_grow:
+            longer = ""
+        raise ConfigError(
+            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
+            f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'
+        )
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    return {name for name in before.keys() & now.keys() if before[name] != now[name]}
+
+
+def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
+    """Reject arguments that changed after `memascend.trainer.offload()`, which has made optimizer and store by them."""
+    now = arguments_of(trainer.args)
+    changed = sorted(_changed(run["arguments"], now))
+    if changed:
+        found = "; ".join(f"{name} {run['arguments'][name]} -> {now[name]}" for name in changed)
+        raise UsageError(
+            f"arguments were changed between memascend.trainer.offload() and train(), and optimizer and store are made "
+            f"by the earlier ones: {found}; change them before memascend.trainer.offload()"
+        )
+
+
+def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The position for another number of ranks: batches of each, with the random numbers of the first rank."""
+    earlier = kept["run"]["ranks"]
+    if earlier == ranks:
+        return kept
+    passed, group = kept["passed"] * earlier // ranks, -(-kept["group"] * earlier // ranks)
+    ahead = kept["feed"]["fetched"] > kept["passed"] + kept["group"]
+    # Which batch was fetched ahead differs, so that none is compared.
+    feed = {**kept["feed"], "fetched": passed + group + ahead, "digest": None}
+    accumulation = kept.get("accumulation", 0) * earlier // ranks
+    return {**kept, "passed": passed, "group": group, "feed": feed, "accumulation": accumulation}

@@ -1,0 +1,203 @@
+"""Finds the random generators that a program's data set, collator and sampler hold, and keeps their states."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import random
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from memascend.errors import ConfigError
+from memascend.trainer.position import RandomNumbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+# Bounds of a walk through a program's objects: how many, and the longest container that is looked through.
+_OBJECTS_MAX = 20_000
+_PARTS_MAX = 1_000
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+# Objects that hold no generator of a program, or too much.
+_PASSED_OVER = (
+    *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType),
+    *(torch.Tensor, torch.nn.Module, torch.dtype, torch.device, np.ndarray, np.generic),
+)
+
+
+def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators of Python, numpy and torch that are reachable, by path, without those of the process."""
+    # random.random and its like are methods of generators.
+    methods: list[Any] = [random.random, np.random.rand]
+    of_process = {id(method.__self__) for method in methods}
+    return {
+        path: value
+        for path, value in _walk(roots)
+        if isinstance(value, _GENERATORS)
+        and not isinstance(value, random.SystemRandom)
+        and id(value) not in of_process
+        and value is not torch.default_generator
+    }
+
+
+def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Objects, breadth first, each once, with the paths to them."""
+    queue: list[tuple[str, Any]] = [*roots.items()]
+    seen: set[int] = set()
+    for path, value in queue:
+        if id(value) in seen or isinstance(value, _PASSED_OVER):
+            continue
+        if len(seen) >= _OBJECTS_MAX:
+            return
+        seen.add(id(value))
+        yield path, value
+        if not isinstance(value, _GENERATORS):
+            queue += [(f"{path}.{name}", part) for name, part in _parts(value)]
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return list(pairs) if len(value) <= _PARTS_MAX else []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__), ("func", value.__func__)]
+    if isinstance(value, types.FunctionType):
+        return list(_parts_of_function(value))
+    kind = type(value)
+    # Generators that a class has for all its objects, and the module for its functions.
+    shared = [(name, part) for base in kind.__mro__ for name, part in vars(base).items() if _may_hold(part)]
+    own = [(name, getattr(value, name, None)) for base in kind.__mro__ for name in _slots(base)]
+    return [*getattr(value, "__dict__", {}).items(), *own, *shared]
+
+
+def _may_hold(part: Any) -> bool:
+    """Whether a class's attribute may lead to a generator of the program."""
+    if isinstance(part, types.FunctionType):
+        return any(isinstance(value, _GENERATORS) for _, value in _named_globals(part))
+    return isinstance(part, _GENERATORS)
+
+
+def _slots(base: type) -> Iterable[str]:
+    slots = vars(base).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
+    for number, cell in enumerate(function.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            # One that is not filled yet has no contents.
+            yield function.__code__.co_freevars[number], cell.cell_contents
+    yield from enumerate(function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, value in _named_globals(function):
+        is_own = getattr(value, "__module__", None) == function.__module__
+        if isinstance(value, _GENERATORS) or (is_own and not isinstance(value, type)):
+            yield name, value
+
+
+def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+# --- states ----------------------------------------------------------------------------------------------
+
+
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of generators as JSON, by path."""
+    return {path: _packed(_state(one)) for path, one in generators.items()}
+
+
+def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Set the states that `states_of()` gave.
+
+    Raises:
+        ConfigError: a generator is gone; none was set.
+    """
+    gone = sorted(states.keys() - generators.keys())
+    if gone:
+        raise ConfigError(
+            f"the run had a random generator at {gone[0]}, and this one has none there: give the data set, collator "
+            'and sampler of this run, or start anew with existing="replace"'
+        )
+    for path, state in states.items():
+        _set_state(generators[path], _unpacked(state))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return list(generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.get_state().numpy()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.set_state(torch.from_numpy(state))
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _packed(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        # The words of Python's generator.
+        return _packed(np.array(value, np.uint32))
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), base64.b64encode(value.tobytes()).decode()]
+    if isinstance(value, list):
+        return {"parts": [_packed(part) for part in value]}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        dtype, text = value
+        return np.frombuffer(bytearray(base64.b64decode(text)), dtype)
+    if isinstance(value, dict):
+        parts = value.get("parts")
+        if parts is not None:
+            version, words, gauss = map(_unpacked, parts)
+            return version, words.tolist(), gauss
+        return {name: _unpacked(part) for name, part in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def undisturbed(*roots: Any) -> Iterator[None]:
+    """Inside, examples may be read and collated: afterwards all generators have the states of before.
+
+    Objects get the attributes that they had, so that a generator which is made at the first use is made again.
+    """
+    named = {str(number): root for number, root in enumerate(roots)}
+    own, generators = RandomNumbers.now(), generators_in(named)
+    states = states_of(generators)
+    objects = [(value, dict(vars(value))) for _, value in _walk(named) if hasattr(value, "__dict__")]
+    try:
+        yield
+    finally:
+        for value, attributes in objects:
+            now = vars(value)
+            if now.keys() != attributes.keys() or any(now[name] is not attributes[name] for name in now):
+                with contextlib.suppress(AttributeError, TypeError):
+                    for name in now.keys() - attributes.keys():
+                        delattr(value, name)
+                    now.update(attributes)
+        restore(generators, states)
+        own.bring_back()

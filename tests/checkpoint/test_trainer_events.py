@@ -1,0 +1,367 @@
+"""Tests of the events around a Trainer's steps over several starts, and of what a start compares with the store."""
+
+import functools
+import json
+import shutil
+from collections import deque
+
+import pytest
+import torch
+import transformers
+from checkpoint.test_trainer import Ended
+from checkpoint.test_trainer_resume import Ends, ended, quiet  # noqa: F401
+from support.trained_program import digest_of, made, model
+from torch.optim import lr_scheduler
+from transformers.trainer_callback import ExportableState
+
+import memascend.trainer
+from memascend.errors import ConfigError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Events(transformers.TrainerCallback):
+    """Notes each event, with the state that it sees."""
+
+    def __init__(self):
+        self.seen = []
+
+
+for _name in (name for name in dir(transformers.TrainerCallback) if name.startswith("on_")):
+
+    def _note(self, _args, state, _control, name=_name, **_):
+        self.seen.append((name.removeprefix("on_"), state.global_step, state.epoch))
+
+    setattr(Events, _name, _note)
+
+
+def trained(folder, *callbacks, end=None, **options):
+    """One start; returns the Trainer, with the digest of its weights, and the events."""
+    events = Events()
+    trainer = made(folder / "out", events, *callbacks, Ends(end), **options)
+    with memascend.trainer.offload(trainer, storage=folder / "store"):
+        if end is None:
+            trainer.train()
+        else:
+            with pytest.raises(Ended):
+                trainer.train()
+        trainer.digest = digest_of(trainer.model)
+    return trainer, [event for event in events.seen if event[0] not in ("init_end", "prediction_step")]
+
+
+# The epoch after steps of 25 batches an epoch.
+AFTER = {2: 8 / 25, 7: 1.0, 9: 1 + 8 / 25}
+BEFORE = ("step_begin", "substep_end", "pre_optimizer_step", "epoch_begin")
+
+
+def test_events_before_a_step_come_once_and_those_after_it_at_least_once(tmp_path):
+    _, whole = trained(tmp_path / "whole")
+    seen = []
+    for end in (2, 7, 9, None):
+        _, found = trained(tmp_path / "ended", end=end)
+        seen.append(found)
+    steps = [event for event in whole if event[0] not in ("train_begin", "train_end")]
+    found = [event for start in seen for event in start if event[0] not in ("train_begin", "train_end")]
+    # An epoch that goes on begins again, with the state of its begin.
+    begins = [event for event in found if event[0] == "epoch_begin"]
+    assert begins == [("epoch_begin", 0, 0), ("epoch_begin", 0, 0), ("epoch_begin", 7, 1.0), ("epoch_begin", 7, 1.0)]
+    for name in BEFORE[:3]:
+        assert [event for event in found if event[0] == name] == [event for event in steps if event[0] == name]
+    assert list(dict.fromkeys(found)) == list(dict.fromkeys(steps))
+    # As from a checkpoint.
+    assert [start[0] for start in seen[1:]] == [("train_begin", step, epoch) for step, epoch in AFTER.items()]
+
+
+def test_a_training_that_ended_repeats_no_event_of_its_last_step(tmp_path):
+    trainer, _ = trained(tmp_path, max_steps=4, save_steps=4)
+    again, seen = trained(tmp_path, max_steps=4, save_steps=4)
+    assert [name for name, *_ in seen] == ["train_begin", "log", "train_end"]
+    assert seen[0][1] == 4
+    assert again.digest == trainer.digest
+    lines = [{**line, "step": line["step"]} for line in again.state.log_history if "train_runtime" not in line]
+    assert lines == [line for line in trainer.state.log_history if "train_runtime" not in line]
+
+
+def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path):
+    constant = {"lr_scheduler_type": "constant", "eval_steps": 4}
+    short, _ = trained(tmp_path, max_steps=6, **constant)
+    grown, _ = trained(tmp_path, max_steps=9, **constant)
+    ends = [line for line in short.state.log_history if line["step"] == 6]
+    assert len(ends) == 3
+    assert all(line in grown.state.log_history for line in ends if "loss" not in line)
+    assert len([line for line in grown.state.log_history if line["step"] == 6 and "loss" in line]) == 1
+    with pytest.raises(ConfigError, match="after step 9: max_steps 9 -> 4"):
+        trained(tmp_path, max_steps=4, **constant)
+
+
+class Once(transformers.TrainerCallback):
+    """Shrinks a weight as the training begins, and after each step."""
+
+    def on_train_begin(self, *_, model, optimizer, **__):
+        own = getattr(optimizer, "optimizer", optimizer)
+        with torch.no_grad(), memascend.materialized(model, modify=True):
+            model.model.norm.weight.mul_(0.5)
+        assert own.grad_norm is None
+
+    def on_step_end(self, *_, model, **__):
+        state = {"model.norm.weight": model.model.norm.weight.detach() * 0.9}
+        model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("ends", [(1, 3), (2,)])
+def test_changes_by_every_door_are_made_once(tmp_path, ends):
+    whole, _ = trained(tmp_path / "whole", Once(), max_steps=4)
+    for end in (*ends, None):
+        last, _ = trained(tmp_path / "ended", Once(), end=end, max_steps=4)
+    assert last.digest == whole.digest
+
+
+class Collects(transformers.Trainer):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.mine, self.pairs, self.untouched = [], {(1, 2): deque([0.0], 3)}, 5
+
+    def compute_loss(self, *given, **named):
+        loss = super().compute_loss(*given, **named)
+        self.mine.append(float(loss[0] if isinstance(loss, tuple) else loss))
+        self.pairs[(1, 2)].append(self.mine[-1])
+        return loss
+
+
+def test_figures_of_a_subclass_are_kept_by_name_and_named_where_they_are_not(tmp_path):
+    for end in (3, None):
+        trainer = made(tmp_path / "out", Ends(end), kind=Collects, max_steps=4, eval_strategy="no")
+        with memascend.trainer.offload(trainer, storage=tmp_path / "store", keep=["mine", "pairs"]):
+            if end is None:
+                trainer.train()
+            else:
+                with pytest.raises(Ended):
+                    trainer.train()
+    assert len(trainer.mine) == 16
+    assert trainer.pairs == {(1, 2): deque(trainer.mine[-3:], 3)}
+    trainer = made(tmp_path / "other", kind=Collects, max_steps=2)
+    says = pytest.warns(UserWarning, match=r"pairs of Collects changed.*keep=\['pairs'\]")
+    with memascend.trainer.offload(trainer, storage=tmp_path / "other-store", keep=["mine"]), says:
+        trainer.train()
+    for keep, says in [(["no"], "no such attribute"), ("mine", "in a list"), (["model"], "'model' of keep= has Qwen2")]:
+        with pytest.raises(ConfigError, match=says):
+            memascend.trainer.offload(made(tmp_path / "no", kind=Collects), storage=tmp_path / "no-store", keep=keep)
+    assert not (tmp_path / "no-store").exists()
+
+
+class Grows(transformers.TrainerCallback, ExportableState):
+    def __init__(self):
+        self.found = []
+
+    def state(self):
+        return {"args": {}, "attributes": {"found": self.found}}
+
+    def on_step_begin(self, _args, state, *_, **__):
+        self.found += torch.rand(2500, generator=torch.Generator().manual_seed(state.global_step)).tolist()
+
+
+def test_a_callback_whose_state_grows_keeps_the_newest(tmp_path):
+    grows = Grows()
+    with pytest.warns(UserWarning, match="most of them 'Grows'"):
+        trained(tmp_path, grows, end=4)
+    again = Grows()
+    trained(tmp_path, again, end=4)
+    assert 500 < len(again.found) < 10_000
+    assert again.found == grows.found[-len(again.found) :]
+
+
+class Accumulates(transformers.TrainerCallback):
+    """Takes other numbers of micro-batches from the second epoch on."""
+
+    def on_epoch_begin(self, args, state, *_, **__):
+        args.gradient_accumulation_steps = 1 if round(state.epoch or 0) else 5
+
+
+@pytest.mark.parametrize("end", [5, 12])
+def test_a_callback_changes_the_accumulation_by_epoch(tmp_path, end):
+    options = {"gradient_accumulation_steps": 5, "max_steps": 14}
+    whole, _ = trained(tmp_path / "whole", Accumulates(), **options)
+    for at in (end, None):
+        last, _ = trained(tmp_path / "ended", Accumulates(), end=at, **options)
+    assert last.digest == whole.digest
+
+
+class Bad(transformers.Trainer):
+    """The loss of the third step is NaN."""
+
+    def compute_loss(self, *given, **named):
+        loss = super().compute_loss(*given, **named)
+        return loss * float("nan") if self.state.global_step == 2 and self.model.training else loss
+
+
+@pytest.mark.parametrize("clipping", ["torch", "exact"])
+def test_a_nan_ends_the_run_before_its_commit_or_is_skipped(tmp_path, clipping):
+    options = {"kind": Bad, "max_steps": 5, "logging_nan_inf_filter": False}
+    trainer = made(tmp_path / "out", **options)
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store", clipping=clipping) as optimizer:
+        with pytest.raises(UsageError, match="step 3 was not committed: the norm of its gradients is nan"):
+            trainer.train()
+        assert optimizer.steps == 2
+    again = made(tmp_path / "out", **options)
+    skips = {"clipping": clipping, "nonfinite": "skip"}
+    with memascend.trainer.offload(again, storage=tmp_path / "store", **skips) as optimizer:
+        again.train()
+        assert (optimizer.steps, again.state.global_step, again.lr_scheduler.last_epoch) == (4, 5, 4)
+        assert all(parameter.isfinite().all() for parameter in again.model.parameters())
+
+
+# --- what a start compares ------------------------------------------------------------------
+
+
+def given(schedule=None, **options):
+    """An optimizer, and a scheduler, of one's own."""
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters(), fused=True, **{"lr": 1e-2, **options})
+    return {"optimizers": (optimizer, schedule and schedule(optimizer)), "own": own}
+
+
+def adapted(**options):
+    import peft
+
+    torch.manual_seed(1)
+    return {"own": peft.get_peft_model(model(), peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **options}))}
+
+
+def with_dropout(rate):
+    config = model().config
+    config.attention_dropout = rate
+    torch.manual_seed(0)
+    return type(model())(config)
+
+
+def by(gamma):
+    return lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma)
+
+
+# What a script has, what it has after it was edited, and what differs.
+EDITED = {
+    "rate": (given, lambda: given(lr=5e-3), r"optimizer.lr \[0.01\] -> \[0.005\]"),
+    "decay": (given, lambda: given(weight_decay=1.0), "optimizer.weight_decay"),
+    "gamma": (lambda: given(by(0.9)), lambda: given(by(0.5)), "scheduler gamma 0.9 -> 0.5"),
+    "no scheduler": (lambda: given(by(0.9)), given, "scheduler StepLR -> LambdaLR"),
+    "a scheduler": (given, lambda: given(by(0.9)), "scheduler LambdaLR -> StepLR"),
+    "adapters": (adapted, lambda: adapted(lora_alpha=64), "adapter default.lora_alpha 8 -> 64"),
+    "the last batch": (dict, lambda: {"dataloader_drop_last": True}, "dataloader_drop_last False -> True"),
+    "dropout": (
+        dict,
+        lambda: {"own": with_dropout(0.5)},
+        "config.attention_dropout 0.1 -> 0.5",
+    ),
+}  # fmt: skip
+
+
+def begun(folder, options):
+    trainer = made(folder / "out", Ends(2), max_steps=4, **options)
+    with memascend.trainer.offload(trainer, storage=folder / "store"), pytest.raises(Ended):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_script_is_another_training(tmp_path, name):
+    if name == "adapters":
+        pytest.importorskip("peft")
+    before, after, says = EDITED[name]
+    begun(tmp_path, before())
+    trainer = made(tmp_path / "out", max_steps=4, **after())
+
+    def edited():
+        # A scheduler of the arguments is made in train().
+        with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
+            assert name == "no scheduler"
+            trainer.train()
+
+    with pytest.raises(ConfigError, match=f"another training, after step 2: .*{says}"):
+        edited()
+    begun_again = made(tmp_path / "out", max_steps=4, **before())
+    with memascend.trainer.offload(begun_again, storage=tmp_path / "store") as optimizer:
+        assert optimizer.steps == 2
+
+
+def test_clipping_is_kept(tmp_path, ended):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"clipping exact 1\.0 -> torch"):
+        memascend.trainer.offload(made(tmp_path / "out"), storage=ended / "store", clipping="torch")
+
+
+def checkpointed(function):
+    kept = {"use_reentrant": False, "context_fn": functools.partial(function, [torch.ops.aten.mm.default])}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kept}
+
+
+def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):  # noqa: F811
+    """Activation checkpointing, loading(), one more argument of a newer library, an object without a text."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    own = transformers.TrainingArguments.to_dict
+    newer = lambda self: {**own(self), "invented": 1, "handler": object()}  # noqa: E731
+    monkeypatch.setattr(transformers.TrainingArguments, "to_dict", newer)
+    trainer = made(tmp_path / "out", **checkpointed(create_selective_checkpoint_contexts))
+    with memascend.trainer.offload(trainer, storage=ended / "store") as optimizer:
+        assert optimizer.steps == 5
+
+
+def test_loading_may_be_added(tmp_path):
+    folder = tmp_path / "model"
+    model().bfloat16().save_pretrained(folder)
+
+    def loaded():
+        return {"own": transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)}
+
+    begun(tmp_path, loaded())
+    with memascend.trainer.loading():
+        trainer = made(tmp_path / "out", max_steps=4, **loaded())
+    assert next(trainer.model.parameters()).is_meta
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
+        assert optimizer.steps == 2
+
+
+class MakesOne(transformers.Trainer):
+    """As in tutorials: it makes an optimizer at each call."""
+
+    def create_optimizer(self, *_, **__):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        return self.optimizer
+
+
+def test_a_trainer_that_makes_an_optimizer_at_each_call_makes_one(tmp_path):
+    trainer, _ = trained(tmp_path, kind=MakesOne, max_steps=2)
+    assert trainer.state.global_step == 2
+
+
+def test_arguments_that_change_after_offload_are_refused(tmp_path):
+    trainer = made(tmp_path / "out")
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
+        trainer.args.learning_rate = 5e-3
+        with pytest.raises(UsageError, match=r"learning_rate 0\.01 -> 0\.005; change them before"):
+            trainer.train()
+        assert optimizer.steps == 0
+
+
+def test_without_memascend_a_checkpoint_says_what_it_needs(tmp_path):
+    trained(tmp_path, max_steps=2, save_steps=2)
+    plain = made(tmp_path / "out", max_steps=4)
+    with pytest.raises(TypeError, match=r"state of this checkpoint is memascend's.*memascend\.trainer\.offload\("):
+        plain.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    state = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def test_a_best_checkpoint_that_is_gone_leaves_the_last_weights(tmp_path, caplog):
+    class Loses(transformers.TrainerCallback):
+        def on_step_end(self, _args, state, *_, **__):
+            if state.global_step == 5:
+                shutil.rmtree(tmp_path / "out/checkpoint-4")
+
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "save_steps": 4,
+        "max_steps": 5,
+        "save_total_limit": 2,
+    }
+    trained(tmp_path, Loses(), **best)
+    assert "is gone" in caplog.text
