@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```python client\n(.*?)^```", re.DOTALL | re.MULTILINE)
+RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # README's, and those of the page of Trainers, each with the title above it.
 PAGE = (ROOT / "docs/trainers.md").read_text()
-RECIPES = RECIPE.findall((ROOT / "README.md").read_text()) + RECIPE.findall(PAGE)
+README = (ROOT / "README.md").read_text()
+RECIPES = RECIPE.findall(README) + RECIPE.findall(PAGE)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -71,3 +72,4 @@ def test_each_kind_of_training_has_one():
     kinds = titles[titles.index("Preferences (DPO)") : of_programs]
     kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
     assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]
+    assert len(RECIPES) == (README + PAGE).count("\n```py\n")

@@ -22,7 +22,22 @@ DOCUMENTS = [
     *PAGES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
 ]
-BLOCK = re.compile(r"^```(\w*)( client)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# What a fence may say, which GitHub and the site's renderer know: a second word makes text of all that follows.
+KINDS = {
+    "python": "run here, but README's, which has a test of its own",
+    "py": "run by the tests of RUN_ELSEWHERE",
+    "console": "what a reader types, run here",
+    "bash": "run by tests/distributed/test_hosts_page.py",
+    "": "commands and code that cannot run here",
+    "text": "what a program prints",
+    "yaml": "settings of a program",
+}
+RUN_ELSEWHERE = {
+    "README.md": "clients/test_recipes.py",
+    "docs/trainers.md": "clients/test_recipes.py",
+    "docs/hosts.md": "distributed/test_hosts_page.py",
+}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def name(path):
@@ -30,8 +45,20 @@ def name(path):
 
 
 def blocks(path, kind):
-    """What stands between ``` of a kind, but for what the tests of clients run."""
-    return [body for found, client, body in BLOCK.findall(path.read_text()) if found == kind and not client]
+    """What stands between ``` of a kind."""
+    return [body for found, body in BLOCK.findall(path.read_text()) if found == kind]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_every_fence_is_one_that_all_renderers_know(document):
+    fences = re.findall(r"^ *(?:```|~~~)(.*)$", document.read_text(), re.MULTILINE)
+    assert set(fences) <= KINDS.keys()
+    assert len(fences) % 2 == 0
+
+
+def test_what_does_not_run_here_runs_elsewhere():
+    assert {name(path) for path in PAGES if blocks(path, "py")} == RUN_ELSEWHERE.keys()
+    assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
 
 
 # README's has a test of its own.
@@ -114,7 +141,7 @@ def commands(path):
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
     lines = [
         line.strip()
-        for found, _, body in BLOCK.findall(path.read_text())
+        for found, body in BLOCK.findall(path.read_text())
         if found in ("console", "bash", "sh", "")
         for line in body.replace("\\\n", " ").splitlines()
     ]
