@@ -8,6 +8,8 @@ INK, PAPER = "#24292f", "#ffffff"
 # One colour for one thing, in all drawings.
 STORAGE, HOST, DEVICE, OLD, NEW = "#dbe9f6", "#e6f4e6", "#fdeeda", "#d0d7de", "#7fb77f"
 FONT = 'font-family="sans-serif" font-size="14"'
+# A phone's column is little narrower, so that its letters can be read.
+WIDTH = 440
 
 
 class Drawing:
@@ -23,15 +25,15 @@ class Drawing:
             f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
         ]
 
-    def box(self, x: int, y: int, width: int, height: int, colour: str, words: str = "", *, top: bool = False) -> None:
-        """A box with words in its middle, or at its top."""
+    def box(self, x: int, y: int, width: int, height: int, colour: str, words: str = "") -> None:
+        """A box with words in its middle."""
         self._parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}" stroke="{INK}"/>'
         )
         lines = words.split("\n")
-        first = y + 20 if top else y + height / 2 + 5 - 9 * (len(lines) - 1)
+        first = y + height / 2 + 5 - 9 * (len(lines) - 1)
         for number, line in enumerate(lines):
-            self.words(x + width / 2, first + 18 * number, line, middle=True, bold=top and number == 0)
+            self.words(x + width / 2, first + 18 * number, line, middle=True)
 
     def words(self, x: float, y: float, text: str, *, middle: bool = False, bold: bool = False) -> None:
         """A line of text."""
@@ -52,74 +54,83 @@ class Drawing:
 
 def places() -> Drawing:
     """What lies where."""
-    made = Drawing(860, 300, "Where state lies: on storage, in host memory, on the device")
-    made.box(10, 10, 250, 280, STORAGE, "Storage (SSD)", top=True)
-    for at, words in enumerate(
-        ("values of all units", "master weights and\nmoments, twice", "gradients that wait\n(clipping)")
-    ):
-        made.box(30, 46 + 80 * at, 210, 58, PAPER, words)
-    made.box(340, 10, 240, 280, HOST, "Host memory: the budget", top=True)
-    made.box(360, 46, 200, 58, PAPER, "a CPU's units,\na GPU's on their way")
-    made.box(360, 126, 200, 58, PAPER, "chunks through which\nthe update streams")
-    made.box(360, 206, 200, 30, PAPER, "the RAM tier")
-    made.box(360, 246, 200, 30, PAPER, "index and checksums")
-    made.box(650, 10, 200, 280, DEVICE, "What computes", top=True)
-    for at, words in enumerate(("two units, or more", "one unit's gradients", "activations, logits\n(torch's own)")):
-        made.box(666, 46 + 80 * at, 168, 58, PAPER, words)
-    made.arrow(240, 75, 358, 75)
-    made.arrow(560, 75, 664, 75)
-    made.words(300, 68, "read", middle=True)
-    made.words(615, 68, "copied", middle=True)
-    made.arrow(240, 147, 358, 147)
-    made.arrow(360, 165, 242, 165)
-    made.words(300, 140, "read", middle=True)
-    made.words(300, 182, "written", middle=True)
-    made.arrow(666, 155, 562, 155)
-    made.words(615, 148, "used", middle=True)
+    made = Drawing(WIDTH, 476, "Where state lies: on storage, in host memory, on the device")
+    left, middle, right = (16 + 138 * column for column in range(3))
+    bands = (
+        ("Storage (SSD)", STORAGE, 6, ("values of\nall units", "master weights\nand moments,\ntwice")),
+        (
+            "Host memory: the budget",
+            HOST,
+            174,
+            ("a CPU's units,\na GPU's on\ntheir way", "chunks through\nwhich the\nupdate streams"),
+        ),
+        ("What computes", DEVICE, 342, ("two units,\nor more", "one unit's\ngradients")),
+    )
+    for title, colour, y, (first, second) in bands:
+        made.box(6, y, WIDTH - 12, 128, colour)
+        # Where no arrow passes.
+        made.words(342, y + 21, title, middle=True, bold=True)
+        made.box(left, y + 34, 128, 82, PAPER, first)
+        made.box(middle, y + 34, 128, 82, PAPER, second)
+    made.box(right, 40, 128, 82, PAPER, "gradients\nthat wait\n(clipping)")
+    made.box(right, 208, 128, 36, PAPER, "the RAM tier")
+    made.box(right, 254, 128, 36, PAPER, "index, checksums")
+    made.box(right, 376, 128, 82, PAPER, "activations,\nlogits\n(torch's own)")
+    made.arrow(left + 40, 122, left + 40, 206)
+    made.words(left + 48, 158, "read")
+    made.arrow(middle + 30, 122, middle + 30, 206)
+    made.words(middle + 38, 158, "read")
+    made.arrow(middle + 84, 208, middle + 84, 124)
+    made.words(middle + 92, 158, "written")
+    made.arrow(left + 40, 290, left + 40, 374)
+    made.words(left + 48, 326, "copied")
+    made.arrow(middle + 56, 376, middle + 56, 292)
+    made.words(middle + 64, 326, "used")
     return made
 
 
 def step() -> Drawing:
     """One step along time."""
-    made = Drawing(860, 266, "One step in time: forward, backward with updates beside it, commit")
-    for y, words in ((45, "model"), (105, "reads"), (165, "updates")):
-        made.words(10, y, words)
+    made = Drawing(WIDTH, 398, "One step in time: forward, backward with updates beside it, commit")
+    for y, words in ((55, "model"), (99, "reads"), (227, "model"), (271, "reads"), (315, "updates")):
+        made.words(8, y, words)
+    made.words(250, 20, "forward", middle=True, bold=True)
+    made.words(250, 192, "backward", middle=True, bold=True)
     for at in range(4):
-        made.box(146 + 62 * at, 22, 56, 36, DEVICE, f"unit {at + 1}")
-        made.box(84 + 62 * at, 82, 56, 36, STORAGE, f"unit {at + 1}")
-    for at in range(4):
-        made.box(400 + 88 * at, 22, 82, 36, DEVICE, f"unit {4 - at}")
-        made.box(488 + 76 * at, 142, 70, 36, NEW, f"unit {4 - at}")
+        made.box(140 + 72 * at, 32, 66, 36, DEVICE, f"unit {at + 1}")
+        made.box(68 + 72 * at, 76, 66, 36, STORAGE, f"unit {at + 1}")
+        made.box(68 + 70 * at, 204, 64, 36, DEVICE, f"unit {4 - at}")
+        made.box(138 + 61 * at, 292, 56, 36, NEW, f"unit {4 - at}")
     for at in range(2):
-        made.box(488 + 88 * at, 82, 56, 36, STORAGE, f"unit {2 - at}")
-    made.box(796, 142, 54, 36, OLD, "root")
-    made.arrow(84, 200, 850, 200)
-    made.words(236, 222, "forward", middle=True, bold=True)
-    made.words(236, 244, "a unit is read while the one before computes", middle=True)
-    made.words(620, 222, "backward", middle=True, bold=True)
-    made.words(620, 244, "updates run beside it, into the other slot;", middle=True)
-    made.words(620, 262, "step() writes the root", middle=True)
+        made.box(138 + 70 * at, 248, 52, 36, STORAGE, f"unit {2 - at}")
+    made.box(382, 292, 48, 36, OLD, "root")
+    made.arrow(68, 126, 430, 126)
+    made.words(250, 148, "a unit is read while the one before computes", middle=True)
+    made.arrow(68, 342, 430, 342)
+    made.words(250, 364, "updates run beside it, into the other slot;", middle=True)
+    made.words(250, 384, "step() writes the root", middle=True)
     return made
 
 
 def commit() -> Drawing:
     """Two slots for each extent."""
-    made = Drawing(860, 210, "Two slots for each extent; the root says which one is valid")
-    for column, (title, first, second, valid) in enumerate(
+    made = Drawing(WIDTH, 230, "Two slots for each extent; the root says which one is valid")
+    for column, (title, below, first, second, valid) in enumerate(
         (
-            ("after step 7", "step 7", "step 6", "left"),
-            ("staged: step 8 is written", "step 7", "step 8", "left"),
-            ("committed: step 8", "step 7", "step 8", "right"),
+            ("after step 7", "", "step 7", "step 6", "left"),
+            ("staged:", "step 8 is written", "step 7", "step 8", "left"),
+            ("committed:", "step 8", "step 7", "step 8", "right"),
         )
     ):
-        x = 10 + 290 * column
-        made.words(x + 130, 24, title, middle=True, bold=True)
+        x = 8 + 146 * column
+        made.words(x + 66, 20, title, middle=True, bold=True)
+        made.words(x + 66, 40, below, middle=True, bold=True)
         for row in range(3):
-            y = 40 + 36 * row
-            made.box(x, y, 125, 30, NEW if first == "step 7" and valid == "left" else OLD, first)
-            made.box(x + 135, y, 125, 30, NEW if valid == "right" else OLD, second)
-        made.box(x + 85, 168, 90, 32, STORAGE, "root")
-        made.arrow(x + (110 if valid == "left" else 150), 168, x + (75 if valid == "left" else 190), 146)
+            y = 54 + 36 * row
+            made.box(x, y, 63, 30, NEW if first == "step 7" and valid == "left" else OLD, first)
+            made.box(x + 69, y, 63, 30, NEW if valid == "right" else OLD, second)
+        made.box(x + 36, 188, 60, 32, STORAGE, "root")
+        made.arrow(x + (56 if valid == "left" else 76), 188, x + (36 if valid == "left" else 96), 158)
     return made
 
 
