@@ -201,8 +201,9 @@ clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of thes
 	@touch $@
 
 .PHONY: docs
-docs: .venv-docs/synced ## The site of the documents, in target/site
+docs: .venv-docs/synced ## The site of the documents, in target/site, checked as a reader would see it
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/python docs/check_site.py
 
 .PHONY: test-posing
 test-posing: setup ## Training on a device that poses as a GPU, which is compiled first

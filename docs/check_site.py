@@ -1,0 +1,189 @@
+"""Checks the built site as a reader would see it: `python docs/check_site.py` after mkdocs, with a line for each fault.
+
+Raw markup, lost headings, dead links and anchors (also into the repository), pictures without words or wider than their
+column, and what is fetched from elsewhere are faults; then the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import zip_longest
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, SITE = ROOT / "docs", ROOT / "target/site"
+REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
+# A phone's column shows three quarters of these pixels, and letters of 14 pixels as ones of 11.
+WIDEST_DRAWING = 480
+
+_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+# What stays of Markdown that a renderer does not know: outside of code any of it, within code a fence alone.
+_RAW = re.compile(r"```|~~~|`|\]\(|\*\*|^\||^#+ |^[-*+] |^:::|\{[:#.]", re.MULTILINE)
+_FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
+
+
+class Page(HTMLParser):
+    """What a page has: its anchors, links, pictures, and headings and other texts of its article."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.pictures: list[dict[str, str]] = []
+        # Those that Markdown has; the reference of the API makes more.
+        self.headings: list[str] = []
+        self.code = ""
+        self.prose = ""
+        self._open: list[tuple[str, str]] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what the tag names."""
+        told = {name: value or "" for name, value in attrs}
+        self.anchors.update(told[name] for name in ("id", "name") if name in told)
+        if tag == "a" and "href" in told:
+            self.links.append(told["href"])
+        elif tag == "img":
+            self.pictures.append(told)
+        elif tag in ("script", "iframe", "link"):
+            self.fetched.extend(told[name] for name in ("src", "href") if name in told)
+        if told.get("data-md-component") == "source":
+            self.fetched.append("https://api.github.com")
+        if tag in _HEADINGS and "doc-heading" not in told.get("class", "") and self._inside("article"):
+            self.headings.append("")
+        if tag in ("p", "li", "td", "th", "div", *_HEADINGS):
+            self.prose += "\n"
+        if tag not in _VOID:
+            self._open.append((tag, told.get("class", "")))
+
+    def handle_endtag(self, tag: str) -> None:
+        """Leave the tag, and those in it that need no end."""
+        if self._inside(tag):
+            while self._open.pop()[0] != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        """Note a text."""
+        if not self._inside("article") or self._inside("script", "style"):
+            return
+        classes = [name for _, name in self._open]
+        if (
+            self.headings
+            and self._inside(*_HEADINGS)
+            and not any("headerlink" in name or "doc-heading" in name for name in classes)
+        ):
+            self.headings[-1] += data
+        if self._inside("code", "pre"):
+            self.code += data
+        else:
+            self.prose += data
+
+    def _inside(self, *tags: str) -> bool:
+        return any(tag in tags for tag, _ in self._open)
+
+
+def headings(markdown: str) -> list[str]:
+    """Of a page as it is written: those outside of fences, without their markup."""
+    text = re.sub(r"^( *)(```|~~~).*?^\1\2`*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").replace("*", "") for title in titles]
+
+
+def faults_of_text(page: Page, source: Path) -> list[str]:
+    """Raw markup, and headings that differ from those of the source."""
+    found = [f"shows raw markup: {text!r}" for text in sorted({match[0] for match in _RAW.finditer(page.prose)})]
+    found += [f"shows a raw fence: {text!r}" for text in sorted(set(_FENCE.findall(page.code)))]
+    shown = [" ".join(title.split()) for title in page.headings]
+    for written, seen in zip_longest(headings(source.read_text(encoding="utf-8")), shown):
+        if written != seen:
+            found.append(f"has the heading {seen!r} where {source.name} has {written!r}")
+            break
+    return found
+
+
+def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
+    """Links to files, anchors and files of the repository that are not there."""
+    found = []
+    for link in page.links:
+        where = urlsplit(link)
+        if link.startswith(REPOSITORY):
+            target = ROOT / unquote(where.path).removeprefix(urlsplit(REPOSITORY).path)
+        elif where.scheme:
+            continue
+        else:
+            target = _target(page, where.path)
+        if not target.exists():
+            found.append(f"links to {link}, which is not there")
+        elif where.fragment and target in pages and unquote(where.fragment) not in pages[target].anchors:
+            found.append(f"links to {link}, which has no such anchor")
+    return found
+
+
+def faults_of_pictures(page: Page) -> list[str]:
+    """Pictures without words, not there, or of a width of their own."""
+    found = []
+    for picture in page.pictures:
+        name = picture.get("src", "")
+        path = _target(page, urlsplit(name).path)
+        if not picture.get("alt"):
+            found.append(f"shows {name} without words for who does not see it")
+        if {"width", "height", "style"} & picture.keys():
+            found.append(f"gives {name} a size of its own, which may be wider than the column")
+        if not path.is_file():
+            found.append(f"shows {name}, which is not there")
+        elif path.suffix == ".svg" and int(re.search(r'\bwidth="(\d+)"', path.read_text())[1]) > WIDEST_DRAWING:  # type: ignore[index]
+            found.append(f"shows {name}, whose letters are too small on a phone")
+    return found
+
+
+def faults_of_styles() -> list[str]:
+    """Rules that let a picture be wider than its column."""
+    sheets = {path: path.read_text(encoding="utf-8") for path in SITE.rglob("*.css")}
+    found = []
+    if not any(re.search(r"\.md-typeset img\b[^{}]*\{[^}]*max-width:100%", sheet) for sheet in sheets.values()):
+        found.append("no style keeps pictures within their column")
+    own = re.sub(r"/\*.*?\*/", "", sheets[SITE / "site.css"], flags=re.DOTALL)
+    found += [
+        f"site.css gives {rule.strip()} a width"
+        for rule, style in re.findall(r"([^{}]*\bimg\b[^{}]*)\{([^}]*)", own)
+        if "width" in style
+    ]
+    return found
+
+
+def check() -> list[str]:
+    """Every fault of the site, with the page that has it."""
+    pages = {path: Page(path) for path in sorted(SITE.rglob("*.html"))}
+    found = faults_of_styles()
+    for path, page in pages.items():
+        faults = faults_of_links(page, pages) + faults_of_pictures(page)
+        faults += [f"fetches {link}" for link in page.fetched if urlsplit(link).netloc and "canonical" not in link]
+        found += [f"{path.relative_to(SITE)} {fault}" for fault in faults]
+    for source in sorted(DOCS.glob("*.md")):
+        made = SITE / "index.html" if source.stem == "index" else SITE / source.stem / "index.html"
+        if made in pages:
+            found += [f"{made.relative_to(SITE)} {fault}" for fault in faults_of_text(pages[made], source)]
+        else:
+            found.append(f"{source.name} is no page of the site")
+    return found
+
+
+def _target(page: Page, place: str) -> Path:
+    """The file of the site that a link of the page leads to."""
+    if not place:
+        return page.path
+    target = SITE / unquote(place[1:]) if place.startswith("/") else page.path.parent / unquote(place)
+    target = target.resolve()
+    return target / "index.html" if target.is_dir() else target
+
+
+if __name__ == "__main__":
+    faults = check()
+    print(*faults, sep="\n", end="\n" if faults else "")
+    sys.exit(bool(faults))
