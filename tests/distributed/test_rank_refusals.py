@@ -1,11 +1,12 @@
 """Tests what several ranks cannot do: it is refused on all of them, and nothing is left or changed."""
 
+import math
 import os
 from pathlib import Path
 
 import torch
 from support.bits import same_bits
-from support.rank_models import adamw, loss_of, model, said, sharded
+from support.rank_models import adamw, backward, loss_of, model, offloaded, said, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memascend
+from memascend.session.optimizer import session_of
 
 
 def what_is_refused(folder):
@@ -109,8 +111,40 @@ def what_can_be_done(folder):
     return found
 
 
+def a_norm_that_is_not_finite(folder):
+    """What the steps of all ranks say, and how many there were; only rows of the last rank are not finite."""
+    found = {}
+    ways = {
+        "clips": {"max_grad_norm": 1.0},
+        "keeps": {"gradients": "ssd"},
+        "skips": {"gradients": "fused", "nonfinite": "skip"},
+    }
+    for way, options in ways.items():
+        trained, optimizer = offloaded(f"{folder}/{way}", **options)
+        backward(trained, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = [parameter.full_tensor() for parameter in trained.parameters()]
+        if way == "skips":
+            (loss_of(trained, 1, 0) * math.nan).backward()
+        else:
+            backward(trained, 1)
+            if distributed.get_rank():
+                *_, last = trained.parameters()
+                session_of(optimizer).sharding.leaf_of(last).grad.mul_(math.nan)
+        words = said(optimizer.step)
+        optimizer.zero_grad()
+        same = all(map(same_bits, values, (one.full_tensor() for one in trained.parameters())))
+        steps, overflowed = optimizer.steps, optimizer.overflowed
+        backward(trained, 1)
+        optimizer.step()
+        found[way] = words, same, steps, overflowed, optimizer.steps
+        optimizer.close()
+    return found
+
+
 def both(folder):
-    return {**what_is_refused(folder), **what_can_be_done(folder)}
+    return {**what_is_refused(folder), **what_can_be_done(folder), **a_norm_that_is_not_finite(folder)}
 
 
 def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
@@ -136,3 +170,9 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         for name in ("load", "closed"):
             assert found[name].startswith("UsageError"), found[name]
         assert torch.allclose(found["norm"], found["norm of one"])
+        for way in ("clips", "keeps"):
+            words, *rest = found[way]
+            assert words.startswith("UsageError: step 2 was not committed: the norm of its gradients is nan")
+            assert ("(not finite: " in words) == (rank == 1)
+            assert rest == [True, 1, False, 2]
+        assert found["skips"] == ("", True, 1, True, 2)

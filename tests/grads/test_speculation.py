@@ -159,7 +159,7 @@ RUNS = {
     # Its own code computes the norm first.
     "own code": (NEVER, nothing, {"optimizer": rmsprop}, 0, 0),
     "overflow": (OVERFLOWS, nothing, {"dtype": torch.float16}, 4, 2),
-    "nan": ([SMALL, SMALL, float("nan")], nothing, {}, 2, 1),
+    "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
     "an option": (NEVER, changes_an_option, {}, 3, 1),
     "reads": (NEVER, reads, {}, 5, 0),
     # From then on it is known that more backwards may follow.

@@ -1,11 +1,13 @@
 """Tests what a step does with gradients: which it uses, how often, and what it refuses."""
 
+import contextlib
+import functools
 import math
 
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, values
+from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, twins, values
 from support.checkpointed import OwnCheckpoint
 from support.reached import OPTIMIZERS
 
@@ -25,7 +27,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
     """NaN makes all gradients NaN; an infinite one becomes NaN alone, and the others 0."""
     plain, model = chain(3, True), chain(3, True)
     theirs = OPTIMIZERS[kind](plain.parameters())
-    options = {"gradients": gradients, "max_grad_norm": 1.0, "storage": tmp_path / "store"}
+    options = {"gradients": gradients, "max_grad_norm": 1.0, "nonfinite": "commit", "storage": tmp_path / "store"}
     model, optimizer = memascend.offload(model, OPTIMIZERS[kind](model.parameters()), **options)
 
     def spoiled(gradient):
@@ -44,6 +46,79 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
     with optimizer:
         for name, expected in plain.state_dict().items():
             assert torch.allclose(again.state_dict()[name], expected, rtol=0, atol=1e-7, equal_nan=True), name
+
+
+ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+CLIPS = {
+    "in step()": ({"max_grad_norm": 1e3}, False),
+    "by torch, on storage": ({"gradients": "ssd"}, True),
+    "by torch, in memory": ({"gradients": "ram"}, True),
+    "by torch, detected": ({"gradients": "auto"}, True),
+    "not at all": ({"gradients": "ssd"}, False),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize(("options", "clips"), CLIPS.values(), ids=CLIPS)
+def test_a_norm_that_is_not_finite_changes_nothing(tmp_path, options, clips, nonfinite, value):
+    """The training is then the one in memory that leaves the step out."""
+    plain, theirs, model, optimizer = twins(
+        tmp_path, make=lambda: chain(3, True), rate=1e-2, kind=ADAMW, nonfinite=nonfinite, **options
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.schedule(scheduler)
+    expected = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
+
+    def backward(of, index):
+        loss_of(of, index).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1)
+
+    with optimizer:
+        for index in range(5):
+            if index in (0, 3):
+                hook = model[1].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(1), value))
+                backward(model, index)
+                hook.remove()
+                refused = pytest.raises(
+                    UsageError, match=rf"step {optimizer.steps + 1} was not .*finite: .*1.bias.*skip"
+                )
+                with refused if nonfinite == "raise" else contextlib.nullcontext():
+                    optimizer.step()
+                assert (optimizer.overflowed, optimizer.steps) == (nonfinite == "skip", max(0, index - 1))
+                assert not math.isfinite(optimizer.grad_norm)
+                # Where to look for the cause.
+                assert not model[1].bias.grad.isfinite().all()
+            else:
+                backward(model, index)
+                backward(plain, index)
+                optimizer.step()
+                theirs.step()
+                expected.step()
+                assert math.isfinite(optimizer.grad_norm)
+                assert not optimizer.overflowed
+            assert (optimizer.steps, scheduler.last_epoch) == (expected.last_epoch, expected.last_epoch)
+            require_same(plain, model)
+            optimizer.zero_grad()
+            theirs.zero_grad()
+        assert optimizer.state_of(model[1].bias)["step"] == 3
+
+
+def test_a_fused_step_that_is_not_finite_is_named_by_a_warning(tmp_path):
+    """Or skipped: no updates depend on the norm, which is known only after them."""
+    model, optimizer = begun(tmp_path, "fused")
+    with optimizer:
+        (loss_of(model) * math.inf).backward()
+        with pytest.warns(UserWarning, match=r'step 1 was committed.*existing="previous".* at 0\. Pass'):
+            optimizer.step()
+        assert optimizer.steps == 1
+    model, optimizer = begun(tmp_path, "fused", existing="replace", nonfinite="skip")
+    with optimizer:
+        (loss_of(model) * math.inf).backward()
+        optimizer.step()
+        assert (optimizer.overflowed, optimizer.steps) == (True, 0)
+        require_same(chain(3, True), model)
 
 
 def test_a_step_that_failed_takes_no_further_gradient(tmp_path, monkeypatch):

@@ -359,7 +359,11 @@ class Machine(RuleBasedStateMachine):
             with self._refused("options of .* changed"):
                 self.optimizer.step()
             return
-        if fails and not self.plain.overflows:
+        if self.plain.nonfinite == "raise":
+            with self._refused("was not committed"):
+                self.optimizer.step()
+            return
+        if fails and not self.plain.nonfinite:
             FUSE.fails = True
             with pytest.raises(StorageError, match="no room"):
                 self.optimizer.step()
@@ -413,6 +417,12 @@ class Machine(RuleBasedStateMachine):
     @rule(first=SEEDS, factor=FACTORS, count=st.sampled_from((1, 1, 2)), how=LIMITS | NAMES)
     def train_by_changed_gradients(self, first, factor, count, how):
         self._train(first, factor, count, how)
+
+    @rule(seed=SEEDS)
+    def train_by_an_infinite_loss(self, seed):
+        """In a loop whose norm is known before the commit."""
+        if self.mode != "fused" or self.plain.setup.options["nonfinite"] == "skip":
+            self._train(seed, float("inf"), 1)
 
     def _train(self, first, factor, count, how=None):
         if self._taken:

@@ -176,6 +176,7 @@ def setups(draw, gradients):
     if gradients != "fused":
         options["max_grad_norm"] = draw(st.sampled_from((None, None, 0.05, 0.5, 1e3)))
     options["accumulation_steps"] = draw(st.sampled_from((1, 1, 1, 2)))
+    options["nonfinite"] = draw(st.sampled_from(("raise", "skip")))
     if dtype == FP16:
         options["loss_scale"] = draw(st.sampled_from(("dynamic", 256.0)))
     scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
@@ -206,7 +207,8 @@ class Plain:
         self.schedulers = setup.schedulers(self.members)
         names = {p: name for name, p in self.model.named_parameters()}
         embeddings = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
-        self.references = [Reference(one, names=names, embeddings=embeddings, **setup.options) for one in self.members]
+        options = {name: value for name, value in setup.options.items() if name != "nonfinite"}
+        self.references = [Reference(one, names=names, embeddings=embeddings, **options) for one in self.members]
         self.steps = 0
         self.user_state = None
         self.overflowed = False
@@ -228,10 +230,11 @@ class Plain:
         self.model.zero_grad(set_to_none)
 
     @property
-    def overflows(self):
-        """Whether the next step is skipped for a gradient that is not finite."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return self.references[0].loss_scale is not None and not all(bool(g.isfinite().all()) for g in gradients)
+    def nonfinite(self):
+        """What becomes of the next step, if a gradient is not finite: it is skipped, or rejected; None if all are."""
+        if all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None):
+            return None
+        return "skip" if self.references[0].loss_scale is not None else self.setup.options["nonfinite"]
 
     @torch.no_grad()
     def step(self):
@@ -240,7 +243,7 @@ class Plain:
         first = self.references[0]
         if not gradients:
             return False
-        self.overflowed = self.overflows
+        self.overflowed = self.nonfinite == "skip"
         if not self.overflowed:
             self.grad_norm = first._squares(gradients) ** 0.5 / self.scale
             factor = first._factor(gradients)

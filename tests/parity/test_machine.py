@@ -52,7 +52,7 @@ HAPPENS = {
     "in RAM True", "in RAM False", "killed before", "killed after", "killed between", "refused as unclosed",
     "ended by close", "ended by checkpoint", "a commit failed", "a view was kept", "overflows", "steps ssd",
     "steps ram", "steps fused", "early", "anew", "refused: accumulation_steps|already used", "refused: max_grad_norm",
-    "refused: gradients=",
+    "refused: gradients=", "refused: was not committed",
 }  # fmt: skip
 
 

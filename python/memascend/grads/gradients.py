@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 import weakref
@@ -19,6 +20,7 @@ from memascend.grads.gradient import Gradient, GradientState
 from memascend.grads.lazy_grad import GradientHandle, shares_memory
 from memascend.grads.norms import norm_of
 from memascend.optim.shared import give_gradient
+from memascend.tensors import rounded
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -432,6 +434,12 @@ class Gradients:
             elif gradient.state.stored and gradient.handle.gradient.operations:
                 self.norms.measure_once(gradient, gradient.handle.gradient.materialize())
         return self.norms.of(present)
+
+    def nonfinite(self, present: Present) -> list[str]:
+        """The names of gradients of a step, of which the norm was taken, that are not finite or have no finite norm."""
+        numbers = self.norms.each(one for one, _ in present)
+        parts = zip(present, numbers, strict=True)
+        return [one.name for (one, _), (bad, squares) in parts if bad or not math.isfinite(rounded(squares))]
 
     def norm(self, squares: Squares) -> float:
         """The norm with these squares, unscaled, in double precision."""

@@ -109,12 +109,16 @@ class Norms:
         Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
         on storage, as clipping does, counts as a factor.
         """
-        self._measure_bucket()
-        known = self._measures
-        numbers = self.read([known[one.name] if one.name in known else one.measure() for one, _ in gradients])
+        numbers = self.each(one for one, _ in gradients)
         # In the order of the parameters, whichever gradient came first.
         squares = total(squared for _, squared in numbers)
         return any(bad for bad, _ in numbers), squares if self._counts else 0
+
+    def each(self, gradients: Iterable[Gradient]) -> list[Numbers]:
+        """The same of each gradient by itself."""
+        self._measure_bucket()
+        known = self._measures
+        return self.read([known[one.name] if one.name in known else one.measure() for one in gradients])
 
 
 def summands(own: Numbers) -> list[int]:

@@ -33,6 +33,7 @@ _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "existing": ("refuse", "resume", "replace", "previous"),
     "gradients": ("auto", "fused", "ssd", "ram"),
+    "nonfinite": ("raise", "skip", "commit"),
     "durability": ("step", "none"),
     "activations": ("device", "host", "ssd"),
     "state": (None, "fp32", "bf16", "8bit"),
@@ -68,6 +69,7 @@ class Options:
     host_memory: float | str | None = None
     device: str | torch.device | None = None
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
+    nonfinite: Literal["raise", "skip", "commit"] = "raise"
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
     loss_scale: float | Literal["dynamic"] | None = None

@@ -107,6 +107,7 @@ class Assembly:
             measurements=Measurements(run, self.decision),
             accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
+            nonfinite=subject.options.nonfinite,
             heap_bytes=heap_bytes,
             sharding=subject.sharding,
         )

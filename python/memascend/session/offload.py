@@ -56,6 +56,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     host_memory: float | str | None = None,
     device: str | torch.device | None = None,
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto",
+    nonfinite: Literal["raise", "skip", "commit"] = "raise",
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
     loss_scale: float | Literal["dynamic"] | None = None,
@@ -101,6 +102,10 @@ def offload(  # noqa: PLR0913 - options are keywords
             the loop moves batches, as without offloading. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": detected in the first
             step.
+        nonfinite: the action of `step()` where the norm of all gradients is infinite or NaN. "raise": raises, and
+            changes nothing; "skip": drops the step, and `overflowed` is True; "commit": updates with them, as torch
+            does. In a loop that is "fused" and does not clip, the norm is known only once the step is committed: there
+            "raise" warns. With a loss scale, a step that overflows is skipped in any case.
         max_grad_norm: clip the global norm in `step()`.
         accumulation_steps: number of `backward()` calls per `step()`; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.

@@ -111,7 +111,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             closure: computes the loss again; it is called once, before the step.
 
         Raises:
-            UsageError: the step cannot be exact; the message says what to do instead.
+            UsageError: the step cannot be exact, or the norm of its gradients is not finite (`nonfinite="raise"`); the
+                message says what to do instead.
             StorageError: storage failed; the last committed step stands.
         """
         self._groups.require_same(self.param_groups)
@@ -247,7 +248,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite."""
+        """Whether the last step was skipped because a gradient was not finite: a loss scale or `nonfinite="skip"`.
+
+        Then nothing was committed, and no scheduler of `schedule()` has advanced.
+        """
         return self._session.overflowed
 
     @property

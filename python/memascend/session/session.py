@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,13 +19,15 @@ from memascend.memory import end_heap_step
 from memascend.params import module_hooks
 from memascend.params.weight_access import DOORS
 from memascend.session.run import CLOSED
+from memascend.text import listed, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
-    from memascend.grads.gradient import Gradient, Numbers
+    from memascend.grads.gradient import Numbers
+    from memascend.grads.gradients import Present
     from memascend.grads.microbatches import Accumulation
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
@@ -54,6 +56,8 @@ class Session:
     measurements: Measurements
     accumulation: Accumulation
     max_grad_norm: float | None
+    # As of `Options`.
+    nonfinite: Literal["raise", "skip", "commit"]
     # Bytes of the values; 0 where all state is in RAM, and the C library's heap is left as it is.
     heap_bytes: int
     # None for one process.
@@ -61,6 +65,8 @@ class Session:
     # Of the last step's gradients.
     grad_norm: float | None = None
     overflowed: bool = False
+    # Why the step that is made is rejected, once all ranks know.
+    _rejection: UsageError | None = None
 
     # --- what is done with the model ----------------------------------------------------
 
@@ -125,12 +131,16 @@ class Session:
         self.run.metadata.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Commit the step, or skip it where a scaled gradient overflowed; schedulers may know these `optimizers`."""
+        """Commit the step, or skip it where gradients overflowed; schedulers may know these `optimizers`."""
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
             self.run.metadata.schedule.begin_step(optimizers)
             committed = self._prepared_step()
+        rejection, self._rejection = self._rejection, None
+        if rejection is not None:
+            # Of all ranks, which need not be notified.
+            raise rejection
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
@@ -153,7 +163,7 @@ class Session:
             return self._step()
 
     def _step(self) -> bool:
-        """Make the step; returns False without gradients, and where they overflowed."""
+        """Make the step; returns False without gradients, and where it is dropped because they are not finite."""
         run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
         engine = run.resources.engine
         present = self._present()
@@ -164,14 +174,18 @@ class Session:
         factor = 1.0
         if self._norm_comes_first:
             norm = gradients.norm(squares)
-            self.grad_norm, self.overflowed = norm, metadata.scale.enabled and bad
-            if self.overflowed:
-                gradients.skip()
-                metadata.scale.update(overflowed=True)
+            if self._drops(present, norm, bad):
                 return False
             if self.max_grad_norm is not None:
                 factor = clip_factor(self.max_grad_norm, norm)
         gradients.update_all(present, factor)
+        of_commit = None if self._norm_comes_first else self._norm(present)
+        if of_commit is not None and self._norm_precedes_commit:
+            if self.figures is not None:
+                self.figures.tell("the norm", None)
+            if self._drops(present, of_commit()):
+                return False
+            of_commit = None
         step = metadata.step + 1
         run.buffers.stage(engine, step)
         updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
@@ -187,16 +201,8 @@ class Session:
             metadata.blocks = blocks
             give_back()
 
-        of_commit: Callable[[], float] | None = None
         with run.committing(lambda: self._committed(present, of_commit), failed):
             metadata.schedule.advance()
-            if not self._norm_comes_first:
-                of_commit = self._norm(present)
-            if of_commit is not None and metadata.is_followed:
-                # A trainer logs it after the commit, also where it resumes.
-                if self.figures is not None:
-                    self.figures.tell("the norm", None)
-                self.grad_norm, of_commit = of_commit(), None
             metadata.take_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
         learnt = gradients.loop.learn()
@@ -229,7 +235,37 @@ class Session:
         self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
-    def _norm(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> Callable[[], float]:
+    def _drops(self, present: Present, norm: float, bad: bool = False) -> bool:
+        """Whether the step with this norm is not to be made; its updates are dropped, and its gradients stay.
+
+        `bad`: a gradient is not finite.
+        """
+        gradients, scale = self.run.gradients, self.run.metadata.scale
+        self.grad_norm = norm
+        is_scaled = scale.enabled and bad
+        is_bad = not math.isfinite(norm)
+        self.overflowed = is_scaled or (is_bad and self.nonfinite == "skip")
+        if is_bad and not is_scaled and self.nonfinite == "raise":
+            self._rejection = UsageError(self._words_on(norm, gradients.nonfinite(present)))
+        elif not self.overflowed:
+            return False
+        gradients.skip()
+        if is_scaled:
+            scale.update(overflowed=True)
+        return True
+
+    def _words_on(self, norm: float, names: Sequence[str]) -> str:
+        step = self.run.metadata.step
+        found = f" (not finite: {listed(names)})" if names else ""
+        where = "weights and optimizer state" if self.run.resources.temporary else "the store, and the weights,"
+        return (
+            f"step {step + 1} was not committed: the norm of its gradients is {norm}{found}. Nothing is lost: {where} "
+            f"are those of step {step}. Look for the cause, such as a batch or the learning rate, call zero_grad() and "
+            'go on; or pass to offload() nonfinite="skip", which drops such steps, or "commit", which updates as torch '
+            "does"
+        )
+
+    def _norm(self, present: Present) -> Callable[[], float]:
         """After the updates: a function that has the norm of the gradients that they used, before `factor`.
 
         Nothing is read for it. Of several ranks, it is to be called after the next message.
@@ -241,7 +277,7 @@ class Session:
         sums = figures.add(summands(own))
         return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
-    def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
+    def _present(self) -> Present:
         """The present gradients; raises where no exact step can be made of them."""
         run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
@@ -261,17 +297,43 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """Whether the step depends on the norm; else the norm is taken after the commit."""
+        """Whether the updates depend on the norm; else it is taken once they are staged."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
-    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]], norm: Callable[[], float] | None) -> None:
+    @property
+    def _norm_precedes_commit(self) -> bool:
+        """Whether the norm is known before the commit: of gradients that were kept until step(), all are measured.
+
+        A trainer logs it after the commit, also where it resumes.
+        """
+        kept = self.run.gradients.loop.mode != "fused"
+        return kept or self.run.metadata.is_followed or self.nonfinite == "skip"
+
+    def _committed(self, present: Present, norm: Callable[[], float] | None) -> None:
         self.run.metadata.advance()
         self.overflowed = False
         if norm is not None:
-            self.grad_norm = norm()
+            before, self.grad_norm = self.grad_norm, norm()
+            if self._is_warned_of and (before is None or math.isfinite(before)):
+                self._warn_of_norm()
         self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
+
+    @property
+    def _is_warned_of(self) -> bool:
+        """Whether the last commit is of gradients that are not finite, and the user did not ask for that."""
+        return self.nonfinite != "commit" and self.grad_norm is not None and not math.isfinite(self.grad_norm)
+
+    def _warn_of_norm(self) -> None:
+        step, is_gone = self.run.metadata.step, self.run.resources.temporary
+        back = f' Until the next step begins, existing="previous" resumes a store with durability="step" at {step - 1}.'
+        warn(
+            f"step {step} was committed, and the norm of its gradients is {self.grad_norm}, so that weights may not be "
+            f'finite, either: gradients="fused" knows the norm only after the updates.{"" if is_gone else back} Pass '
+            'max_grad_norm=, gradients="ssd" or nonfinite="skip" to offload(), and no such step is committed; or '
+            'nonfinite="commit", if that is what you want'
+        )
 
     def _refuse_written(self) -> None:
         self.run.residency.units.find_written(self.run.residency.units.homes)
