@@ -49,6 +49,19 @@ def write(optimizer, parameters, do):
         do([local(one) for one in parameters])
 
 
+def within(trained, do):
+    with memascend.materialized(trained, modify=True):
+        do()
+
+
+def replaced(trained, factor, *, alike=True):
+    """Other parameters in the place of all, a multiple of theirs; those that are not alike are whole ones."""
+    for module in trained.modules():
+        for short, one in list(module.named_parameters(recurse=False)):
+            values = one.detach() * factor if alike else torch.zeros(one.shape)
+            setattr(module, short, torch.nn.Parameter(values, one.requires_grad))
+
+
 def refused(trained, optimizer):
     """What goes through no door is refused on each rank, and an edit that fails on one of them changes nothing."""
     weight, before = trained[0].weight, [one.full_tensor() for one in trained.parameters()]
@@ -74,6 +87,12 @@ def refused(trained, optimizer):
 
     with pytest.raises((ZeroDivisionError, memascend.RankError)):
         write(optimizer, list(trained.parameters()), fails)
+    for replace in (lambda: replaced(trained, 2.0, alike=rank == 0), lambda: setattr(trained[3], "bias", None)):
+        own = trained[3].bias
+        with pytest.raises((memascend.UsageError, memascend.RankError), match="within materialized"):
+            within(trained, replace)
+        trained[3].bias = own
+    within(trained, lambda: replaced(trained, 1.0))
     return all(map(same_bits, before, [one.full_tensor() for one in trained.parameters()]))
 
 
@@ -127,6 +146,10 @@ def loop(folder, options):
     state = {name: one.clone() for name, one in trained.state_dict().items()}
     step(5)
     trained.load_state_dict(state)
+    if options:
+        within(trained, lambda: replaced(trained, 0.5))
+    else:
+        torch._foreach_mul_([local(one.detach()) for one in trained.parameters()], 0.5)
     step(6)
     # An evaluation with other weights, and back.
     own = {name: one.detach().clone() for name, one in named.items()}

@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 5)
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
 NAMES = st.sampled_from(sorted(CHANGES))
-DOORS = ("materialized", "edit", "load_state_dict")
+DOORS = ("materialized", "replaced", "edit", "load_state_dict")
 
 
 class Machine(RuleBasedStateMachine):
@@ -517,6 +517,12 @@ class Machine(RuleBasedStateMachine):
             with memascend.materialized(self.model, modify=True), torch.no_grad():
                 for name, value in values.items():
                     self.model.get_parameter(name).copy_(value)
+        elif door == "replaced":
+            with memascend.materialized(self.model, modify=True):
+                others = {self.model.get_parameter(name): torch.nn.Parameter(value) for name, value in values.items()}
+                for module in self.model.modules():
+                    for name, own in list(module.named_parameters(recurse=False)):
+                        setattr(module, name, others.get(own, own))
         elif door == "edit":
             with self.optimizer.edit([self.model.get_parameter(name) for name in values]) as given:
                 for own, value in zip(given, values.values(), strict=True):

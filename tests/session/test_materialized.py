@@ -72,6 +72,113 @@ def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
         assert optimizer.steps == 1
 
 
+# --- parameters that are replaced within ------------------------------------------------------------
+
+
+def assigned(model):
+    model.load_state_dict({name: one * 2 for name, one in model.state_dict().items()}, assign=True)
+
+
+def new(model):
+    model[1].weight = torch.nn.Parameter(model[1].weight * 2)
+
+
+def exchanged(model):
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
+def itself(model):
+    model[1].weight = torch.nn.Parameter(model[1].weight.data)
+
+
+@pytest.mark.parametrize("replace", [assigned, new, exchanged, itself])
+def test_parameters_that_replace_others_are_written(tmp_path, replace):
+    model, optimizer = offloaded(tmp_path / "s", chain(bias=True))
+    with optimizer:
+        step(model, optimizer)
+        plain, own = chain(bias=True), list(model.parameters())
+        plain.load_state_dict(values(model))
+        before = optimizer.state_of(own[2])
+        replace(plain)
+        with memascend.materialized(model, modify=True):
+            replace(model)
+        assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
+        assert same_states(values(model), plain.state_dict())
+        assert same_states(optimizer.state_of(own[2]), {**before, "master": plain[1].weight.detach()})
+        step(model, optimizer)
+    model, optimizer = offloaded(tmp_path / "s", chain(bias=True), existing="previous")
+    with optimizer:
+        assert same_states(values(model), plain.state_dict())
+
+
+def test_parameters_that_replace_others_without_modify_are_said(tmp_path):
+    model, optimizer = offloaded(tmp_path / "s")
+    with optimizer:
+        before, own = values(model), list(model.parameters())
+        with pytest.warns(UserWarning, match="1.weight were changed .* modify=True"), memascend.materialized(model):
+            new(model)
+        with pytest.raises(KeyError):
+            inside(model, lambda model: [new(model), {}["an error"]])
+        assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
+        assert same_states(values(model), before)
+
+
+def put(name, **options):
+    """Another parameter, which differs from the first in this."""
+
+    def replace(model):
+        given = torch.ones(options.pop("shape", (WIDTH, WIDTH)), dtype=options.pop("dtype", None))
+        setattr(model[1], name, torch.nn.Parameter(given, **options))
+
+    return replace
+
+
+MISFITS = {
+    "shape": (put("weight", shape=(3, WIDTH)), r"shape \[32, 32\], and the other one shape \[3, 32\]"),
+    "dtype": (put("weight", dtype=torch.float64), "torch.float32, and the other one torch.float64"),
+    "frozen": (put("weight", requires_grad=False), "requires_grad=True, and .*requires_grad=False"),
+    "removed": (lambda model: setattr(model[1], "weight", None), r"'1\.weight' was removed .* before offload\(\)"),
+    "module": (
+        lambda model: setattr(model, "1", torch.nn.Linear(WIDTH, WIDTH, bias=False)),
+        r"'1\.weight' was removed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("replace", "says"), MISFITS.values(), ids=MISFITS)
+def test_parameters_that_cannot_replace_others_are_refused(tmp_path, replace, says):
+    model, optimizer = offloaded(tmp_path / "s")
+    with optimizer:
+        step(model, optimizer)
+        before, module, own = values(model), model[1], model[1].weight
+        with pytest.raises(UsageError, match=says) as refused:
+            inside(model, lambda model: (model[0].weight.data.mul_(2), replace(model)))
+        assert "nothing was changed on storage" in str(refused.value)
+        model[1] = module
+        module.weight = own
+        assert same_states(values(model), before)
+        step(model, optimizer)
+
+
+def test_a_tied_parameter_stays_one(tmp_path):
+    def tied():
+        model = chain()
+        model[1].weight = model[0].weight
+        return model
+
+    model, optimizer = offloaded(tmp_path / "s", tied())
+    with optimizer:
+        before, own = values(model), model[0].weight
+        with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one parameter"):
+            inside(model, new)
+        assert same_states(values(model), before)
+        # Two parameters, as torch makes of it.
+        inside(model, assigned)
+        assert model[0].weight is model[1].weight is own
+        assert same_bits(model[0].weight, before["0.weight"] * 2)
+        step(model, optimizer)
+
+
 # --- memory that is given to weights within: it is watched, or refused ------------------------------
 
 

@@ -7,6 +7,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from torch.distributed.tensor import DTensor
+
 from memascend.checkpoint.contents import StoreContents, whole_records
 from memascend.checkpoint.shares import Shares, write_into
 from memascend.checkpoint.writer import save, save_weights
@@ -17,7 +19,7 @@ from memascend.params.aliases import FOREIGN, find_foreign, others_hold, overlap
 from memascend.params.unit import NOBODY
 from memascend.session.optimizer import session_of
 from memascend.storage import checksum_of
-from memascend.tensors import bytes_of
+from memascend.tensors import bytes_of, same_bits
 from memascend.text import listed, warn
 
 if TYPE_CHECKING:
@@ -54,10 +56,12 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
         model: an offloaded model.
         modify: write back changed values, and commit them at once, on all ranks or none. A value whose bits did not
             change leaves its master and its state untouched. Without it changes are dropped at the end, with a warning.
+            A parameter that was replaced by another one, as `load_state_dict(assign=True)` does, gets its values: the
+            modules have their own parameters again.
 
     Raises:
-        UsageError: the model is not offloaded; or with `modify`, a step is staged, or a parameter was given memory that
-            other code may write to unseen.
+        UsageError: the model is not offloaded; or with `modify`, a step is staged, a parameter was given memory that
+            other code may write to unseen, or was removed, or replaced by one that does not fit.
         RankError: another rank failed in the block, or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
@@ -71,17 +75,18 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             "that offload() returned, before close()"
         )
     session = session_of(optimizer)
-    run, attachment, sharding, edits = session.run, session.attachment, session.sharding, session.edits
+    run, attachment, edits = session.run, session.attachment, session.edits
+    reshard = (lambda: None) if session.sharding is None else session.sharding.reshard
     homes: list[Home] = []
     # Values that are written back are compared with storage; only dropped changes need checksums.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
     kept: list[tuple[Place, torch.Tensor]] = []
+    slots = _Slots(model)
     with edits.together() if modify else edits.reading() as edit:
         run.require_open()
-        if sharding is not None:
-            # A forward without a backward leaves gathered parameters of its outermost module.
-            sharding.reshard()
+        # A forward without a backward leaves gathered parameters of its outermost module.
+        reshard()
         try:
             with run.residency.turns.alone():
                 run.residency.require_idle("materialized()")
@@ -94,21 +99,20 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             attachment.leave()
             run.resources.values_read()
             yield
-            values = {place.name: place.parameter.detach() for home in homes for place in home.places}
-            if checksums is None:
+            # A forward inside has put gathered parameters into the modules.
+            reshard()
+            if modify:
                 run.require_open()
-                _require_own_memory({place.name: place.parameter for home in homes for place in home.places}, model)
-            else:
-                written = _written(homes, checksums)
+            values, written = _taken(slots, homes, checksums)
         finally:
+            slots.restore()
             if model in _MATERIALIZED:
                 _MATERIALIZED.discard(model)
                 if not run.resources.closed:
                     attachment.enter(optimizer)
             _release(run.residency, homes)
-            if sharding is not None:
-                # A forward inside has left them, too, and the next one would compute with their values.
-                sharding.reshard()
+            # After an exception, too: the next forward would compute with their values.
+            reshard()
         if not run.resources.closed:
             kept = _settle(edits, edit, values)
     # In a plain model it would be the weights'.
@@ -118,6 +122,88 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             f"the values of {written} were changed within materialized(model), and are what they were before: "
             "materialized(model, modify=True) keeps changes"
         )
+
+
+class _Slots:
+    """The parameters in the modules of a model, which code within `materialized()` may replace or remove."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Take those of now, which are offloaded."""
+        self.model = model
+        # By the id of a parameter: its place (None: this rank has no rows of it) and its slots, each with its name.
+        self._of: dict[int, tuple[torch.nn.Parameter, Place | None, list[tuple[str, torch.nn.Module, str]]]] = {}
+        for prefix, module in model.named_modules():
+            for short, parameter in module._parameters.items():  # noqa: SLF001
+                if parameter is not None and "_memascend" in parameter.__dict__:
+                    known = self._of.setdefault(id(parameter), (parameter, parameter.__dict__["_memascend"], []))
+                    known[2].append((f"{prefix}.{short}" if prefix else short, module, short))
+
+    def replaced(self) -> Iterator[str]:
+        """The names of slots that have another parameter now."""
+        for parameter, _, slots in self._of.values():
+            for name, module, short in slots:
+                now = module._parameters.get(short)  # noqa: SLF001
+                if now is not None and now is not parameter:
+                    yield name
+
+    def restore(self) -> None:
+        """Put the model's own parameters where others are."""
+        for parameter, _, slots in self._of.values():
+            for _, module, short in slots:
+                if module._parameters.get(short) is not None:  # noqa: SLF001
+                    module._parameters[short] = parameter  # noqa: SLF001
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """Values, on this rank, of the parameters that were replaced, by the names of their places.
+
+        Raises:
+            UsageError: a parameter was removed, or replaced by one that cannot be written to its place.
+        """
+        modules, there = set(self.model.modules()), set(map(id, self.model.parameters()))
+        found: dict[str, torch.Tensor] = {}
+        for parameter, place, slots in self._of.values():
+            now = [(name, module._parameters.get(short)) for name, module, short in slots if module in modules]  # noqa: SLF001
+            others = [(name, one) for name, one in now if one is not None and one is not parameter]
+            if not others:
+                if id(parameter) not in there:
+                    raise _misfit(slots[0][0], "removed", "change the model before offload(): save() what there is")
+                continue
+            for name, one in others:
+                _require_fits(name, parameter, one)
+            (first, given), *rest = [(name, one) for name, one in now if one is not None]
+            for name, one in rest:
+                if one is not given and not same_bits(_rows(one).cpu(), _rows(given).cpu()):
+                    why = f"{first!r} and {name!r} are one parameter, which storage keeps: give both the same values"
+                    raise _misfit(others[0][0], "replaced", why)
+            if place is not None:
+                found[place.name] = _rows(others[0][1])
+        return found
+
+
+def _require_fits(name: str, parameter: torch.nn.Parameter, given: torch.nn.Parameter) -> None:
+    """Reject a parameter whose values cannot take the place of those of `parameter`."""
+    like = [_traits(one) for one in (parameter, given)]
+    for wanted, found in zip(*like, strict=True):
+        if wanted != found:
+            raise _misfit(name, "replaced", f"it has {wanted}, and the other one {found}: give its values by copy_()")
+
+
+def _traits(parameter: torch.nn.Parameter) -> list[str]:
+    """What has to be the same of parameters that take each other's place, in words."""
+    of_ranks = isinstance(parameter, DTensor)
+    where = f"{parameter.placements} on {parameter.device_mesh}" if of_ranks else "of one process"  # type: ignore[attr-defined]
+    values = "no values" if parameter.is_meta else str(parameter.layout)
+    asks = f"requires_grad={parameter.requires_grad}"
+    return [f"shape {list(parameter.shape)}", str(parameter.dtype), asks, values, where]
+
+
+def _rows(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank has of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _misfit(name: str, what: str, why: str) -> UsageError:
+    return UsageError(f"{name!r} was {what} within materialized(), and nothing was changed on storage: {why}")
 
 
 def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
@@ -136,6 +222,23 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
                 place.release(copy)
 
 
+def _taken(
+    slots: _Slots, homes: list[Home], checksums: Mapping[str, str] | None
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The values of all parameters as the block has left them, to be written back.
+
+    With `checksums` of the values at its beginning, nothing is written: then the name of one that was changed, too.
+    """
+    own: dict[str, torch.Tensor] = {place.name: place.parameter for home in homes for place in home.places}
+    written = None
+    if checksums is None:
+        own.update(slots.given())
+        _require_own_memory(own, slots.model)
+    else:
+        written = next(slots.replaced(), None) or _written(homes, checksums)
+    return {name: one.detach() for name, one in own.items()}, written
+
+
 def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
     """Stage what was changed, where there is an edit; returns the memory of parameters that user code keeps."""
     kept = set(others_hold(values))
@@ -152,7 +255,7 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
     return found
 
 
-def _require_own_memory(named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
+def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
     """Reject memory in which later writes would be lost, where they would change a plain model."""
     pair = overlapping([*named.items(), *model.named_buffers()])
     if pair is not None:
@@ -178,7 +281,7 @@ def _release(residency: Residency, homes: list[Home]) -> None:
             homes.pop()
 
 
-def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
+def _written(homes: list[Home], checksums: Mapping[str, str]) -> str | None:
     """A parameter whose values were changed in any way; None where there is none."""
     for place in (place for home in homes for place in home.places):
         values = place.parameter.detach()
