@@ -93,6 +93,7 @@ class Machine(RuleBasedStateMachine):
         setup = self.plain.setup
         self.model, self.optimizer = opened(setup, life, file, self.processes, **options)
         self.plain.restore()
+        self.plain.computed = False
         self._forget_gradients()
         # What the loop was seen to do, where "auto" looks: nothing, something, or what either may follow from.
         self.habit = "declared" if self._declared > 1 or setup.options.get("max_grad_norm") is not None else ""
@@ -210,6 +211,7 @@ class Machine(RuleBasedStateMachine):
     # --- gradients -----------------------------------------------------------------------------
 
     def _loss(self, seed):
+        self.plain.computed = self.plain.computed or torch.is_grad_enabled()
         ours, theirs = (self.plain.setup.loss(model, seed) for model in (self.model, self.plain.model))
         assert same(theirs, ours), f"the loss is {theirs.item()} in memory and {ours.item()} offloaded"
         return ours, theirs
@@ -243,6 +245,7 @@ class Machine(RuleBasedStateMachine):
             self._discard()
         count = self._declared if self._declared > 1 else count
         seeds = [first + index for index in range(count)]
+        self.plain.computed = True
         ours = self.optimizer.accumulate(lambda seed: self.plain.setup.loss(self.model, seed), seeds, by_layer=by_layer)
         for seed, found in zip(seeds, ours, strict=True):
             loss = self.plain.setup.loss(self.plain.model, seed)
@@ -493,6 +496,7 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - whichever of them says so
             WRITES[how](parameters[name])
             if then == "forward":
+                self.plain.computed = True
                 self.plain.setup.loss(self.model, seed)
             elif then == "read":
                 next(iter(parameters.values())).detach()
@@ -542,6 +546,7 @@ class Machine(RuleBasedStateMachine):
             self._be_killed("between")
             self._die(life)
         elif how == "close":
+            self.plain.commit_buffers()
             if self.steps_of_life:
                 self.plain.commit_options()
             self._close()

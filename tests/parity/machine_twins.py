@@ -199,6 +199,7 @@ class Plain:
 
     Attributes:
         committed: what a store would have.
+        computed: whether a forward of a step has run since.
     """
 
     def __init__(self, setup):
@@ -213,6 +214,7 @@ class Plain:
         self.user_state = None
         self.overflowed = False
         self.grad_norm = None
+        self.computed = False
         self.committed = self.snapshot()
 
     @property
@@ -258,6 +260,7 @@ class Plain:
         for scheduler in self.schedulers:
             scheduler.step()
         self.steps += 1
+        self.computed = False
         self.committed = self.snapshot()
         return True
 
@@ -270,8 +273,9 @@ class Plain:
             for one in self.references:
                 if p in one.masters and one.masters[p] is not p:
                     one.masters[p].copy_(one._master(p))
-        if changed:
-            now = self.snapshot()
+        now = self.snapshot()
+        if changed or self._has_new_buffers(now):
+            self.computed = False
             self.committed = {**self.committed, **{name: now[name] for name in ("values", "masters", "buffers")}}
 
     def state_of(self, p):
@@ -317,13 +321,21 @@ class Plain:
         self.user_state, self.steps = kept["user_state"], kept["steps"]
         self.zero_grad()
 
+    def _has_new_buffers(self, now):
+        return any(not same(one, now["buffers"][name]) for name, one in self.committed["buffers"].items())
+
+    def commit_buffers(self):
+        """What close() adds to the last commit: buffers that changed since, unless a forward of a step did it."""
+        if not self.computed:
+            self.committed = {**self.committed, "buffers": self.snapshot()["buffers"]}
+
     def commit_options(self):
-        """What close() adds to the last commit: options of groups that were set since."""
+        """What close() adds, too: options of groups that were set since."""
         now = self.snapshot()
         if now["options"] != self.committed["options"]:
             self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}
 
     def checkpoint(self):
-        """What save() writes: the last commit, with the present options."""
-        now = self.snapshot()
-        return {**self.committed, **{name: now[name] for name in ("options", "schedulers", "scale", "user_state")}}
+        """What save() writes: the last commit, with the present options and buffers."""
+        now, names = self.snapshot(), ("options", "schedulers", "scale", "user_state", "buffers")
+        return {**self.committed, **{name: now[name] for name in names}}

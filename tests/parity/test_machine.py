@@ -27,6 +27,7 @@ from parity.reference import threads_of_torch
 pytestmark = [
     # The stored options win over those that a process begins with; some parameters keep a format of their own.
     pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning", "ignore:rounding:UserWarning"),
+    pytest.mark.filterwarnings("ignore:buffers of the model changed after the last step:UserWarning"),
     # Shrinking what failed takes its time.
     pytest.mark.timeout(1800),
 ]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.chains import offloaded, step
+from support.bits import same_states
+from support.chains import loss_of, offloaded, step
 from torch import nn
 
 import memascend
@@ -129,3 +130,110 @@ def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_pa
         optimizer.step()
         assert optimizer.steps == 1
         assert not torch.equal(model[0].weight, before)
+
+
+# --- buffers that change after the last step ------------------------------------------------------
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def batches(shift):
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(index)) + shift for index in range(2)]
+
+
+def averaged(model):
+    torch.optim.swa_utils.update_bn(batches(3.0), model)
+
+
+def assigned(model):
+    model[1].running_mean = torch.full((WIDTH,), 0.25)
+
+
+def forward(model):
+    model(batches(1.0)[0])
+
+
+def failing(model):
+    averaged(model)
+    raise KeyError
+
+
+def statistics(model):
+    return {name: one.clone() for name, one in model.named_buffers()}
+
+
+@pytest.mark.parametrize("change", [averaged, assigned])
+@pytest.mark.parametrize("durability", ["step", "none"])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, change, durability, resumes):
+    options = {"storage": tmp_path / "s", "durability": durability}
+    model, optimizer = offloaded(model=normed(), **options)
+    step(model, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    if resumes:
+        optimizer.close()
+        model, optimizer = offloaded(model=normed(), existing="resume", **options)
+    change(model)
+    wanted = statistics(model)
+    optimizer.save(tmp_path / "saved")
+    optimizer.close()
+    for begin in ({"existing": "resume", **options}, {"checkpoint": tmp_path / "saved", "storage": tmp_path / "other"}):
+        model, optimizer = offloaded(model=normed(), **begin)
+        with optimizer:
+            assert optimizer.steps == 1
+            assert same_states(statistics(model), wanted)
+
+
+@pytest.mark.parametrize("how", ["a forward", "a backward", "an exception"])
+def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path, how):
+    """A resume repeats it."""
+    model, optimizer = offloaded(tmp_path / "s", normed())
+    step(model, optimizer)
+    wanted = statistics(model)
+    if how == "a forward":
+        forward(model)
+        with pytest.warns(UserWarning, match="close.. does not keep them: a forward ran whose step was not made"):
+            optimizer.close()
+    elif how == "a backward":
+        loss_of(model).backward()
+        optimizer.close()
+    else:
+        with pytest.raises(KeyError), optimizer:
+            failing(model)
+    model, optimizer = offloaded(tmp_path / "s", normed(), existing="resume")
+    with optimizer:
+        assert same_states(statistics(model), wanted)
+        # Through a door, at once.
+        averaged(model)
+        wanted = statistics(model)
+        with memascend.materialized(model, modify=True):
+            pass
+        forward(model)
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match="close.. does not keep them"):
+            optimizer.close()
+    model, optimizer = offloaded(tmp_path / "s", normed(), existing="resume")
+    with optimizer:
+        assert same_states(statistics(model), wanted)
+
+
+def test_close_keeps_the_way_back_from_a_step_that_is_not_finite(tmp_path):
+    """Another commit would take the place of the step before it."""
+    options = {"model": normed(), "gradients": "fused", "storage": tmp_path / "s"}
+    model, optimizer = offloaded(**options)
+    step(model, optimizer)
+    wanted = {name: one.clone() for name, one in model.state_dict().items()}
+    (loss_of(model) * float("nan")).backward()
+    with pytest.warns(UserWarning, match='existing="previous" .* at 1'):
+        optimizer.step()
+    optimizer.zero_grad()
+    averaged(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.close()
+    model, optimizer = offloaded(**{**options, "model": normed()}, existing="previous")
+    with optimizer:
+        assert optimizer.steps == 1
+        assert same_states(model.state_dict(), wanted)

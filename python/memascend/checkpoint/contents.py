@@ -16,6 +16,7 @@ from memascend.storage import decode_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from memascend.checkpoint.init import Buffers
     from memascend.distributed.groups import Line
     from memascend.distributed.rows import Layout, Rows
     from memascend.storage import Part, Store
@@ -137,9 +138,16 @@ class Content:
 class StoreContents:
     """The last commit of a store, as a checkpoint has it; `records` are in the store's order."""
 
-    def __init__(self, store: Store, trained: Collection[str], *, values_alone: bool = False) -> None:
-        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out."""
+    def __init__(
+        self, store: Store, trained: Collection[str], buffers: Buffers | None = None, *, values_alone: bool = False
+    ) -> None:
+        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
+
+        The values of `buffers` are those that the model has now.
+        """
         self._store = store
+        self._buffers = buffers
+        self._of_model = frozenset(() if buffers is None else buffers.names)
         self._stored = store.records()
         self._by_name = {record["name"]: record for record in self._stored}
         self._trained = trained
@@ -193,14 +201,22 @@ class StoreContents:
         def visit(name: str, parts: list[Part]) -> None:
             give(name, {part.of: part.values for part in parts}, {part.of: part.start for part in parts})
 
-        if self._by_name[names[0]]["order"] is None:
+        names = self._read_buffers(names, put)
+        if names and self._by_name[names[0]]["order"] is None:
             self._store.scan(names, visit)
-        else:
+        elif names:
             values, state = self._store.read(names[0])
             give(names[0], {"": values, **state}, {"": 0})
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"], device="cpu"))
+
+    def _read_buffers(self, names: list[str], put: Put) -> list[str]:
+        """Give the buffers that are the model's; the names of the records that the store has to give."""
+        if self._buffers is not None:
+            for name in filter(self._of_model.__contains__, names):
+                put(name, "", 0, self._buffers.tensor(name))
+        return [name for name in names if name not in self._of_model]
 
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from memascend.optim.shared import options_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.units import find_units
 from memascend.storage import Record, checksum_of
-from memascend.tensors import laid_out
+from memascend.tensors import laid_out, same_bits
 from memascend.text import listed
 
 if TYPE_CHECKING:
@@ -402,6 +402,8 @@ class Buffers:
         # Checksums of committed values. Version counters would miss writes through `.data` (a codebook's).
         self._seen: dict[str, str] = {}
         self._staged: dict[str, str] = {}
+        # A forward of a step that is not committed has run, and may have changed them.
+        self.may_be_of_step = False
         self._kinds = {name: (self.target(name).dtype, self.target(name).shape) for name in self._places}
         self._always = sum(self.target(name).nbytes for name in self._places) <= _ALWAYS_BYTES_MAX
 
@@ -433,15 +435,20 @@ class Buffers:
             self.target(name).copy_(values)
 
     def require_same_kinds(self) -> None:
-        """Before a step: reject buffers whose shape or dtype changed."""
+        """Before a step or a save: reject buffers whose shape or dtype changed."""
         for name in self.names:
             now, (dtype, shape) = self.target(name), self._kinds[name]
             if (now.dtype, now.shape) != (dtype, shape):
                 raise ConfigError(
                     f"buffer {name!r} is {now.dtype} of shape {list(now.shape)}, and was {dtype} of {list(shape)} when "
-                    "the model was offloaded, which its store keeps: set it back, and call step() again. A buffer that "
+                    "the model was offloaded, which its store keeps: set it back, and call this again. A buffer that "
                     "changes its shape is registered with persistent=False before offload(), or is a plain attribute"
                 )
+
+    def differ(self, store: Store) -> bool:
+        """Whether any has other values than the store's last commit."""
+        self.require_same_kinds()
+        return any(not same_bits(self.tensor(name), store.read(name)[0].contiguous()) for name in self.names)
 
     def stage(self, engine: Engine, step: int) -> None:
         """Stage the buffers that changed; what a step that was interrupted has staged goes."""
@@ -464,6 +471,7 @@ class Buffers:
         """Note that the staged buffers were committed."""
         self._seen.update(self._staged)
         self._staged = {}
+        self.may_be_of_step = False
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:

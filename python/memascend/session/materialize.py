@@ -76,7 +76,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
         )
     session = session_of(optimizer)
     run, attachment, edits = session.run, session.attachment, session.edits
-    reshard = (lambda: None) if session.sharding is None else session.sharding.reshard
+    reshard: Callable[[], object] = int if session.sharding is None else session.sharding.reshard
     homes: list[Home] = []
     # Values that are written back are compared with storage; only dropped changes need checksums.
     checksums: dict[str, str] | None = None if modify else {}
@@ -314,7 +314,7 @@ class Saving:
         self._shares = None if sharding is None or isinstance(exchange, Alone) else Shares(sharding, exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
-        """Write a checkpoint of the last commit, with the current options of the groups."""
+        """Write a checkpoint of the last commit, with the current options of the groups and the current buffers."""
         own = self._contents()
         facts = self._exchange.together(self._run.metadata.facts, UsageError)
         # Data positions, random states: each rank has its own.
@@ -343,11 +343,16 @@ class Saving:
         self._write(own, lambda records, fill: save_weights(cast("Path", folder), records, self._model, fill))
 
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
-        """The last commit of this rank. No rank has any where a step is staged on one."""
+        """The last commit of this rank, with the model's buffers. No rank has any where a step is staged on one."""
         run = self._run
         self._exchange.together(run.require_quiet, UsageError)
-        names = run.gradients.by_name.keys()
-        return self._exchange.together(lambda: StoreContents(run.resources.store, names, values_alone=values_alone))
+
+        def contents() -> StoreContents:
+            run.buffers.require_same_kinds()
+            store, names = run.resources.store, run.gradients.by_name.keys()
+            return StoreContents(store, names, run.buffers, values_alone=values_alone)
+
+        return self._exchange.together(contents)
 
     def _write(self, own: StoreContents, write: Callable[[Sequence[Content], Fill], None]) -> None:
         """Let the first rank, or the only process, make the files, and each rank write its rows where it can."""

@@ -316,6 +316,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
 
+        Weights and state are those of the last step, options and buffers those of now.
+
         The checkpoint is streamed, so that memory does not grow with the model. It is written under another name beside
         `folder`, flushed and renamed: after a crash there is either the earlier checkpoint or this one. Files that
         others put into an earlier checkpoint's folder stay. Call it between steps; `offload(checkpoint=folder)` resumes
@@ -383,6 +385,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     # --- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep the last commit of `step()`, drop uncommitted changes, free all memory. Twice is fine."""
+        """Keep the last commit of `step()`, drop uncommitted changes, free all memory. Twice is fine.
+
+        Buffers that changed since the last step, as by `torch.optim.swa_utils.update_bn`, are committed with it, unless
+        a forward in training mode with gradients ran since: a resume repeats that. Then, and with several ranks, a
+        warning says that they are lost.
+        """
         self._session.close()
         self._finalizer.detach()

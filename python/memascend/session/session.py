@@ -65,6 +65,8 @@ class Session:
     # Of the last step's gradients.
     grad_norm: float | None = None
     overflowed: bool = False
+    # The last commit is of gradients whose norm is not finite, and the user did not ask for that.
+    _is_suspect: bool = False
     # Why the step that is made is rejected, once all ranks know.
     _rejection: UsageError | None = None
 
@@ -80,6 +82,8 @@ class Session:
             if self.sharding is not None and torch.is_grad_enabled():
                 self.sharding.require_exact()
             self.run.residency.copies.forward_begins()
+            if module.training and torch.is_grad_enabled():
+                self.run.buffers.may_be_of_step = True
         if torch.is_autocast_enabled(self.watch.device):
             self.watch.look()
         self.run.gradients.entered(module)
@@ -313,17 +317,14 @@ class Session:
         self.run.metadata.advance()
         self.overflowed = False
         if norm is not None:
-            before, self.grad_norm = self.grad_norm, norm()
-            if self._is_warned_of and (before is None or math.isfinite(before)):
-                self._warn_of_norm()
+            self.grad_norm = norm()
+        assert self.grad_norm is not None, "a step that is committed has a norm"
+        before, self._is_suspect = self._is_suspect, self.nonfinite != "commit" and not math.isfinite(self.grad_norm)
+        if self._is_suspect and not before:
+            self._warn_of_norm()
         self.run.resources.values_changed()
         self.run.buffers.committed()
         self.run.changed(self.run.gradients.committed(present))
-
-    @property
-    def _is_warned_of(self) -> bool:
-        """Whether the last commit is of gradients that are not finite, and the user did not ask for that."""
-        return self.nonfinite != "commit" and self.grad_norm is not None and not math.isfinite(self.grad_norm)
 
     def _warn_of_norm(self) -> None:
         step, is_gone = self.run.metadata.step, self.run.resources.temporary
@@ -388,23 +389,50 @@ class Session:
             afterwards.callback(self._close)
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
-            self._commit_options()
+            self._commit_rest()
 
-    def _commit_options(self) -> None:
-        """Commit options of groups that changed since the last step.
+    def _commit_rest(self) -> None:
+        """Commit buffers, and options of groups, that changed since the last step.
 
-        Not after an exception, in the midst of a step that the loop repeats at a resume; and not on several ranks,
-        which close each at its own time.
+        Not after an exception, in the midst of a step that the loop repeats at a resume; and not where that would drop
+        the commit before one whose norm is not finite.
         """
         run, metadata, store = self.run, self.run.metadata, self.run.resources.store
-        is_whole = sys.exc_info()[0] is None and self.figures is None
-        if run.resources.temporary or not is_whole or not metadata.has_new_options:
+        if run.resources.temporary or sys.exc_info()[0] is not None or self._is_suspect:
+            return
+        has_buffers = self._takes_buffers()
+        if self.figures is not None or not (has_buffers or metadata.has_new_options):
+            # Ranks close each at its own time.
             return
         run.gradients.skip()
+        engine = run.resources.engine
+        if has_buffers:
+            run.buffers.stage(engine, metadata.step)
         # What was set since belongs to the next step.
-        run.resources.engine.commit(
-            metadata.step, user_state=store.user_state, hyperparameters=metadata.hyperparameters()
-        )
+        hyperparameters = metadata.hyperparameters() if metadata.has_new_options else None
+        engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
+
+    def _takes_buffers(self) -> bool:
+        """Whether close() commits buffers; warns of those that changed and are lost, but for those of a staged step."""
+        gradients, buffers = self.run.gradients, self.run.buffers
+        is_of_step = buffers.may_be_of_step or gradients.backwards.count > 0
+        if is_of_step and gradients.is_staged():
+            return False
+        try:
+            if not buffers.differ(self.run.resources.store):
+                return False
+            if self.figures is not None:
+                why = (
+                    "several ranks close each at its own time: enter and leave materialized(model, modify=True) on all"
+                )
+            elif is_of_step:
+                why = "a forward ran whose step was not made, and a resume repeats it. save() writes them"
+            else:
+                return True
+        except MemascendError as error:
+            why = str(error)
+        warn(f"buffers of the model changed after the last step, and close() does not keep them: {why}")
+        return False
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

@@ -12,7 +12,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.params.weight_access import checksum
-from memascend.tensors import bytes_of, same_bits
+from memascend.tensors import bytes_of
 from memascend.text import listed
 
 if TYPE_CHECKING:
@@ -84,7 +84,10 @@ class Edits:
 
     @contextlib.contextmanager
     def together(self, *, changes_buffers: bool = False) -> Iterator[Edit]:
-        """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all."""
+        """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all.
+
+        Buffers that changed since the last commit are a part of it.
+        """
         with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
             buffers, targets = self.run.buffers, self.run.buffers.target
@@ -97,10 +100,10 @@ class Edits:
                 edit.undo.close()
                 self.is_any(False)
                 return
-            changed = bool(edit.names) or not all(same_bits(one, targets(name)) for name, one in before.items())
             # A position is committed in any case, and is no block of the program's.
             hyperparameters = edit.hyperparameters or self._count(edit)
-            if self.is_any(changed or edit.hyperparameters is not None):
+            changed = bool(edit.names) or edit.hyperparameters is not None or buffers.differ(self.run.resources.store)
+            if self.is_any(changed):
                 with self.run.residency.turns.alone():
                     self.commit(edit, hyperparameters=hyperparameters)
 
