@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
 from memascend.checkpoint.weights import sources_of
@@ -237,8 +238,23 @@ def _require_plain(trainer: Any) -> None:
             "CUDA_VISIBLE_DEVICES, or start a process for each by torchrun, with FSDP2"
         )
     _require_ranks(trainer)
+    _require_no_weights_of_loss(trainer)
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
         raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+
+
+def _require_no_weights_of_loss(trainer: Any) -> None:
+    """Reject a loss of sentence-transformers with parameters beside those of the model."""
+    loss = getattr(trainer, "loss", None)
+    if isinstance(loss, torch.nn.Module):
+        known = {id(parameter) for parameter in trainer.model.parameters()}
+        names = [name for name, parameter in loss.named_parameters() if id(parameter) not in known]
+        if names:
+            raise ConfigError(
+                f"{type(loss).__name__} has weights of its own ({', '.join(names)}), which are no part of the model: "
+                "take a loss without weights (CoSENTLoss, MultipleNegativesRankingLoss), or "
+                "train this one without memascend"
+            )
 
 
 def _require_kept(trainer: Any, keep: Sequence[str]) -> None:

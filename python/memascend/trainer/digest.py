@@ -23,13 +23,7 @@ def digest_of(value: Any) -> str:
 
 def _add(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        flat = value.detach().reshape(-1)
-        count = _COMPARED_BYTES // max(1, flat.element_size())
-        for part in (flat[:count], flat[count:][-count:]):
-            # A copy: memory that numpy has had is taken for numpy's from then on, and a weight may not lie in such.
-            own = part.contiguous().to("cpu", copy=True)
-            digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")
+        _add_tensor(digest, value)
     elif isinstance(value, Mapping):
         for name, part in value.items():
             digest.update(f"{name}:".encode())
@@ -48,3 +42,13 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(type(value).__qualname__.encode())
         if callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
+
+
+def _add_tensor(digest: Any, value: torch.Tensor) -> None:
+    digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+    flat = value.detach().reshape(-1)
+    count = _COMPARED_BYTES // max(1, flat.element_size())
+    for part in (flat[:count], flat[count:][-count:]):
+        # A copy: memory that numpy has had is taken for numpy's from then on, and a weight may not lie in such.
+        own = part.contiguous().to("cpu", copy=True)
+        digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")

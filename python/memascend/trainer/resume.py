@@ -450,8 +450,11 @@ class Resume:
         """Commit with the last step that its events are over, unless something stopped the training before its end."""
         assert self._optimizer is not None
         session, state = session_of(self._optimizer), self._trainer.state
+        position = session.run.metadata.position
         is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
-        if is_over and session.run.metadata.position is not None and not session.run.resources.closed:
+        if not is_over or position is None or session.run.resources.closed:
+            return
+        if decoded(position, "the store").get("ended", {}).get("steps") != state.max_steps:
             with session.edits.load(self._position_of_end()):
                 pass
 
