@@ -305,10 +305,10 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 
 
-def test_what_fits_is_no_larger_than_asked(capsys, monkeypatch):
+def test_what_fits_is_no_larger_than_asked(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 30 << 30)
     monkeypatch.setattr("memascend.cli.plan.machine.drive_at", lambda _: (Drive(read=5e9, write=4e9), {}))
-    lines = five(capsys, "qwen-1.5b", "--gpu", "4090", "--tokens", 2048, "--storage", "/mnt/nvme/run", status=1)
+    lines = five(capsys, "qwen-1.5b", "--gpu", "4090", "--tokens", 2048, "--storage", tmp_path / "run", status=1)
     assert lines["what fits"].startswith("--state bf16: ")
 
 

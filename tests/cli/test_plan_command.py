@@ -12,6 +12,7 @@ from support.planned import shown, told
 import memascend
 from memascend.cli import main
 from memascend.cli.plan.model import describe
+from memascend.cli.storage import mount_point
 from memascend.plan.options import parse_bytes
 
 TEXT = {
@@ -132,7 +133,28 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     out = shown(capsys, config)
     for words in ("assumed; --storage P", "steps write 100 TB", "Host memory", "update staging", "disk space"):
         assert words in out
-    assert "does not exist" in shown(capsys, config, "--storage", tmp_path / "no" / "such", status=1)
+    for words in ((), ("--drive", "5,4")):
+        assert "does not exist" in shown(capsys, config, "--storage", tmp_path / "no" / "such", *words, status=1)
+
+
+def test_a_path_that_does_not_exist_is_shown_with_its_drive(capsys, tmp_path):
+    config = written(tmp_path, "ViT")
+    for path, named in ((tmp_path, False), (tmp_path / "typo", True)):
+        assert main(["plan", str(config), "--storage", str(path), "--drive", "5,4"]) == 0
+        drive = f"free on the drive of {mount_point(tmp_path)} ({path} does not exist yet)"
+        assert (drive in capsys.readouterr().out) == named
+
+
+def test_less_ram_than_this_processor_needs_is_a_named_problem(capsys, tmp_path, monkeypatch):
+    config = written(tmp_path, "ViT")
+    needed = told(capsys, config, "--device", "cpu")["host_bytes"]
+    for free, status in ((needed, 0), (needed - 1, 1)):
+        monkeypatch.setattr("memascend.memory.limits", lambda free=free: {"available": free})
+        found = told(capsys, config, "--device", "cpu", status=status)
+        assert (found["fits"], found["host_free_bytes"]) == (not status, free)
+        assert told(capsys, config, "--gpu", "4090")["fits"]
+    assert main(["plan", str(config), "--device", "cpu"]) == 1
+    assert "of RAM free, and" in capsys.readouterr().out
 
 
 def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):

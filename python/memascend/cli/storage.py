@@ -131,7 +131,9 @@ def examine_storage(path: Path) -> Iterator[Finding]:
         yield Finding(subject="storage", found=str(path), verdict="fails", advice=problem)
         return
     folder = _folder_of(path)
-    yield Finding(subject="storage", found=f"{path}, {file_system(folder)}, {bytes_shown(_space(folder)[0])} free")
+    new = "" if path.exists() else f" (does not exist yet, on the drive of {mount_point(folder)})"
+    free = bytes_shown(_space(folder)[0])
+    yield Finding(subject="storage", found=f"{path}{new}, {file_system(folder)}, {free} free")
     try:
         with _trial(folder) as volume:
             yield from _volume(volume, ("write", "read"))
@@ -224,14 +226,20 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
     return speeds
 
 
+def require_usable(paths: Sequence[Path]) -> None:
+    """Reject paths where no store can be made (`StorageError`)."""
+    for path in paths:
+        problem = None if path.is_block_device() else _unusable(path)
+        if problem is not None:
+            raise StorageError(problem)
+
+
 def speeds_at(path: Path) -> dict[str, Speed]:
     """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone."""
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
-    problem = _unusable(path)
-    if problem is not None:
-        raise StorageError(problem)
+    require_usable([path])
     with _trial(_folder_of(path)) as volume:
         return _measured(volume, ("read", "write", "mixed"))
 
@@ -253,3 +261,11 @@ def file_system(folder: Path) -> str:
         if fields[2] == number:
             return fields[fields.index("-") + 1]
     return "a file system"
+
+
+def mount_point(folder: Path) -> Path:
+    """The folder at which the file system of `folder` is mounted."""
+    found = folder.resolve()
+    while not found.is_mount():
+        found = found.parent
+    return found

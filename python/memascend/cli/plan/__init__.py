@@ -88,14 +88,14 @@ def _speed(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; exit code 1 if it does not fit the GPU or the storage."""
+    """Print the plan; exit code 1 if it does not fit the GPU, this machine's RAM or the storage."""
     # An error about it needs no torch, whose import takes seconds.
     named_shape(options.model)
     return print_answer(options, ask(options))
 
 
 def print_answer(options: argparse.Namespace, question: Question) -> int:
-    """Print the plan of what is asked; the exit code is 1 if it does not fit the GPU or the storage."""
+    """Print the plan of what is asked; the exit code is 1 if it does not fit."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import alternative, answer, propose
 
@@ -119,6 +119,8 @@ def ask(options: argparse.Namespace) -> Question:
     """The question of the command line; what it names is described and measured."""
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, gpu_here, parse_drive, parse_gpu, product_flops
+    from memascend.cli.storage import require_usable
+    from memascend.memory import limits
     from memascend.plan import decision
     from memascend.plan.options import Options
 
@@ -149,6 +151,7 @@ def ask(options: argparse.Namespace) -> Question:
     subject = _subject(options)
     paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
+    require_usable(paths)
     if drive is None and paths:
         drive, speeds = drive_at(paths)
     sequences, length = _shape_of(options, subject)
@@ -159,6 +162,7 @@ def ask(options: argparse.Namespace) -> Question:
         drive=parse_drive(_DRIVE) if drive is None and not paths else drive,
         drive_assumed=drive is None and not paths,
         speeds=speeds,
+        ram=limits()["available"] if given.computes_on == "cpu" else None,
         free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
@@ -243,6 +247,7 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
             "flops": trace.flops,
         },
         "host_bytes": found.host_bytes,
+        "host_free_bytes": question.ram,
         "device_bytes": found.device_bytes or None,
         "gpu": None if question.gpu is None else question.gpu.name,
         "processor_flops": question.processor,

@@ -58,6 +58,7 @@ class Question:
     drive_assumed: bool = False  # nobody has named or measured it
     speeds: Mapping[str, float] = field(default_factory=dict)  # of storage, in GB/s, where they were measured
     free: int | None = None  # free bytes of storage; None: no storage is named
+    ram: int | None = None  # bytes of RAM that this machine can spare; None: another one computes
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
@@ -198,7 +199,7 @@ def answer(question: Question) -> Answer:
         endurance=endurance,
         days=None if steps is None else drive_days(written, seconds(steps), endurance),
         tokens=None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks,
-        problems=tuple(_problems(question, plan, torchs)),
+        problems=tuple(_problems(question, plan, torchs, ours)),
         network=found.network,
     )
 
@@ -226,13 +227,19 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
     return phases(plan, work, drive, host)
 
 
-def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
+def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[str]:
+    """Reasons why it does not fit; `ours` is the host memory without torch's."""
     found = []
     gpu = question.gpu
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
         found.append(
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
             f"are needed: give fewer tokens at once (--tokens), or --fit to find how many fit{_elsewhere(question)}"
+        )
+    if question.ram is not None and ours + torchs > question.ram:
+        found.append(
+            f"this machine has {bytes_shown(question.ram)} of RAM free, and {bytes_shown(ours + torchs)} are needed: "
+            "give fewer tokens at once (--tokens) or a smaller --host-memory, or free memory"
         )
     needed = plan.disk_bytes + question.scratch(plan)
     if question.free is not None and question.free < needed:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.plan.machine import REACHED
-from memascend.memory import limits
+from memascend.cli.storage import mount_point
 from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
@@ -89,13 +90,16 @@ def _bound(question: Question, found: Answer) -> str:
 
 def _memory_in_words(question: Question, found: Answer) -> str:
     parts = [f"{bytes_shown(found.host_bytes)} of RAM"]
-    if question.on_host:
-        parts[0] += f" ({bytes_shown(limits()['available'])} are free here)"
-    else:
+    if question.ram is not None:
+        parts[0] += f" ({bytes_shown(question.ram)} are free here)"
+    if not question.on_host:
         of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
         parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
-    parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive")
+    new = [path for path in map(Path, question.options.paths or ()) if not path.exists()]
+    # A name that is mistyped is most often on another drive.
+    place = ", ".join(f" of {mount_point(path.parent)} ({path} does not exist yet)" for path in new)
+    parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive{place}")
     return ", ".join(parts)
 
 
