@@ -227,6 +227,11 @@ class Progress(Closing):
         return f"{bytes_shown(self._done)} of {bytes_shown(self._total)}, {rate}/s{left}"
 
 
+def how_to_install(extra: str) -> str:
+    """The commands that install the packages of an extra; the package indexes have no memascend."""
+    return f"""pip install ".[{extra}]" in a clone of memascend, or "dist/NAME.whl[{extra}]" with a wheel's name"""
+
+
 # Colours in pictures: of memascend, and of the same training in memory.
 OURS, IN_MEMORY = "#0b6bcb", "#57606a"
 
@@ -240,7 +245,7 @@ def open_pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
+        raise ConfigError(f"a picture needs matplotlib: {how_to_install('plot')}") from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

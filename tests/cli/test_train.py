@@ -77,4 +77,7 @@ def test_without_trl_it_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 1
-    assert done.stderr == "memascend train: datasets is not installed: pip install 'memascend[train]'\n"
+    assert done.stderr == (
+        'memascend train: datasets is not installed: pip install ".[train]" in a clone of memascend, or '
+        '"dist/NAME.whl[train]" with a wheel\'s name\n'
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from memascend.errors import ConfigError
-from memascend.text import expanded
+from memascend.text import expanded, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> Command:
         import datasets  # noqa: F401
         import trl
     except ImportError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'memascend[train]'") from error
+        raise ConfigError(f"{error.name} is not installed: {how_to_install('train')}") from error
 
     class Parser(trl.TrlParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
