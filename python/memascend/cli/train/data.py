@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import glob
 import json
+import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +41,12 @@ _SHAPES: dict[str, list[tuple[str, ...]]] = {
     "kto": [("prompt", "completion", "label")],
 }
 _OTHERS = ("tools", "images", "system", "input", "margin")
+_TEXTS = ("text", "instruction", "input", "output", "system")
+# All of an example are texts, or all are lists of messages.
+_TEXTS_OR_TURNS = ("prompt", "completion", "chosen", "rejected")
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+# A wrong value is shown in so many characters.
+_SHOWN_MAX = 60
 # ShareGPT's names.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 
@@ -59,10 +67,28 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
             raise ConfigError(f"an evaluation needs other examples than those of {text}: give --eval FILE")
         for place in files or [text]:
             builder, options = _BUILDERS.get(Path(place).suffix.lower(), (text, {"name": script.dataset_config}))
+            if builder == "csv":
+                # Else a column of numbers would have no texts, and a line with a field too many would be shifted.
+                texts = {"converters": dict.fromkeys(_text_columns(own.columns), str), "keep_default_na": False}
+                options = {**options, **texts, "index_col": False}
             given = {"split": "train", "data_files": place} if files else {"split": split}
-            found = _loaded(place, builder, streaming=script.dataset_streaming, **options, **given)
-            parts.append(_shaped(found, place, command, tokenizer))
+            try:
+                found = _loaded(place, builder, streaming=script.dataset_streaming, **options, **given)
+                parts.append(_shaped(found, place, command, tokenizer))
+            except UnicodeDecodeError as error:
+                # `datasets` decodes when an example is read.
+                raise ConfigError(_wrong_line(place, builder) or f"{place} is not UTF-8: {error}") from error
     return datasets.concatenate_datasets(parts)
+
+
+def _renamed(columns: str | None) -> dict[str, str]:
+    """Our names of columns, and the names that they have in the data: `--columns`."""
+    return dict(part.split("=", 1) for part in (columns or "").split(",") if "=" in part)
+
+
+def _text_columns(columns: str | None) -> list[str]:
+    given = _renamed(columns)
+    return [given.get(name, name) for name in (*_TEXTS, *_TEXTS_OR_TURNS)]
 
 
 def _files(text: str) -> list[str]:
@@ -80,25 +106,69 @@ def _files(text: str) -> list[str]:
 
 def _loaded(place: str, builder: str, **options: Any) -> Any:
     try:
-        return datasets.load_dataset(builder, **options)
+        with warnings.catch_warnings():
+            # By it pandas says that it cuts off fields.
+            warnings.filterwarnings("error", "Length of header or names")
+            return datasets.load_dataset(builder, **options)
     except Exception as error:
-        for number, line in enumerate(Path(place).read_bytes().splitlines() if builder == "json" else (), 1):
-            try:
-                json.loads(line or "{}")
-            except ValueError as wrong:
-                raise ConfigError(f"{place}:{number}: not valid JSON: {wrong}") from error
         # `datasets` tells the reason in the cause of its error.
         why = error.__cause__ or error
-        raise ConfigError(f"{place} cannot be read: {type(why).__name__}: {' '.join(str(why).split())}") from error
+        if "corresponds to no data" in str(why):
+            raise ConfigError(f"{place} has no examples") from error
+        raise ConfigError(
+            _wrong_line(place, builder) or f"{place} cannot be read: {type(why).__name__}: {' '.join(str(why).split())}"
+        ) from error
+
+
+def _wrong_line(place: str, builder: str) -> str | None:
+    """What is wrong with a file of texts, and in which line; None: nothing that is known here."""
+    if builder not in ("json", "csv", "text"):
+        return None
+    content = Path(place).read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        line = content.count(b"\n", 0, wrong.start) + 1
+        return f"{place}:{line}: not UTF-8: save the file as UTF-8"
+    if builder == "json":
+        return _wrong_json(place, text)
+    if builder == "csv":
+        csv.field_size_limit(sys.maxsize)
+        lines = csv.reader(text.splitlines(keepends=True), delimiter="\t" if place.lower().endswith(".tsv") else ",")
+        count = len(next(lines, []))
+        for fields in lines:
+            if len(fields) > count:
+                return f"{place}:{lines.line_num}: {len(fields)} fields, and the first line names {count}: quote texts"
+    return None
+
+
+def _wrong_json(place: str, text: str) -> str | None:
+    """The first error in a document, or in lines that are one each."""
+    try:
+        json.loads(text)
+    except ValueError as wrong:
+        first = getattr(wrong, "msg", "") != "Extra data" and not place.lower().endswith(".jsonl")
+        if first:
+            return f"{place}:{getattr(wrong, 'lineno', 1)}: not valid JSON: {wrong}"
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict):
+                return f'{place}:{number}: not an example: an object of columns is expected, as {{"text": "..."}}'
+        except ValueError as wrong:
+            return f"{place}:{number}: not valid JSON: {wrong}"
+    return None
 
 
 def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     """A data set with TRL's columns."""
     found = data.column_names or list(next(iter(data)))
     if "input_ids" in found:
+        kind = getattr((data.features or {}).get("input_ids"), "feature", None)
+        if data.features is not None and not str(getattr(kind, "dtype", "")).startswith(("int", "uint")):
+            raise ConfigError(f"{place}: `input_ids` are lists of whole numbers, and these are no such lists")
         return data
     shapes = _SHAPES[command.kind]
-    given = dict(part.split("=", 1) for part in (command.own.columns or "").split(",") if "=" in part)
+    given = _renamed(command.own.columns)
     fitting = [shape for shape in shapes if {*shape} <= {*found, *given} and ({*shape} & {*given} or not given)]
     if len(fitting) != 1 or {*given.values()} - {*found}:
         wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
@@ -140,31 +210,58 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
     for name in shape:
         if row.get(name) in (None, "", []):
             raise ConfigError(f"`{name}` is missing or empty: correct or remove this example")
+    _require_kinds(row)
     if "instruction" in shape:
         asked = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
         turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         return {"prompt": turns[:-1], "completion": turns[-1:]}
-    if "completion" in shape and isinstance(row["prompt"], str) != isinstance(row["completion"], str):
-        raise ConfigError("`prompt` and `completion` must be both texts, or both lists of messages")
     if shape[0] in ("messages", "conversations"):
-        row["messages"] = _conversation(row.pop(shape[0]), row.pop("system", None))
-        return row if tokenizer is None else _labelled(tokenizer, row["messages"], row.get("tools"))
-    return row
+        messages = _conversation(row.pop(shape[0]), row.pop("system", None))
+        if all(message["role"] != "assistant" for message in messages):
+            raise ConfigError("no message is the assistant's, whose text is trained on: remove this example")
+        row["messages"] = messages
+        return row if tokenizer is None else _labelled(tokenizer, messages, row.get("tools"))
+    return row | {name: _conversation(row[name]) for name in _TEXTS_OR_TURNS if isinstance(row.get(name), list)}
 
 
-def _conversation(turns: Any, system: str | None) -> list[dict[str, Any]]:
+def _require_kinds(row: Mapping[str, Any]) -> None:
+    """Reject values of another kind than their columns have."""
+    for name in (*_TEXTS, *_TEXTS_OR_TURNS):
+        value = row.get(name)
+        if not isinstance(value, str | (list if name in _TEXTS_OR_TURNS else str) | None):
+            raise ConfigError(f"`{name}` is {_shown(value)}, and a text is expected: correct this example")
+    among = [name for name in _TEXTS_OR_TURNS if row.get(name) is not None]
+    if len({isinstance(row[name], str) for name in among}) > 1:
+        raise ConfigError(f"{' and '.join(f'`{name}`' for name in among)} must be all texts, or all lists of messages")
+    if row.get("label", 0) not in (0, 1):
+        raise ConfigError(f"`label` is {_shown(row['label'])}, and true or false is expected: correct this example")
+    if isinstance(row.get("tools"), str):
+        try:
+            json.loads(row["tools"])
+        except ValueError as error:
+            raise ConfigError(f"`tools` is not valid JSON: {error}: correct this example") from error
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
+
+
+def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]:
     """Messages of OpenAI's or ShareGPT's form, without fields that other examples alone have."""
     messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns], 1):
         fields = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
         role, content = fields.pop("from", fields.get("role")), fields.pop("value", fields.get("content"))
-        if role not in _ROLES or not (isinstance(content, str | list) or fields.get("tool_calls")):
+        is_known = isinstance(role, str) and role in _ROLES
+        if not is_known or not (isinstance(content, str | list) or fields.get("tool_calls")):
             raise ConfigError(f"message {number} needs a role ({', '.join(_ROLES)}) and a text: correct this example")
         if role != "system" or not messages:
             messages.append({**fields, "role": _ROLES[role], "content": content})
-    if all(message["role"] != "assistant" for message in messages):
-        raise ConfigError("no message is the assistant's, whose text is trained on: remove this example")
     return messages
 
 
