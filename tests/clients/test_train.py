@@ -297,7 +297,22 @@ def test_each_argument_of_offload_is_known_to_it():
     ("name", "content", "message"),
     [
         ("r.jsonl", '{"text": "a"}\n{"text": \n', r"r\.jsonl:2: not valid JSON: Expecting value"),
-        ("r.json", '[{"text": "a"},\n{"text": }]', r"r\.json:1: not valid JSON"),
+        ("r.json", '[{"text": "a"},\n{"text": }]', r"r\.json:2: not valid JSON"),
+        ("r.jsonl", '{"text": "a"}\n{"text": 5}\n', r"r\.jsonl:2: `text` is 5, and a text is expected"),
+        ("r.jsonl", '{"instruction": "a", "output": 3}', r"r\.jsonl:1: `output` is 3, and a text is expected"),
+        ("r.jsonl", '{"instruction": "a", "input": 3, "output": "b"}', r"r\.jsonl:1: `input` is 3, and a text"),
+        ("r.jsonl", '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "be all texts, or all"),
+        ("r.jsonl", '{"prompt": [{"role": "a", "content": "a"}], "completion": [{"role": "user", "content": "b"}]}',
+         r"r\.jsonl:1: message 1 needs a role"),
+        ("r.jsonl", '{"messages": [{"role": "assistant", "content": "b"}], "tools": "x"}', "`tools` is not valid JSON"),
+        ("r.jsonl", '{"text": null}', r"r\.jsonl:1: `text` is missing or empty"),
+        ("r.jsonl", '"a"\n', r"r\.jsonl:1: not an example"),
+        ("r.jsonl", "\n\n", r"r\.jsonl has no examples"),
+        ("r.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', r"r\.jsonl:2: not UTF-8"),
+        ("r.csv", b"text\ncaf\xe9\n", r"r\.csv:2: not UTF-8"),
+        ("r.csv", "prompt,completion\na,b\na,b,c\n", r"r\.csv:3: 3 fields, and the first line names 2"),
+        ("r.csv", "prompt,completion\na,b,c\n", r"r\.csv:2: 3 fields, and the first line names 2"),
+        ("r.jsonl", '{"input_ids": ["a"]}', r"r\.jsonl: `input_ids` are lists of whole numbers"),
         ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n',
          r"r\.jsonl:2: `completion` is missing or empty"),
         ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"r\.jsonl:2: `completion` is missing"),
@@ -313,12 +328,31 @@ def test_each_argument_of_offload_is_known_to_it():
     ],
 )  # fmt: skip
 def test_a_wrong_example_is_named_in_one_line(folder, capsys, name, content, message):
-    (folder / name).write_text(content)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["train", *words(folder, rows=name)]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memascend train:")]
     assert re.search(message, line)
     assert not (folder / "out").exists()
     assert not (folder / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("dpo", '{"prompt": "a", "chosen": "b", "rejected": 5}', r"r\.jsonl:1: `rejected` is 5, and a text"),
+        ("kto", '{"prompt": "a", "completion": "b", "label": "no"}', r'r\.jsonl:1: `label` is "no", and true or false'),
+    ],
+)
+def test_a_wrong_preference_is_named_in_one_line(folder, capsys, kind, content, message):
+    (folder / "r.jsonl").write_text(content)
+    assert main(["train", kind, *words(folder, rows="r.jsonl")]) == 1
+    assert re.search(f"memascend train: .*{message}", capsys.readouterr().err)
+
+
+def test_values_of_csv_files_are_texts(folder):
+    (folder / "r.csv").write_text("prompt,completion\n3+4,007\nnothing,None\n")
+    found = learnt(trainer_of(folder, rows="r.csv"))
+    assert found == [("3+4007<|im_end|>", ["007<|im_end|>"]), ("nothingNone<|im_end|>", ["None<|im_end|>"])]
 
 
 def test_a_template_that_does_not_show_the_answers_is_an_error(tmp_path):
@@ -350,6 +384,8 @@ def test_wrong_usage_is_named(folder, more, message):
         (("--eval_strategy", "epoch"), "give --eval FILE"),
         (("--model", "nothing/at/all"), "nothing/at/all cannot be trained"),
         (("--columns", "prompt=q"), "name them by --columns"),
+        (("--load_in_4bit", "true"), "--load_in_4bit quantizes the model by bitsandbytes"),
+        (("--max_length", "4"), "no example of --data is left: each has no token with a loss within --max_length 4"),
     ],
 )
 def test_what_does_not_fit_is_an_error_before_anything_changes(folder, capsys, more, message):
@@ -367,6 +403,31 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys):
     assert "Host memory:" in out
     assert out.endswith("this was a dry run: nothing was changed\n")
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "model", "rows.jsonl"]
+
+
+def test_a_dry_run_takes_8_bits_without_bitsandbytes(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    plans = []
+    for more in (("--optim", "adamw_8bit"), ("--state", "8bit"), ()):
+        assert main(["train", *words(folder, "--dry_run", *more)]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] != plans[2]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "kto"])
+def test_examples_that_are_dropped_are_counted(folder, capsys, kind):
+    long = {"prompt": "What is it? " * 20}
+    rows = [long | {name: KINDS[kind][0][name] for name in KINDS[kind][0] if name != "prompt"}] if kind != "sft" else []
+    rows = rows or [long | {"completion": "no"}]
+    short = KINDS[kind][:2] if kind != "sft" else [{"prompt": "What?", "completion": "no"}] * 2
+    write_rows(folder / "long.jsonl", [*short, *rows])
+    assert main(["train", kind, *words(folder, "--max_length", 48, "--dry_run", rows="long.jsonl")]) == 0
+    why = f"each {'is longer than' if kind == 'reward' else 'has no token with a loss within'} --max_length 48"
+    assert f"memascend train: 1 of 3 examples of --data are dropped: {why}" in capsys.readouterr().err
+    write_rows(folder / "long.jsonl", rows)
+    assert main(["train", kind, *words(folder, "--max_length", 48, rows="long.jsonl")]) == 1
+    assert f"memascend train: no example of --data is left: {why}" in capsys.readouterr().err
+    assert not (folder / "store").exists()
 
 
 KINDS = {

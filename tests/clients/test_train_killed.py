@@ -15,6 +15,8 @@ import torch
 import transformers
 from support.small_folder import make_model, write_rows
 
+from memascend.storage import look
+
 TESTS = Path(__file__).resolve().parents[1]
 STEPS, KILLS = 24, 5
 ROWS = [
@@ -44,7 +46,7 @@ _NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "wr
 
 
 def run(folder, name, log, *, kill=None, start=("-m", "memascend", "train"), steps=STEPS, more=""):
-    """The command in a session of its own; killed so long after it reported a further step, if it has not ended."""
+    """The command in a session of its own; killed, or ended by a signal, so long after its log has one more `place`."""
     config = folder / f"{name}.yaml"
     config.write_text(YAML.format(folder=folder, name=name, steps=steps, more=more))
     line = [sys.executable, *start, "--config", str(config)]
@@ -54,14 +56,14 @@ def run(folder, name, log, *, kill=None, start=("-m", "memascend", "train"), ste
         child = subprocess.Popen(line, stdout=file, stderr=file, env=os.environ | own, start_new_session=True)
     try:
         if kill is not None:
-            place, seconds = kill
+            place, seconds, by = (*kill, signal.SIGKILL)[:3]
             before = log.read_text().count(place)
             until = time.monotonic() + 100
             while child.poll() is None and log.read_text().count(place) == before and time.monotonic() < until:
                 time.sleep(0.002)
             time.sleep(seconds)
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
+                os.killpg(child.pid, by)
         return child.wait(150)
     finally:
         if child.poll() is None:
@@ -99,6 +101,25 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     assert killed
     assert run(tmp_path, "killed", log, more=more) == 0, log.read_text()
     assert results(tmp_path, "killed") == results(tmp_path, "whole")
+
+
+@pytest.mark.timeout(600)
+def test_a_stop_names_the_committed_step_and_the_restart_goes_on_there(tmp_path):
+    make_model(tmp_path / "model", torch.float32)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    log, more, step = tmp_path / "log", "logging_steps: 1\nlr_scheduler_type: constant", None
+    for place, stop, status in (("'loss'", signal.SIGINT, 130), ("goes on after", signal.SIGTERM, 143)):
+        log.write_text("")
+        assert run(tmp_path, "own", log, kill=(place, 0.2, stop), more=more) == status, log.read_text()
+        said = log.read_text().splitlines()
+        goes_on = f"memascend train: goes on after step {step} of {STEPS}"
+        assert step is None or goes_on in said
+        with look([tmp_path / "own.store"]) as store:
+            step = store.step
+        assert said[-1] == (
+            f"memascend train: stopped after step {step}, which is committed: the same command goes on there"
+        )
+    assert run(tmp_path, "own", log, more=more) == 0, log.read_text()
 
 
 # accelerate divides on GPUs alone.

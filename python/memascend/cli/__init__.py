@@ -60,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C."""
+    """Run one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C (143: SIGTERM)."""
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."
     )
@@ -96,8 +96,8 @@ def _ran(options: argparse.Namespace) -> int:
     except MemascendError as error:
         text = _in_own_words(str(error)) if options.command in {"train", "plan"} else str(error)
         print(f"memascend {options.command}: {text}", file=sys.stderr)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return int(getattr(stop, "exit_code", 130))
     except BrokenPipeError:
         # The reader has closed the pipe: drop the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

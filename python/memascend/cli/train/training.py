@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
+import functools
 import inspect
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
 import transformers
 import trl
@@ -26,8 +31,12 @@ from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
 from memascend.trainer.callback import offloaded_optimizer
+from memascend.trainer.optimizers import prepare_optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
     from memascend.cli.train.arguments import Command
 
 # Calls in chat templates that insert the date; their formats are literals.
@@ -43,21 +52,108 @@ def train(command: Command) -> int:
     options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
     file = Path(args.output_dir, _RECORD)
     record = json.loads(file.read_text()) if file.exists() else {"began": dt.datetime.now().astimezone().isoformat()}
-    trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
-    if own.dry_run:
-        trainer.create_optimizer()
-        print(planned(trainer.model, trainer.optimizer, options, args.world_size).plan)
-        with contextlib.suppress(OSError):
-            # The Trainer made it.
-            Path(args.output_dir).rmdir()
-        print("this was a dry run: nothing was changed")
-        return 0
-    trainers.offload(trainer, storage=own.storage, **chosen)
-    with file_errors(file.parent, "cannot be written (no step is lost: give the same command again)"):
-        _write(trainer, file, record)
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        _save(trainer, file, record)
+    with _StopReport(own.existing) as report:
+        with _unchanged(file.parent) if own.dry_run else contextlib.nullcontext():
+            trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
+            if own.dry_run:
+                _print_plan(trainer, options)
+                return 0
+        report.follow(trainer)
+        trainers.offload(trainer, storage=own.storage, **chosen)
+        # Before the one that draws the progress bar.
+        trainer.callback_handler.callbacks.insert(0, _StartReport())
+        with file_errors(file.parent, "cannot be written (no step is lost: give the same command again)"):
+            _write(trainer, file, record)
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            _save(trainer, file, record)
     return 0
+
+
+@contextlib.contextmanager
+def _unchanged(folder: Path) -> Iterator[None]:
+    """Remove the folder that a Trainer makes where there was none."""
+    was_there = folder.exists()
+    try:
+        yield
+    finally:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _print_plan(trainer: Any, options: Options) -> None:
+    found = prepare_optimizer(trainer)
+    if options.state is None and found:
+        options = dataclasses.replace(options, **found)
+    trainer.create_optimizer()
+    print(planned(trainer.model, trainer.optimizer, options, trainer.args.world_size).plan)
+    print("this was a dry run: nothing was changed")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM was received: what Ctrl-C leaves whole stays whole."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+class _StopReport:
+    """Prints which step is committed where Ctrl-C or, in one process, SIGTERM ends the block."""
+
+    def __init__(self, existing: str | None) -> None:
+        # Other values would not go on from the store.
+        self._without = "" if existing in (None, "resume") else f" without --existing {existing}"
+        self._trainer: Any = None
+        self._before: Any = None
+
+    def follow(self, trainer: Any) -> None:
+        """Report on this Trainer."""
+        self._trainer = trainer
+
+    def __enter__(self) -> Self:
+        # A rank that waits in a collective call runs no handler, and torchrun would wait for its end.
+        if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
+            self._before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self._report()
+        finally:
+            if self._before is not None:
+                signal.signal(signal.SIGTERM, self._before)
+
+    def _report(self) -> None:
+        where = "before the training began: the same command starts it"
+        with contextlib.suppress(ConfigError, AttributeError):
+            # Not offloaded yet.
+            optimizer = offloaded_optimizer(self._trainer.optimizer)
+            # It may write for a while, and show its progress.
+            optimizer.close()
+            where = f"after step {optimizer.steps}, which is committed: the same command{self._without} goes on there"
+        if self._trainer is None or self._trainer.is_local_process_zero():
+            for callback in [] if self._trainer is None else self._trainer.callback_handler.callbacks:
+                if (bar := getattr(callback, "training_bar", None)) is not None:
+                    # Else it is drawn again, behind the message.
+                    bar.close()
+            print(f"memascend train: stopped {where}", file=sys.stderr)
+
+
+def _terminate(process: int, *_: object) -> None:
+    if os.getpid() == process:
+        raise Terminated
+    # A worker of a data loader or of `datasets`, which has inherited the handler.
+    os._exit(Terminated.exit_code)
+
+
+class _StartReport(transformers.TrainerCallback):
+    """Prints at which step the training goes on."""
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
+        """Compare the committed steps with those of the whole run."""
+        steps = offloaded_optimizer(others.get("optimizer")).steps
+        if state.is_local_process_zero and 0 < steps < state.max_steps:
+            print(f"memascend train: goes on after step {steps} of {state.max_steps}", file=sys.stderr)
 
 
 def _made(command: Command, began: dt.datetime) -> Any:
@@ -66,6 +162,12 @@ def _made(command: Command, began: dt.datetime) -> Any:
     name = model.model_name_or_path
     if Path(name).resolve() == Path(args.output_dir).resolve():
         raise ConfigError("--model and --output are one folder, and training would overwrite the model")
+    for option in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, option):
+            raise ConfigError(
+                f"--{option} quantizes the model by bitsandbytes, whose weights are not offloaded: leave it out; "
+                "--use_peft trains adapters on the 16-bit model, whose weights are streamed"
+            )
     given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     more = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
     args.model_init_kwargs = {**given, **more, **(args.model_init_kwargs or {})}
@@ -87,7 +189,6 @@ def _made(command: Command, began: dt.datetime) -> Any:
                 eval_dataset=held_out,
                 processing_class=processor,
                 peft_config=trl.get_peft_config(model),
-                quantization_config=trl.get_quantization_config(model),
             )
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, OSError) as error:
         if isinstance(error, MemascendError) or getattr(error, "errno", None):
@@ -95,7 +196,31 @@ def _made(command: Command, began: dt.datetime) -> Any:
         raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
     tokenizer.chat_template = template
     _require_exact(trainer)
+    for option, before, kept in (
+        ("data", examples, trainer.train_dataset),
+        ("eval", held_out, trainer.eval_dataset),
+    ):
+        _report_dropped(trainer, option, before, kept)
     return trainer
+
+
+def _report_dropped(trainer: Any, option: str, given: Any, kept: Any) -> None:
+    """Print how many examples TRL dropped; reject data of which it dropped all."""
+    if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
+        # A stream has no length, and packing drops none.
+        return
+    dropped, count = len(given) - len(kept), len(given)
+    if not dropped:
+        return
+    length = f"--max_length {trainer.args.max_length}"
+    is_whole = isinstance(trainer.args, trl.RewardConfig)
+    reason = f"is longer than {length}" if is_whole else f"has no token with a loss within {length}"
+    why = f"each {reason}: give a larger one, or shorter examples"
+    if count == dropped:
+        raise ConfigError(f"no example of --{option} is left: {why}")
+    trainer.accelerator.print(
+        f"memascend train: {dropped} of {count} examples of --{option} are dropped: {why}", file=sys.stderr
+    )
 
 
 def _require_exact(trainer: Any) -> None:
