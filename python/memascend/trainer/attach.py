@@ -24,7 +24,7 @@ from memascend.trainer.kept import packed
 from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import decoded
 from memascend.trainer.reference import offload_both
-from memascend.trainer.resume import Resume
+from memascend.trainer.resume import Resume, position_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,8 +146,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         kept = decoded(metadata.position, "the store")
         require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
-        # To be seen where no logging is configured.
-        _log.warning("the training goes on after step %d", kept["step"])
+        position_log.warning("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     elif metadata.step:

@@ -126,23 +126,18 @@ class Feed:
         workers: Any = getattr(self._loader, "num_workers", 0)
         if not isinstance(self._loader, DataLoader) or self._streams:
             return
-        own = RandomNumbers.now()
         with undisturbed(*self._roots().values()):
-            if workers and self._loader.persistent_workers:
-                before, states = own.said(), states_of(self._generators())
-                self._collated()
-                moved = RandomNumbers.now().said() != before or states_of(self._generators()) != states
-                if moved:
-                    raise ConfigError(
-                        "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, "
-                        "and these examples are drawn by them, so a resume could not go on: leave it out"
-                    )
+            if workers and self._loader.persistent_workers and self._draws():
+                raise ConfigError(
+                    "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, and "
+                    "these examples are drawn by them, so a resume could not go on: leave it out"
+                )
         if workers or not compares:
             return
         digests = []
         for _ in range(2):
             with undisturbed(*self._roots().values()):
-                digests.append(digest_of(self._collated()))
+                digests.append(digest_of(self._collated(self._indices())))
         if digests[0] != digests[1]:
             raise ConfigError(
                 "the first batch, made twice with the same random numbers, differs: the data set or the collator draws "
@@ -154,16 +149,26 @@ class Feed:
     def _streams(self) -> bool:
         return isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
 
-    def _collated(self) -> Any:
-        """A batch of the first indices that the sampler gives."""
+    def _indices(self) -> Any:
+        """The first indices that the sampler gives; None where there are none."""
         loader = self._loader
-        indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
+        return next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
+
+    def _collated(self, indices: Any) -> Any:
+        """The batch of these indices."""
         if indices is None:
             return None
-        examples = (
-            [loader.dataset[index] for index in indices] if isinstance(indices, list) else loader.dataset[indices]
-        )
-        return loader.collate_fn(examples)
+        data = self._loader.dataset
+        found = [data[index] for index in indices] if isinstance(indices, list) else data[indices]
+        return self._loader.collate_fn(found)
+
+    def _draws(self) -> bool:
+        """Whether reading and collating examples draws random numbers."""
+        # The sampler may draw.
+        indices = self._indices()
+        before, states = RandomNumbers.now().said(), states_of(self._generators())
+        self._collated(indices)
+        return RandomNumbers.now().said() != before or states_of(self._generators()) != states
 
     # --- a resume ------------------------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ class Feed:
         """Set the states of the program's generators; where not all are there yet, a batch is made that makes them."""
         found = self._generators()
         if are_all and not states.keys() <= found.keys() and not self._streams:
-            self._collated()
+            self._collated(self._indices())
             found = self._generators()
         restore(found, states if are_all else {path: states[path] for path in states.keys() & found.keys()})
 

@@ -24,7 +24,7 @@ _PARTS_MAX = 1_000
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Objects that hold no generator of a program, or too much.
 _PASSED_OVER = (
-    *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType),
+    *(str, bytes, int, float, complex, type(None), type, types.ModuleType),
     *(torch.Tensor, torch.nn.Module, torch.dtype, torch.device, np.ndarray, np.generic),
 )
 
@@ -67,6 +67,9 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
+    if isinstance(value, types.BuiltinFunctionType):
+        # As generator.random is one.
+        return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
         return list(_parts_of_function(value))
     kind = type(value)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
+# Says where a training goes on: warnings are shown where no logging is configured. The command line has its own words.
+position_log = logging.getLogger("memascend.trainer.position")
 # Stands for a checkpoint to the Trainer's loop.
 _FROM_STORE = "the store"
 
@@ -151,7 +153,7 @@ class Resume:
         except KeyboardInterrupt:
             if self._optimizer is not None:
                 step = session_of(self._optimizer).run.metadata.step
-                _log.warning("interrupted: step %d is committed, and the same script goes on there", step)
+                position_log.warning("interrupted: step %d is committed, and the same script goes on there", step)
             raise
         self._end_training()
         return result

@@ -48,7 +48,7 @@ _SUCCESSORS = {
 # Arguments of `memascend.trainer.offload()`, whose defaults stay.
 OFFLOAD = (
     *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
-    *("rounding", "durability", "reduction", "scratch"),
+    *("nonfinite", "rounding", "durability", "reduction", "scratch"),
 )
 
 

@@ -8,6 +8,7 @@ import datetime as dt
 import functools
 import inspect
 import json
+import logging
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
 from memascend.trainer.callback import offloaded_optimizer
 from memascend.trainer.optimizers import prepare_optimizer
+from memascend.trainer.resume import position_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +61,7 @@ def train(command: Command) -> int:
                 _print_plan(trainer, options)
                 return 0
         report.follow(trainer)
+        position_log.setLevel(logging.ERROR)
         trainers.offload(trainer, storage=own.storage, **chosen)
         # Before the one that draws the progress bar.
         trainer.callback_handler.callbacks.insert(0, _StartReport())
