@@ -34,6 +34,7 @@ mod index;
 mod label;
 mod layout;
 mod log;
+mod mixed;
 mod newest;
 mod newest_state;
 mod open;

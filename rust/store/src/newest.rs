@@ -217,7 +217,8 @@ impl Store {
             return refused(&self.path, NOT_CLOSED);
         }
         self.load_table(&root)?;
-        fits(&self.description)
+        fits(&self.description)?;
+        self.require_one_commit()
     }
 
     fn settle_on_previous(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {

@@ -6,11 +6,13 @@ mod model;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memascend_nvme::sim::{Rng, SimDisk};
+use memascend_mem::Wait;
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{
-    Error, Info, RecordState, Store, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
+    Commit, Error, Info, RecordState, Store, parse_description, parse_head_fields, parse_label, parse_root,
+    parse_root_fields,
 };
-use model::{check, commit, many, ok, side_by_side, size};
+use model::{check, commit, many, ok, side_by_side, size, striped};
 use proptest::prelude::*;
 
 /// A store at step 2, on one device, and where its live extents lie.
@@ -263,4 +265,56 @@ fn a_changed_description_is_refused_or_within_its_bounds() {
             assert!(description.check().is_ok());
         }
     }
+}
+
+/// Opens devices with stripes of so many bytes.
+fn open_striped(disks: &[SimDisk], stripe: u64) -> Result<Store, Error> {
+    Store::open_on(striped(disks, stripe, &Faults::default()), stripe, &model::how())
+}
+
+/// Copies of the devices of one store at commits 0 to 8, then at commits 6 to 8 of a copy that went on in another way.
+fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
+    let disks = model::large_disks(count);
+    let there = striped(&disks, stripe, &Faults::default());
+    let store = ok(Store::create_on(there, stripe, model::description(), &model::how()));
+    let mut found = Vec::new();
+    for number in 0..=8 {
+        ok(commit(&store, number));
+        found.push(model::copies(&disks));
+    }
+    let other = model::copies(&found[5]);
+    let store = ok(open_striped(&other, stripe));
+    ok(model::settle(&store));
+    for step in 6..=8 {
+        (0..store.description().records.len())
+            .for_each(|record| ok(model::stage(&store, record, &model::contents(&store, record, 99 + step, step))));
+        ok(store.commit(Commit { step, ..Commit::default() }, Wait::forever()));
+        found.push(model::copies(&other));
+    }
+    found
+}
+
+#[test]
+fn devices_that_hold_copies_of_different_commits_are_refused() {
+    // A copy that is a commit ahead has all of the commit before, too.
+    let before = |number: usize| if number == 9 { 5 } else { number.wrapping_sub(1) };
+    let mut refused = 0;
+    for (count, stripe) in [(2, 64 << 10), (3, 64 << 10), (2, 8192)] {
+        let lines = copies_of_lines(count, stripe);
+        for (first, other) in (0..lines.len()).flat_map(|first| (0..lines.len()).map(move |other| (first, other))) {
+            let mixed = model::copies(&[&lines[first][..count - 1], &lines[other][count - 1..]].concat());
+            match open_striped(&mixed, stripe) {
+                Ok(store) => {
+                    ok(store.verify(&mut |_, _| true));
+                    assert!(first == other || first == before(other), "{first} with {other} of {count}");
+                }
+                Err(error) => {
+                    assert!(first != other, "{first} of {count}: {error}");
+                    let why = named(&error);
+                    refused += usize::from(why.contains("not of one commit") || why.contains("of different commits"));
+                }
+            }
+        }
+    }
+    assert!(refused > 100, "{refused}");
 }

@@ -1,5 +1,6 @@
 """Tests returning to the commit before the newest: on request, whole, and never by itself."""
 
+import itertools
 import json
 
 import pytest
@@ -159,6 +160,39 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     with pytest.raises(ConfigError, match="1 parameter groups, and the optimizer has 2"):
         memascend.offload(model, two_groups, storage=tmp_path / "run.store", existing="previous")
     assert (tmp_path / "run.store").read_bytes() == before
+
+
+def test_files_of_different_commits_are_no_store(tmp_path):
+    """Two lines of a run, of which one file each is put together; or one file of a later step."""
+    files, copies = [tmp_path / "one.store", tmp_path / "other.store"], {}
+
+    def trained_to(step, seed):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        model, optimizer = memascend.offload(model, adamw(model), storage=files, existing="resume")
+        with optimizer:
+            while optimizer.steps < step:
+                torch.manual_seed(100 * seed + optimizer.steps)
+                model(torch.randn(4, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        copies[step, seed] = [file.read_bytes() for file in files]
+
+    def put(one, other):
+        for number, copy in enumerate((one, other)):
+            files[number].write_bytes(copies[copy][number])
+
+    for step in (2, 4, 6):
+        trained_to(step, 1)
+    put((2, 1), (2, 1))
+    trained_to(4, 2)
+    for one, other in itertools.permutations(copies, 2):
+        put(one, other)
+        with pytest.raises(StorageError, match=rf"2 files or devices are not of one commit.*step {one[0]}"):
+            trained_to(9, 3)
+        assert [file.read_bytes() for file in files] == [copies[one][0], copies[other][1]]
+    put((4, 1), (4, 1))
+    trained_to(6, 1)
 
 
 # --- the command ----------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+//! Rejects devices that hold copies of different commits, by a sample of the extents on each.
+//!
+//! Roots and tables lie on few of the devices, and name what all of them should hold. Every extent is checked when it is
+//! read, so a mix of copies never trains; but that read may come hours after the opening.
+
+use std::cmp::Reverse;
+
+use crate::{Error, Result, Scratch, Store, path::refused};
+
+/// Extents that are read of each device.
+const SAMPLES: usize = 16;
+
+/// What was read of a device.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sampled {
+    extents: usize,
+    /// Of these, the ones that the table does not name.
+    others: usize,
+}
+
+impl Store {
+    /// Rejects a store on several devices if extents that were read of one of them are not those of the commit that is
+    /// opened.
+    pub(crate) fn require_one_commit(&self) -> Result<()> {
+        let devices = self.layout.devices;
+        if devices.count == 1 {
+            return Ok(());
+        }
+        let (state, values) = self.description.staging_bytes();
+        let scratch = Scratch::new(state.max(values).max(1) as usize, 1, "a sample of each device")?;
+        let mut sampled = vec![Sampled::default(); devices.count as usize];
+        let mut first = None;
+        for (record, extent) in self.telling_extents() {
+            if sampled.iter().all(|device| device.extents >= SAMPLES) {
+                break;
+            }
+            let holders = self.holders(record, extent);
+            if holders.iter().all(|&device| sampled[device].extents >= SAMPLES) {
+                continue;
+            }
+            let bytes = self.layout.extent(&self.description, record, extent).bytes();
+            let found = match self.read_slot(record, extent, scratch.part(bytes)?)?.wait() {
+                Ok(_) => None,
+                Err(error @ Error::Corrupt { .. }) => Some(error),
+                // Reading it later says so, and where.
+                Err(Error::Storage(_)) => continue,
+                Err(error) => return Err(error),
+            };
+            for device in holders {
+                sampled[device].extents += 1;
+                sampled[device].others += usize::from(found.is_some());
+            }
+            first = first.or(found);
+        }
+        first.map_or(Ok(()), |error| self.reject_mixed(&sampled, error))
+    }
+
+    /// Every extent of the live slots: first one of each record, then the second ones, and so on; in turn of the record
+    /// with the newest version and of the one with the oldest.
+    ///
+    /// An older copy of a device lacks the newest extents. In a newer copy, and in another continuation of the run, the
+    /// slots of the oldest ones hold others first: a record in RAM is written once in many steps.
+    fn telling_extents(&self) -> impl Iterator<Item = (usize, u32)> {
+        let count = self.description.records.len();
+        let mut records: Vec<usize> = (0..count).filter(|&record| self.layout.extents_of(record) > 0).collect();
+        {
+            let index = self.index.lock();
+            records.sort_by_key(|&record| {
+                let slots = &index.records[record];
+                Reverse(slots.versions[usize::from(slots.live)])
+            });
+        }
+        let count = records.len();
+        let turns: Vec<usize> =
+            (0..count).map(|turn| records[if turn % 2 == 0 { turn / 2 } else { count - 1 - turn / 2 }]).collect();
+        let rounds = turns.iter().map(|&record| self.layout.extents_of(record)).max().unwrap_or(0);
+        (0..rounds).flat_map(move |extent| {
+            let has = move |record: &usize| extent < self.layout.extents_of(*record);
+            turns.clone().into_iter().filter(has).map(move |record| (record, extent))
+        })
+    }
+
+    /// The devices on which a live extent lies.
+    fn holders(&self, record: usize, extent: u32) -> Vec<usize> {
+        let (devices, place) = (self.layout.devices, self.layout.extent(&self.description, record, extent));
+        let slot = usize::from(self.index.lock().records[record].live);
+        let (first, bytes) = (self.layout.offset(&place, slot), place.bytes());
+        let stripes = first / devices.stripe_bytes..(first + bytes).div_ceil(devices.stripe_bytes);
+        let mut holders: Vec<usize> =
+            stripes.take(devices.count as usize).map(|stripe| (stripe % u64::from(devices.count)) as usize).collect();
+        holders.sort_unstable();
+        holders
+    }
+
+    /// The error for devices of which extents are wrong, the first of them by `error`.
+    fn reject_mixed(&self, sampled: &[Sampled], error: Error) -> Result<()> {
+        let is_other = |device: &Sampled| device.extents > 0 && device.others == device.extents;
+        let parts = sampled.iter().zip(self.volume.devices()).filter(|(device, _)| is_other(device));
+        let others: Vec<String> = parts.map(|(_, device)| device.path.display().to_string()).collect();
+        if others.is_empty() {
+            return Err(error.adding("; or its devices hold copies of different commits"));
+        }
+        let step = self.index.lock().step;
+        let why = format!(
+            "its {} files or devices are not of one commit: none of what was read of {} belongs to step {step}, which the \
+             store is at. They were copied at different times or in different continuations of the run, or are damaged: \
+             put back copies of all of them that were made together",
+            sampled.len(),
+            others.join(" and "),
+        );
+        refused(&self.path, &why)
+    }
+}
