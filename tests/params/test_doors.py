@@ -5,7 +5,7 @@ import zlib
 import pytest
 import torch
 from support.bits import same_bits
-from support.chains import batch, chain, step
+from support.chains import WIDTH, batch, chain, step
 from support.reached import OPTIMIZERS, taken
 from torch import nn
 
@@ -312,3 +312,123 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
     offloaded.zero_grad()
     step(model, offloaded)
     assert offloaded.steps == 2
+
+
+class Holder:
+    """An object that is no module."""
+
+
+class Keeps(nn.Module):
+    """Computes with what it takes of its weight in its first forward, or in each."""
+
+    def __init__(self, take, *, anew=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) * 0.1)
+        self.take, self.anew, self.held = take, anew, Holder()
+        self.held.views = {}
+
+    def forward(self, x):
+        if self.anew or not self.held.views:
+            self.held.views["weight"] = [self.take(self.weight)]
+        return x @ self.held.views["weight"][0] + x @ self.weight
+
+
+def keeping(take):
+    torch.manual_seed(0)
+    return nn.Sequential(Keeps(take), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("comes", ["step", "forward"])
+@pytest.mark.parametrize("take", [lambda p: p.t(), lambda p: p[:], lambda p: p.detach(), lambda p: p.data])
+def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path, take, comes):
+    """In memory it follows the weight. No step is made that used it."""
+    model = keeping(take)
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
+    words = r"the attribute 'held' of 0 \(Keeps\) is a view of '0\.weight' that an earlier forward took"
+    with optimizer:
+        step(model, optimizer)
+        if comes == "forward":
+            with torch.no_grad():
+                model(batch())
+        for _ in range(2):
+            with pytest.raises(UsageError, match=words):
+                step(model, optimizer)
+            optimizer.zero_grad()
+        assert optimizer.steps == 1
+        model[0].held.views.clear()
+        step(model, optimizer)
+        assert optimizer.steps == 2
+
+
+def test_a_view_that_a_module_keeps_of_a_weight_in_ram_follows_it(tmp_path):
+    plain, model = (keeping(lambda p: p.t()) for _ in range(2))
+    theirs = OPTIMIZERS["adamw"](plain.parameters())
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory="64MiB")
+    with optimizer:
+        for seed in range(3):
+            assert same_bits(step(model, optimizer, seed), step(plain, theirs, seed))
+
+
+class Transposed(torch.autograd.Function):
+    """Keeps a view in its context, where no hook on saved tensors sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.transposed = x, weight.t()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.transposed, ctx.x.t() @ gradient
+
+
+class ByContext(Keeps):
+    def forward(self, x):
+        return Transposed.apply(x, self.weight)
+
+
+class InCycle(Keeps):
+    def forward(self, x):
+        cycle = [self.weight.t()]
+        cycle.append(cycle)
+        return x @ cycle[0]
+
+
+class Checkpointed(Keeps):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+LEGITIMATE = {
+    "anew": lambda: Keeps(lambda p: p.t(), anew=True),
+    "a detached one anew": lambda: Keeps(lambda p: p.detach().t(), anew=True),
+    "context": lambda: ByContext(lambda p: p),
+    "cycle": lambda: InCycle(lambda p: p),
+    "checkpoint": lambda: Checkpointed(lambda p: p.t(), anew=True),
+    "a copy": lambda: Keeps(lambda p: p.detach().clone()),
+}
+
+
+@pytest.mark.parametrize("kind", LEGITIMATE)
+def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
+    """Though the graphs of all steps, and what hooks have seen, are kept."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), LEGITIMATE[kind](), nn.Linear(WIDTH, WIDTH))
+
+    plain, model = (make() for _ in range(2))
+    theirs = OPTIMIZERS["adamw"](plain.parameters())
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
+    graphs, seen = [], []
+    model[1].register_forward_hook(lambda module, *_: seen.append(module.weight.detach()))
+    with optimizer:
+        for seed in range(4):
+            losses = [one(batch(seed)).square().mean() for one in (plain, model)]
+            graphs += losses
+            for loss, each in zip(losses, (theirs, optimizer), strict=True):
+                loss.backward()
+                each.step()
+                each.zero_grad()
+            assert same_bits(losses[0].detach(), losses[1].detach())
+        assert optimizer.steps == 4

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections import Counter
+import types
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,14 @@ from memascend.errors import ConfigError
 from memascend.memory import is_file_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
 _WEIGHT = "the weight"
 # A refusal names as many.
 _NAMED = 3
+# So deep are containers and objects in attributes of modules looked into.
+_DEPTH_MAX = 4
+_PLAIN = str | bytes | int | float | complex | None
 # Memory whose other users cannot be counted, in words. torch marks what it loaded itself in the same way.
 FOREIGN = "memory that torch may not have alone (numpy, also a call of numpy(); torch.load(), DLPack, other processes)"
 
@@ -118,7 +123,7 @@ class _Counts:
         # Known tensors are kept alive, so that no other object gets the address of one.
         self._known = list(_with_bases(tensors))
         for tensor in self._known:
-            found = _storage_of(tensor)
+            found = storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
         self._one = _holders(torch.empty(1, device="cpu"))
@@ -146,7 +151,7 @@ class _Counts:
         )
 
     def _of(self, tensor: torch.Tensor) -> _Memory | None:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         return None if storage is None else self._memory.get(storage._cdata)  # noqa: SLF001
 
 
@@ -164,7 +169,7 @@ def uses_of_one() -> int:
     return uses(torch.empty(1, device="cpu"))
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its memory; None where there is none of a plain kind."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         if tensor.is_meta or tensor.layout != torch.strided or not torch._C._has_storage(tensor):  # noqa: SLF001
@@ -203,15 +208,41 @@ def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _attribute(model: torch.nn.Module, tensor: torch.Tensor, counts: _Counts) -> str | None:
-    """The attribute of a module that is the alias, or a list, tuple or dict with it, in words."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            within = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            if any(counts.is_alias(tensor, one) for one in within):
-                return f"the attribute {key!r} of {name or 'the model'} ({type(module).__name__})"
-    return None
+    """The attribute of a module that has the alias, in words."""
+    return next((where for where, one in attributes(model) if counts.is_alias(tensor, one)), None)
+
+
+def attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that attributes of modules have, also within containers and objects, each with words that say where.
+
+    What functions have is left out: hooks collect values of past forwards on purpose.
+    """
+    modules = dict(model.named_modules())
+    seen = {id(module) for module in modules.values()}
+    for name, module in modules.items():
+        # Each of these has its name.
+        tables = {"_parameters", "_buffers"} & vars(module).keys()
+        own = {key: value for key, value in list(vars(module).items()) if key not in tables}
+        for key, value in [*own.items(), *(item for table in tables for item in vars(module)[table].items())]:
+            for tensor in _tensors_in(value, _DEPTH_MAX, seen):
+                yield f"the attribute {key!r} of {name or 'the model'} ({type(module).__name__})", tensor
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType | _PLAIN):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts = list(value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _tensors_in(part, depth - 1, seen)
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -224,7 +255,7 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
     found: list[str] = []
     maps: list[tuple[int, int]] | None = None
     for name, tensor in named.items():
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage.device.type != "cpu":
             continue
         if storage.resizable() and not storage.is_shared():

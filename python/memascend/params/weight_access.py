@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.memory import file_memory
-from memascend.params.aliases import uses, uses_of_one
+from memascend.params.aliases import attributes, storage_of, uses, uses_of_one
 from memascend.params.unit import alive, view_of
 from memascend.storage import checksum_of
 from memascend.tensors import bytes_of, memory_of
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
+    from memascend.params.unit import Home
 
 # --- where copies lie --------------------------------------------------------------------
 
@@ -134,6 +135,22 @@ class HandedOut:
         return before != self.seen
 
 
+class _Stale(NamedTuple):
+    """Memory with values from before a commit, which other code has."""
+
+    home: Home
+    place: Place | None  # None: it has the values of all parameters of the unit
+    memory: StorageWeakRef
+    last_used: int  # the unit's last use before the commit
+
+    def name_of(self, view: torch.Tensor) -> str:
+        """The name of the parameter whose values a view of this memory begins with."""
+        if self.place is not None:
+            return self.place.name
+        begin = int(view.storage_offset()) * view.element_size()
+        return max((place.offset, place.name) for place in self.home.places if place.offset <= begin)[1]
+
+
 class WeightCopies:
     """The copies of one model's weights that were handed out, each until it was compared and nobody has it."""
 
@@ -142,6 +159,8 @@ class WeightCopies:
         # Copies of present values, which are handed out again; and others that somebody still has.
         self._now: dict[tuple[str, For], HandedOut] = {}
         self._older: list[HandedOut] = []
+        # Memory of a forward that was still held when a commit changed its weights.
+        self._stale: list[_Stale] = []
         # How many are there when all of them are looked at, and not the last few alone.
         self._many = _FEW
 
@@ -238,7 +257,8 @@ class WeightCopies:
 
     def forward_begins(self) -> None:
         """The same before a forward, for copies of the present values; not where a backward computes a part again."""
-        if self._now and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+        if (self._now or self._stale) and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            self.require_followed()
             with self._residency.lock:
                 self._look(list(self._now))
 
@@ -299,20 +319,58 @@ class WeightCopies:
             every = [*self._now.values(), *self._older]
         return {one.place.name for one in every if not one.is_snapshot and one.place.name in names and one.is_held}
 
+    def require_followed(self) -> None:
+        """Refuse views from a forward that a module keeps beyond its next one: in memory they would follow the weight.
+
+        A view that a module takes anew in each forward is gone by then, and so is one that autograd had. Each is looked
+        for once, in attributes of modules: what else keeps memory may be a graph.
+
+        Raises:
+            UsageError: a module has one.
+        """
+        if not self._stale:
+            return
+        with self._residency.lock:
+            used = self._residency.units.order.last_used
+            living = [one for one in self._stale if not one.memory.expired()]
+            due = {one.memory.cdata: one for one in living if used.get(one.home.index, 0) > one.last_used}
+            self._stale = [one for one in living if one.memory.cdata not in due]
+            for where, tensor in attributes(self._residency.session.attachment.model) if due else ():
+                storage = storage_of(tensor)
+                found = None if storage is None else due.get(storage._cdata)  # noqa: SLF001
+                if found is not None:
+                    self._stale.append(found)
+                    raise UsageError(
+                        f"{where} is a view of {found.name_of(tensor)!r} that an earlier forward took, and the weight "
+                        "has changed since: in memory the view would follow it. Take it anew in each forward; or keep "
+                        "a copy, weight.detach().clone()"
+                    )
+
     # --- what becomes of them -------------------------------------------------------------
 
     def age(self, names: Collection[str]) -> None:
         """These weights have other values: copies of them are handed out no more."""
+        units = self._residency.units
         with self._residency.lock:
             for key in [key for key in self._now if key[0] in names]:
                 one = self._now.pop(key)
                 self._older += [one] if one.is_held else []
+                if one.is_held and key[1] == "inside":
+                    self._note_stale(units.home_of[key[0]], StorageWeakRef(one.values.untyped_storage()), one.place)
+            for home in {id(home): home for home in map(units.home_of.__getitem__, names)}.values():
+                if home.weak is not None and not home.weak[0].expired():
+                    self._note_stale(home, home.weak[0])
+
+    def _note_stale(self, home: Home, memory: StorageWeakRef, place: Place | None = None) -> None:
+        last_used = self._residency.units.order.last_used.get(home.index, 0)
+        self._stale.append(_Stale(home, place, memory, last_used))
 
     def close(self) -> None:
         """Release them."""
         with self._residency.lock:
             self._now.clear()
             self._older.clear()
+            self._stale.clear()
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:

@@ -286,6 +286,7 @@ class Session:
         run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
         copies.require_unwritten()
+        copies.require_followed()
         if not present:
             return present
         if not gradients.is_staged():
