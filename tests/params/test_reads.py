@@ -253,3 +253,66 @@ def test_a_module_that_copies_itself_does_so(tmp_path):
         assert copied[1].copies == 1
         assert not copied[1]._forward_pre_hooks
         assert torch.equal(copied(batch()), model(batch()))
+
+
+class Named(nn.Module):
+    """Its forward names weights of other modules, as many models' do."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self, torch.tanh(self.body(x)))
+
+
+def tied(model, x):
+    return nn.functional.linear(x.to(model.head.weight.dtype), model.head.weight, model.head.bias)
+
+
+def repeated(model, x):
+    for _ in range(2):
+        x = x + (nn.functional.linear(x, model.body.weight) if model.body.weight.requires_grad else x)
+    with torch.no_grad():
+        norm = model.head.weight.norm()
+    return model.head(x) * norm
+
+
+COMPILED = {
+    "dtype": lambda model, x: model.head(x.to(model.head.weight.dtype)),
+    "any parameter's dtype": lambda model, x: model.head(x.to(next(model.head.parameters()).dtype)),
+    "shape": lambda model, x: model.head(x)[:, : model.head.weight.shape[0] // 2],
+    "values": tied,
+    "values in a loop": repeated,
+}
+
+
+# The compiler looks at results of modules so, at any.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("compute", COMPILED)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_path, compute, whole):
+    """The model, or a function outside of it."""
+
+    def losses(model, optimizer):
+        if whole:
+            model.compile(backend="eager")
+        function = torch.compile(COMPILED[compute], backend="eager")
+        found = []
+        for seed in range(3):
+            out = model(batch(seed)) if whole else function(model, torch.tanh(model.body(batch(seed))))
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    torch.compiler.reset()
+    plain, model = (Named(COMPILED[compute]) for _ in range(2))
+    wanted = losses(plain, OPTIMIZERS["adamw"](plain.parameters()))
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
+    with optimizer:
+        assert all(map(same_bits, losses(model, optimizer), wanted))

@@ -8,6 +8,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.exc import Unsupported
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
@@ -61,7 +63,9 @@ class Placeholder:
 
     _memascend: Place
 
+    # Compiled code calls this where a graph ends, and a compiler would go on with the code here.
     @classmethod
+    @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -258,6 +262,16 @@ def _refuse(how: str) -> Callable[..., Any]:
     return refuse
 
 
+def _of_storage(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse it; a compiler that traces a use of the parameter ends its graph before it, so that the use loads it."""
+    if TracingContext.try_get() is not None:
+        raise Unsupported(
+            f"{tensor._memascend.name!r} is offloaded, and no part of a graph: code that names it is run as it is, "  # noqa: SLF001
+            "which loads it; leave fullgraph=True out"
+        )
+    return _refuse("reached through its storage")(func, tensor, *args, **kwargs)
+
+
 def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
     del func
     if values is not tensor:
@@ -354,7 +368,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     # Addresses outlive the memory, and another shape would not be the one that is stored.
     **_named(
         dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))
-        | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _refuse("reached through its storage"))
+        | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _of_storage)
         | {
             name: _refuse(f"changed by {name}()")
             for name in (
