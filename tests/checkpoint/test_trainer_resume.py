@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,9 @@ def start(*words, ends=0, **options):
         check=False,
     )
     assert ran.returncode == ends, ran.stderr[-3000:]
+    if ends == -signal.SIGINT:
+        last = ran.stderr.splitlines()[-1]
+        assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", last), last
     return ran.stdout.splitlines()[-1:]
 
 

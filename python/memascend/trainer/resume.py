@@ -150,10 +150,12 @@ class Resume:
         self._trains, self._wanted = True, resume_from_checkpoint
         try:
             result = self._own["train"](None, *given, **named)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             if self._optimizer is not None:
-                step = session_of(self._optimizer).run.metadata.step
-                position_log.warning("interrupted: step %d is committed, and the same script goes on there", step)
+                # The last line of a traceback.
+                stop.add_note(
+                    f"stopped after step {self._optimizer.steps}, which is committed: the same script goes on there"
+                )
             raise
         self._end_training()
         return result
