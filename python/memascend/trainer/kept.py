@@ -23,7 +23,9 @@ _KINDS: dict[str, type[Any]] = {
 # Of a longer container the length alone is compared.
 _COMPARED_PARTS = 10_000
 # Packages whose own attributes are theirs to keep.
-_LIBRARIES = frozenset({"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins"})
+_LIBRARIES = frozenset(
+    {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
+)
 
 
 def packed(value: Any, what: str) -> Any:
