@@ -432,3 +432,71 @@ def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
                 each.zero_grad()
             assert same_bits(losses[0].detach(), losses[1].detach())
         assert optimizer.steps == 4
+
+
+class Normalised(nn.Module):
+    """Writes to its weight in each forward, if it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, WIDTH))
+        self.writes = True
+
+    def write(self, weight, ids):
+        del ids
+        weight.div_(weight.norm(dim=1, keepdim=True))
+
+    def forward(self, ids):
+        if self.writes:
+            with torch.no_grad():
+                self.write(self.weight, ids)
+        return nn.functional.embedding(ids, self.weight)
+
+    def leave_out(self):
+        self.writes = False
+
+
+class Bounded(nn.Embedding):
+    """Its forward writes to the rows that it reads."""
+
+    def __init__(self):
+        super().__init__(20, WIDTH, max_norm=1.0)
+
+    def write(self, weight, ids):
+        torch.embedding_renorm_(weight, ids, 1.0, self.norm_type)
+
+    def leave_out(self):
+        self.max_norm = None
+
+
+@pytest.mark.parametrize("kind", [Normalised, Bounded])
+def test_a_forward_that_writes_to_its_weights_is_refused_with_a_way_that_trains_as_in_memory(tmp_path, kind):
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(kind(), nn.Linear(WIDTH, WIDTH))
+
+    def loss_of(one, seed):
+        return one(torch.randint(20, (6,), generator=torch.Generator().manual_seed(seed))).square().mean()
+
+    plain, model = made(), made()
+    theirs = OPTIMIZERS["adamw"](plain.parameters())
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
+    with optimizer:
+        loss_of(model, 0).backward()
+        with pytest.raises(
+            UsageError, match=rf"{DOORS}.*before the forward, within optimizer\.edit\(\), as docs/limits"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        model[0].leave_out()
+        for seed in range(3):
+            wanted = loss_of(plain, seed)
+            with optimizer.edit(model[0].weight) as weight:
+                model[0].write(weight, torch.randint(20, (6,), generator=torch.Generator().manual_seed(seed)))
+            loss = loss_of(model, seed)
+            for one, each in ((wanted, theirs), (loss, optimizer)):
+                one.backward()
+                each.step()
+                each.zero_grad()
+            assert same_bits(loss.detach(), wanted.detach())
+        assert all(map(same_bits, values(model), values(plain)))

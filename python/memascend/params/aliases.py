@@ -7,7 +7,6 @@ import gc
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from memascend.errors import ConfigError
 from memascend.memory import is_file_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _WEIGHT = "the weight"
 # A refusal names as many.
@@ -235,7 +234,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
     if depth == 0 or id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType | _PLAIN):
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         parts = list(value.values())
     elif isinstance(value, list | tuple | set | frozenset | deque):
         parts = list(value)

@@ -95,6 +95,11 @@ DOORS = (
     "write to weights within optimizer.edit(parameter) or memascend.materialized(model, modify=True), or by "
     "model.load_state_dict()"
 )
+# Where a forward writes to its own weights, which a door does not allow.
+BEFORE_FORWARD = (
+    "if a forward does it, as nn.Embedding(max_norm=) and normalised weights do: let the loop do it before the "
+    "forward, within optimizer.edit(), as docs/limits.md shows"
+)
 # What gets a copy: user code, which may hold it until the next commit; the same inside of a forward or a backward, or a
 # state dict, which both keep the values of their moment.
 For = Literal["view", "inside", "state dict"]
@@ -265,6 +270,7 @@ class WeightCopies:
     def _look(self, keys: Iterable[tuple[str, For]], *, older: bool = False, but: Place | None = None) -> None:
         """Compare copies, and free those that nobody has, but those of the weight `but` that were not written to."""
         written: set[str] = set()
+        from_forward = False
         for key in keys:
             one = self._now[key]
             # Examined first: code that has it now may write to it later.
@@ -276,6 +282,7 @@ class WeightCopies:
                 del self._now[key]
             if is_written:
                 written.add(one.place.name)
+                from_forward |= key[1] == "inside"
                 # A view in a graph shares the parameter's counter.
                 one.place.note_version()
                 self._older += [one] if is_held else []
@@ -288,6 +295,7 @@ class WeightCopies:
             raise UsageError(
                 f"{', '.join(sorted(written))} of an offloaded model was written to through .data, detach(), a view, "
                 f"numpy() or a state dict, which have copies of weights; what was written is not in the model: {DOORS}"
+                f"{f' ({BEFORE_FORWARD})' if from_forward else ''}"
             )
 
     def require_released(self, names: Collection[str]) -> None:

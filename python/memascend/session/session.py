@@ -17,7 +17,7 @@ from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.grads.norms import of_all_ranks, summands
 from memascend.memory import end_heap_step
 from memascend.params import module_hooks
-from memascend.params.weight_access import DOORS
+from memascend.params.weight_access import BEFORE_FORWARD, DOORS
 from memascend.session.run import CLOSED
 from memascend.text import listed, warn
 
@@ -343,7 +343,7 @@ class Session:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
-                f"call zero_grad(), and then {DOORS}"
+                f"call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
