@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 import memascend.trainer
 from memascend.errors import ConfigError, UsageError
+from memascend.trainer.description import description
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -116,22 +118,36 @@ def test_changes_by_every_door_are_made_once(tmp_path, ends):
     assert last.digest == whole.digest
 
 
+def test_a_change_after_a_training_that_ended_is_made(tmp_path):
+    """The events of the last step do not come again, and their changes are not taken for this one."""
+    trained(tmp_path, Once(), max_steps=2)
+    trainer = made(tmp_path / "out", Once(), max_steps=2)
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
+        trainer.train()
+        weight = trainer.model.model.norm.weight
+        with optimizer.edit(weight) as values:
+            values.zero_()
+        assert not weight.detach().any()
+
+
 class Collects(transformers.Trainer):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.mine, self.pairs, self.untouched = [], {(1, 2): deque([0.0], 3)}, 5
+        self.total, self.names = torch.zeros(()), np.array(["a", "b"])
 
     def compute_loss(self, *given, **named):
         loss = super().compute_loss(*given, **named)
         self.mine.append(float(loss[0] if isinstance(loss, tuple) else loss))
         self.pairs[(1, 2)].append(self.mine[-1])
+        self.total += self.mine[-1]
         return loss
 
 
 def test_figures_of_a_subclass_are_kept_by_name_and_named_where_they_are_not(tmp_path):
     for end in (3, None):
         trainer = made(tmp_path / "out", Ends(end), kind=Collects, max_steps=4, eval_strategy="no")
-        with memascend.trainer.offload(trainer, storage=tmp_path / "store", keep=["mine", "pairs"]):
+        with memascend.trainer.offload(trainer, storage=tmp_path / "store", keep=["mine", "pairs", "total"]):
             if end is None:
                 trainer.train()
             else:
@@ -139,8 +155,9 @@ def test_figures_of_a_subclass_are_kept_by_name_and_named_where_they_are_not(tmp
                     trainer.train()
     assert len(trainer.mine) == 16
     assert trainer.pairs == {(1, 2): deque(trainer.mine[-3:], 3)}
+    assert torch.equal(trainer.total, functools.reduce(torch.add, map(torch.tensor, trainer.mine), torch.zeros(())))
     trainer = made(tmp_path / "other", kind=Collects, max_steps=2)
-    says = pytest.warns(UserWarning, match=r"pairs of Collects changed.*keep=\['pairs'\]")
+    says = pytest.warns(UserWarning, match=r"pairs, total of Collects changed.*keep=\['pairs', 'total'\]")
     with memascend.trainer.offload(trainer, storage=tmp_path / "other-store", keep=["mine"]), says:
         trainer.train()
     for keep, says in [(["no"], "no such attribute"), ("mine", "in a list"), (["model"], "'model' of keep= has Qwen2")]:
@@ -246,6 +263,8 @@ EDITED = {
     "no scheduler": (lambda: given(by(0.9)), given, "scheduler StepLR -> LambdaLR"),
     "a scheduler": (given, lambda: given(by(0.9)), "scheduler LambdaLR -> StepLR"),
     "adapters": (adapted, lambda: adapted(lora_alpha=64), "adapter default.lora_alpha 8 -> 64"),
+    "a pattern": (adapted, lambda: adapted(alpha_pattern={"q_proj": 32}), r"alpha_pattern \{\} -> \{'q_proj': 32\}"),
+    "a loss": (dict, lambda: {"compute_loss_func": lambda found, *_, **__: found.loss}, "compute_loss_func None -> "),
     "the last batch": (dict, lambda: {"dataloader_drop_last": True}, "dataloader_drop_last False -> True"),
     "dropout": (
         dict,
@@ -263,7 +282,7 @@ def begun(folder, options):
 
 @pytest.mark.parametrize("name", EDITED)
 def test_an_edited_script_is_another_training(tmp_path, name):
-    if name == "adapters":
+    if name in ("adapters", "a pattern"):
         pytest.importorskip("peft")
     before, after, says = EDITED[name]
     begun(tmp_path, before())
@@ -317,6 +336,42 @@ def test_loading_may_be_added(tmp_path):
     assert next(trainer.model.parameters()).is_meta
     with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
         assert optimizer.steps == 2
+
+
+class Lines(torch.utils.data.Dataset):
+    """Reads on where it is, and seeks only where another row is asked for."""
+
+    def __init__(self, file):
+        file.write_text("".join(f"{number:03}\n" for number in range(100)))
+        self.file, self.next = file.open(), 0
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index != self.next:
+            self.file.seek(4 * index)
+        self.next = index + 1
+        return int(self.file.readline())
+
+
+class Rarely(torch.utils.data.Dataset):
+    def __init__(self):
+        self.dice = np.random.default_rng()
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return index + 1000 * (self.dice.random() < 0.05)
+
+
+def test_the_digest_of_examples_neither_disturbs_them_nor_takes_drawn_ones(tmp_path):
+    trainer = made(tmp_path / "out", data=Lines(tmp_path / "lines"))
+    assert description(trainer, "torch")["data"].startswith("100 rows ")
+    assert [trainer.train_dataset[index] for index in range(5)] == list(range(5))
+    trainer.train_dataset = Rarely()
+    assert description(trainer, "torch")["data"] == "100 rows"
 
 
 class MakesOne(transformers.Trainer):

@@ -76,7 +76,7 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     assert len(logged(tmp_path / "killed.log")) > 8
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_habits_of_programs_are_those_of_a_run_that_was_never_killed(tmp_path):
     """Callbacks that change options, freeze, read gradients and edit weights; figures and generators of one's own."""
     want = start("memory", tmp_path / "memory.log", habits=True)

@@ -196,6 +196,7 @@ def made(
     optimizers=(None, None),
     kind=transformers.Trainer,
     own=None,
+    compute_loss_func=None,
     **options,
 ):
     """The Trainer: two micro-batches a step and a short last one, warm-up, dropout, an evaluation, checkpoints."""
@@ -211,6 +212,7 @@ def made(
     return kind(
         model() if own is None else own, arguments, train_dataset=rows() if data is None else data,
         eval_dataset=rows(8), data_collator=collate, callbacks=list(callbacks), optimizers=optimizers,
+        compute_loss_func=compute_loss_func,
     )  # fmt: skip
 
 

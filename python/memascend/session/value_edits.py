@@ -57,14 +57,13 @@ class Edits:
         self._repeated: float = 0
         self._repeated_after = 0
 
-    def repeat(self, *, until_step: bool = False) -> None:
-        """Drop the changes of blocks that a trainer's resume runs again, since the store has them.
+    def repeat(self, blocks: int | None) -> None:
+        """Drop the changes of so many blocks that end after this step: a trainer's resume runs them again.
 
-        These are as many blocks as were committed with the last step; with `until_step` all blocks until the next call,
-        as they come before that step in the program.
+        None: of all blocks until the next call, since they come before the step in the program.
         """
-        metadata = self.run.metadata
-        self._repeated, self._repeated_after = math.inf if until_step else metadata.blocks, metadata.step
+        self._repeated = math.inf if blocks is None else blocks
+        self._repeated_after = self.run.metadata.step
 
     def _is_repetition(self) -> bool:
         """Whether the block that ends is one that a resume runs again; counts it."""
@@ -96,7 +95,7 @@ class Edits:
             yield edit
             if edit.hyperparameters is None and self._is_repetition():
                 if edit.names:
-                    _log.info("a repeated change of %s is dropped: the store has it", listed(edit.names))
+                    _log.warning("a repeated change of %s is dropped: the store has it", listed(edit.names))
                 edit.undo.close()
                 self.is_any(False)
                 return

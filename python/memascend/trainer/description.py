@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
@@ -81,7 +82,9 @@ def _model(model: Any) -> dict[str, Any]:
             found |= {} if rows is None else {"model's embeddings": digest_of(rows)}
     adapters = getattr(model, "peft_config", None)
     for name, adapter in (adapters if isinstance(adapters, dict) else {}).items():
-        found |= _texts(dict(_flat(f"adapter {name}", adapter.to_dict(), _OF_NO_ADAPTER)))
+        # Patterns by module are compared whole: one more entry is another adapter.
+        settings = {key: value for key, value in adapter.to_dict().items() if key not in _OF_NO_ADAPTER}
+        found |= _texts({f"adapter {name}.{key}": value for key, value in settings.items()})
     return found
 
 
@@ -90,7 +93,7 @@ def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> It
     for name, value in values.items():
         if name in left_out:
             continue
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
             yield from _flat(f"{title}.{name}", value, left_out)
         else:
             yield f"{title}.{name}", value
@@ -105,7 +108,7 @@ def _losses(trainer: Any) -> dict[str, Any]:
         if callable(settings):
             # Of sentence-transformers.
             found |= _flat(name, {"kind": type(value).__qualname__, **settings()}, frozenset())
-        elif value:
+        else:
             found[name] = value
     return _texts(found)
 
@@ -130,11 +133,11 @@ def _data(data: Any) -> str:
         return "a stream"
     count = len(data)
     compared = min(_ROWS, count)
-    with undisturbed(data):
-        rows = [digest_of(data[number * count // compared]) for number in range(compared)]
-        again = digest_of(data[0]) if count else ""
-    # Rows that are drawn anew each time have no digest.
-    return f"{count} rows {digest_of(rows) if rows[:1] == [again] else ''}".strip()
+    with undisturbed(data) as draws:
+        rows, again = ([digest_of(data[number * count // compared]) for number in range(compared)] for _ in range(2))
+        is_drawn = draws() or rows != again
+    # Rows that are drawn have no digest.
+    return f"{count} rows {'' if is_drawn else digest_of(rows)}".strip()
 
 
 # --- values as text --------------------------------------------------------------------------------------
@@ -178,6 +181,8 @@ def _text(value: Any, depth: int = 0) -> str:
     for kinds, text_of in _TEXTS:
         if isinstance(value, kinds):
             return text_of(value, below)
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__qualname__}{below(vars(value))}"
     text = str(value)
     if not _ADDRESS.search(text):
         return text
@@ -246,9 +251,12 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
     batches = before[_MICRO] * earlier
     if earlier != ranks and now[_MICRO] * ranks == batches:
         changed -= {_MICRO}
-    found = [f"{name} {before[name]} -> {now[name]}" for name in sorted(changed)]
+    found = [f"{name} {before.get(name)} -> {now.get(name)}" for name in sorted(changed)]
     was, own = ({"data": one["data"], **one.get("others", {})} for one in (kept["run"], run))
-    found += [f"{name} {was[name]} -> {own[name]}" for name in sorted(_changed(was, own))]
+    found += [
+        f"{name} {was.get(name, 'with entries')} -> {own.get(name, 'with entries')}"
+        for name in sorted(_changed(was, own))
+    ]
     if "schedule" in kept["run"] and "schedule" in run:
         found += [f"scheduler {one}" for one in schedule.differences(kept["run"]["schedule"], run["schedule"])]
     if earlier != ranks and now[_MICRO] * ranks != batches:
@@ -267,7 +275,12 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    return {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    found = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    for one, other in ((before, now), (now, before)):
+        # A value that became a dict, or the reverse.
+        parents = {name.rpartition(".")[0] for name in other.keys() - one.keys()}
+        found |= parents & (one.keys() - other.keys())
+    return found
 
 
 def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
@@ -291,5 +304,5 @@ def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
     ahead = kept["feed"]["fetched"] > kept["passed"] + kept["group"]
     # Which batch was fetched ahead differs, so that none is compared.
     feed = {**kept["feed"], "fetched": passed + group + ahead, "digest": None}
-    accumulation = kept.get("accumulation", 0) * earlier // ranks
-    return {**kept, "passed": passed, "group": group, "feed": feed, "accumulation": accumulation}
+    moved = {**kept, "passed": passed, "group": group, "feed": feed}
+    return moved | ({"accumulation": kept["accumulation"] * earlier // ranks} if "accumulation" in kept else {})

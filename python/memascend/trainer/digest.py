@@ -12,6 +12,8 @@ import torch
 # Of each tensor so many bytes at both ends are compared.
 _COMPARED_BYTES = 64 << 10
 _HASH_BYTES = 8
+# Kinds of numpy's arrays that are tensors, too.
+_NUMBERS = "biufc"
 
 
 def digest_of(value: Any) -> str:
@@ -36,7 +38,8 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, str | bytes | int | float | list | tuple | deque | type(None)):
         digest.update(repr(value).encode())
     elif hasattr(value, "__array__"):
-        _add(digest, torch.as_tensor(value.__array__().copy()))
+        array = value.__array__()
+        _add(digest, torch.as_tensor(array.copy()) if array.dtype.kind in _NUMBERS else repr(array.tolist()))
     else:
         # A picture has bytes; of what has none, the type has to do.
         digest.update(type(value).__qualname__.encode())

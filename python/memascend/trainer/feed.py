@@ -31,6 +31,7 @@ class Feed:
         self._begun_own: dict[str, Any] = {}
         self._before: RandomNumbers | None = None
         self._before_own: dict[str, Any] = {}
+        self._now_own: dict[str, Any] = {}
         self._fetched = 0
         self._digest = ""
         # Where to go on: what `taken()` gave, and the batches that the Trainer had.
@@ -73,7 +74,8 @@ class Feed:
             "begun_own": self._begun_own,
             # A rank that is sent its batches by the first one fetches none.
             "before": (self._before or self._begun).said(),
-            "before_own": self._before_own,
+            "before_own": _changed(self._begun_own, self._before_own),
+            "now_own": _changed(self._before_own, states_of(self._found)),
             "fetched": self._fetched,
             "digest": self._digest,
         }
@@ -91,6 +93,10 @@ class Feed:
                 self._is_tried = True
                 self._try(compares=False)
             self._ready = self._continued(taken, passed)
+
+    def restore_generators(self) -> None:
+        """Set the generators of the program to the states of the commit, after `go_on()`."""
+        restore(self._found, self._now_own)
 
     def begin_anew(self) -> None:
         """Let the next `iter()` be that of an epoch."""
@@ -126,12 +132,11 @@ class Feed:
         workers: Any = getattr(self._loader, "num_workers", 0)
         if not isinstance(self._loader, DataLoader) or self._streams:
             return
-        with undisturbed(*self._roots().values()):
-            if workers and self._loader.persistent_workers and self._draws():
-                raise ConfigError(
-                    "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, and "
-                    "these examples are drawn by them, so a resume could not go on: leave it out"
-                )
+        if workers and self._loader.persistent_workers and self._draws():
+            raise ConfigError(
+                "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, and these "
+                "examples are drawn by them, so a resume could not go on: leave it out"
+            )
         if workers or not compares:
             return
         digests = []
@@ -158,17 +163,22 @@ class Feed:
         """The batch of these indices."""
         if indices is None:
             return None
-        data = self._loader.dataset
-        found = [data[index] for index in indices] if isinstance(indices, list) else data[indices]
-        return self._loader.collate_fn(found)
+        loader, data = self._loader, self._loader.dataset
+        if loader.batch_sampler is None:
+            return loader.collate_fn(data[indices])
+        # As torch fetches.
+        at_once = getattr(data, "__getitems__", None)
+        return loader.collate_fn([data[index] for index in indices] if at_once is None else at_once(indices))
 
     def _draws(self) -> bool:
         """Whether reading and collating examples draws random numbers."""
-        # The sampler may draw.
-        indices = self._indices()
-        before, states = RandomNumbers.now().said(), states_of(self._generators())
-        self._collated(indices)
-        return RandomNumbers.now().said() != before or states_of(self._generators()) != states
+        roots = self._roots().values()
+        with undisturbed(*roots):
+            # The sampler may draw.
+            indices = self._indices()
+            with undisturbed(*roots) as draws:
+                self._collated(indices)
+                return draws()
 
     # --- a resume ------------------------------------------------------------------------------------
 
@@ -182,12 +192,15 @@ class Feed:
         fetched = taken["fetched"]
         self._pass(iterator, fetched - 1, fetched)
         # The newest batch was fetched with the random numbers of then.
-        self._before, self._before_own = RandomNumbers.of(taken["before"]), _by_path(taken["before_own"])
+        self._before = RandomNumbers.of(taken["before"])
+        self._before_own = {**self._begun_own, **taken.get("before_own", {})}
         self._restore(self._before_own, are_all=True)
         self._before.bring_back()
         newest = self._next(iterator, fetched, fetched) if fetched else None
         own.bring_back()
         self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
+        # The program may draw after a fetch, too.
+        self._now_own = {**self._before_own, **taken.get("now_own", {})}
         if fetched and taken["digest"] not in (None, self._digest):
             raise ConfigError(
                 f"batch {fetched} of the epoch is another one than before, so a resume would not be exact: give the "
@@ -225,6 +238,11 @@ class Feed:
                 f"the data ends after {number - 1} batches of this epoch, and the run had fetched {of} of them: give "
                 'the data of this run, or start anew with existing="replace"'
             ) from None
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The states that differ from earlier ones: most generators of a program draw seldom."""
+    return {path: state for path, state in now.items() if state != before.get(path)}
 
 
 def _by_path(states: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from memascend.errors import ConfigError
 from memascend.trainer.position import RandomNumbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # Bounds of a walk through a program's objects: how many, and the longest container that is looked through.
 _OBJECTS_MAX = 20_000
@@ -183,24 +183,39 @@ def _unpacked(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undisturbed(*roots: Any) -> Iterator[None]:
+def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
     """Inside, examples may be read and collated: afterwards all generators have the states of before.
 
-    Objects get the attributes that they had, so that a generator which is made at the first use is made again.
+    A generator that was made inside is made again at its next use: the attribute that leads to it is what it was. Gives
+    a function that tells whether a generator has moved.
     """
     named = {str(number): root for number, root in enumerate(roots)}
     own, generators = RandomNumbers.now(), generators_in(named)
     states = states_of(generators)
-    objects = [(value, dict(vars(value))) for _, value in _walk(named) if hasattr(value, "__dict__")]
+    objects = [(path, value, dict(vars(value))) for path, value in _walk(named) if hasattr(value, "__dict__")]
+
+    def draws() -> bool:
+        now = generators_in(named)
+        return RandomNumbers.now().said() != own.said() or states_of(now) != states
+
     try:
-        yield
+        yield draws
     finally:
-        for value, attributes in objects:
-            now = vars(value)
-            if now.keys() != attributes.keys() or any(now[name] is not attributes[name] for name in now):
-                with contextlib.suppress(AttributeError, TypeError):
-                    for name in now.keys() - attributes.keys():
-                        delattr(value, name)
-                    now.update(attributes)
+        known = {id(one) for one in generators.values()}
+        made = [path for path, one in generators_in(named).items() if id(one) not in known]
+        for path, value, attributes in objects if made else ():
+            _take_back(path, value, attributes, made)
         restore(generators, states)
         own.bring_back()
+
+
+def _take_back(path: str, value: Any, attributes: dict[str, Any], made: Iterable[str]) -> None:
+    """Undo what gave an object new attributes that lead to one of the generators `made`."""
+    for name, now in list(vars(value).items()):
+        leads = any(one == f"{path}.{name}" or one.startswith(f"{path}.{name}.") for one in made)
+        if leads and now is not attributes.get(name):
+            with contextlib.suppress(AttributeError, TypeError):
+                if name in attributes:
+                    setattr(value, name, attributes[name])
+                else:
+                    delattr(value, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import torch
 
 from memascend.errors import ConfigError
 from memascend.text import warn
-from memascend.trainer.digest import digest_of
 
 if TYPE_CHECKING:
     import types
@@ -29,15 +29,13 @@ _LIBRARIES = frozenset(
 
 
 def packed(value: Any, what: str) -> Any:
-    """A value as JSON: numbers, texts, scalars of numpy and torch as numbers, and containers of them.
+    """A value as JSON: numbers, texts, scalars of numpy and torch, and containers of them.
 
     Raises:
         ConfigError: there is another object in it; `what` names the whole.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return value.item()
     if isinstance(value, list):
         return [packed(part, what) for part in value]
     kind = type(value).__name__
@@ -48,6 +46,15 @@ def packed(value: Any, what: str) -> Any:
         return {"": kind if kind in _KINDS else "dict", "parts": pairs}
     if _KINDS.get(kind) is type(value):
         return {"": kind, "parts": [packed(part, what) for part in value], "maxlen": getattr(value, "maxlen", None)}
+    return _packed_scalar(value, what)
+
+
+def _packed_scalar(value: Any, what: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(value, torch.nn.Parameter):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"": "torch", "dtype": dtype, "shape": list(value.shape), "parts": value.item()}
+    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
+        return {"": "numpy", "dtype": str(value.dtype), "parts": value.item()}
     raise ConfigError(
         f"{what} has {type(value).__name__}, which a commit cannot hold: let it have numbers, texts, and containers of "
         "these alone"
@@ -63,6 +70,14 @@ def unpacked(value: Any) -> Any:
     kind = value.get("")
     if kind is None:
         return {name: unpacked(part) for name, part in value.items()}
+    if kind == "torch":
+        return torch.full(value["shape"], value["parts"], dtype=getattr(torch, value["dtype"]))
+    return _of_kind(kind, value)
+
+
+def _of_kind(kind: str, value: dict[str, Any]) -> Any:
+    if kind == "numpy":
+        return np.dtype(value["dtype"]).type(value["parts"])
     parts = [unpacked(part) for part in value["parts"]]
     if kind in ("dict", "Counter", "OrderedDict"):
         pairs = dict(parts)
@@ -99,7 +114,7 @@ class Watch:
 
     def __init__(self, trainer: Any, keep: Sequence[str]) -> None:
         self._trainer, self._keep = trainer, frozenset(keep)
-        self._first: dict[str, str] | None = None
+        self._first: dict[str, int] | None = None
         self._compared = False
 
     def look(self) -> None:
@@ -120,24 +135,21 @@ class Watch:
                 "texts and containers of them with each commit"
             )
 
-    def _digests(self) -> dict[str, str]:
-        """Digests of the values that code of no library names, by attribute."""
-        own = vars(self._trainer)
-        candidates = {name: value for name, value in own.items() if name not in self._keep and _is_value(value)}
-        theirs = set(_names_in_libraries(type(self._trainer)))
-        return {name: digest_of(_comparable(value)) for name, value in candidates.items() if name not in theirs}
+    def _digests(self) -> dict[str, int]:
+        """Digests of the figures that code of no library names, by attribute."""
+        theirs = {*_names_in_libraries(type(self._trainer)), *self._keep}
+        texts = {name: _text(value) for name, value in vars(self._trainer).items() if name not in theirs}
+        return {name: hash(text) for name, text in texts.items() if text is not None}
 
 
-def _comparable(value: Any) -> Any:
-    is_long = isinstance(value, list | tuple | dict | set | deque) and len(value) > _COMPARED_PARTS
-    return len(value) if is_long else value
-
-
-def _is_value(value: Any) -> bool:
-    """Whether a figure may be in it."""
-    return isinstance(
-        value, bool | int | float | str | list | tuple | dict | set | deque | torch.Tensor | np.ndarray | np.generic
-    )
+def _text(value: Any) -> str | None:
+    """A value that may be kept, as text; None for any other."""
+    if isinstance(value, list | tuple | dict | set | deque) and len(value) > _COMPARED_PARTS:
+        return str(len(value))
+    try:
+        return json.dumps(packed(value, ""))
+    except (ConfigError, RecursionError):
+        return None
 
 
 def _names_in_libraries(kind: type) -> Iterator[str]:

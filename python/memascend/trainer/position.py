@@ -100,12 +100,14 @@ def encoded(position: dict[str, Any]) -> str:
             position["left_out"] = position["left_out"] + dropped
             position["log_history"] = lines = lines[dropped:]
             continue
-        longest = max(_lists([position["callbacks"], position["kept"]]), key=len, default=[])
+        ended = position.get("ended", {})
+        own = [one.get(name, {}) for one in (position, ended) for name in ("callbacks", "kept")]
+        longest = max(_lists(own), key=len, default=[])
         if len(longest) < _SHORTEST:
             large = max(position, key=lambda name: len(json.dumps(position[name])))
             raise ConfigError(
                 f"the Trainer's position takes {len(text)} bytes, of which a commit holds {_BYTES_MAX}, most of them "
-                f"{large!r}: keep less in stateful callbacks and schedulers"
+                f"{large!r}: keep less in stateful callbacks and schedulers, and fewer random generators in the data"
             )
         del longest[: len(longest) // 2]
 
@@ -173,7 +175,7 @@ class Figures:
         size = len(json.dumps(own))
         if size > _BYTES_MAX and not self._warned:
             self._warned = True
-            largest = max((json.dumps(part), name) for kind in own.values() for name, part in kind.items())[1]
+            largest = max((len(json.dumps(part)), name) for kind in own.values() for name, part in kind.items())[1]
             warn(
                 f"stateful callbacks and kept attributes of the Trainer take {size} bytes of each commit, most of them "
                 f"{largest!r}, and a commit holds about {_BYTES_MAX}: past that a resume has the newest half of the "

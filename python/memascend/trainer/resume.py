@@ -100,7 +100,8 @@ class Resume:
         self._optimizer, self._kept = optimizer, kept
         self._seconds_before = 0.0 if kept is None else kept["seconds"]
         self._best = None if kept is None else kept.get("best")
-        session_of(optimizer).edits.repeat(until_step=kept is not None)
+        session = session_of(optimizer)
+        session.edits.repeat(session.run.metadata.blocks if kept is None else None)
 
     def begin_late(self, begin: Callable[[], object]) -> None:
         """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
@@ -162,8 +163,10 @@ class Resume:
 
     def _require_here(self, folder: Any) -> None:
         """Reject a checkpoint of another training, and one that is not the newest; the store may be ahead of that."""
-        last: Any = names.last_checkpoint
-        found = last(str(self._trainer.args.output_dir)) if folder is True else folder
+        output = str(self._trainer.args.output_dir)
+        found: Any = folder
+        if folder is True:
+            found = _newest(output)
         session = None if self._optimizer is None else session_of(self._optimizer)
         metadata = None if session is None else session.run.metadata
         identity = None if found is None else identity_of(Path(found))
@@ -171,7 +174,7 @@ class Resume:
             return
         if metadata is not None and self._kept is not None:
             here = metadata.identity()
-            is_newest = found is None or os.path.realpath(last(str(Path(found).parent))) == os.path.realpath(found)
+            is_newest = found is None or _is_newest(found)
             is_before = identity is not None and identity["store"] == here["store"] and identity["step"] < here["step"]
             if is_newest and (found is None or is_before):
                 _log.warning(
@@ -216,6 +219,11 @@ class Resume:
         found = self._own["_init_training_state"](*given, **named)
         if self._kept is None:
             return found
+        if self._trainer.state.max_steps < self._kept["step"]:
+            raise ConfigError(
+                f"the store has this training after step {self._kept['step']}, and it is to end after step "
+                f"{self._trainer.state.max_steps}: give as many steps or epochs as before, or more"
+            )
         self._install()
         # A training that ended has no epoch left.
         self._next_epoch = self._trainer.state.num_train_epochs if self._has_ended() else self._kept["epoch"]
@@ -320,7 +328,7 @@ class Resume:
         kept, run = self._kept, self._own["_run_epoch"]
         if kept is not None and self._epoch > kept["epoch"]:
             # A callback ended the epoch before the repeated step.
-            self._go_on()
+            self._go_on(0)
             kept = None
         if kept is None:
             run(**named)
@@ -369,16 +377,20 @@ class Resume:
         self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
         self._restore_schedule()
-        ended = kept.get("ended", {"lines": [], "summary": []})
-        self._lines = [*ended["lines"], *ended["summary"]]
-        self._go_on()
+        assert self._optimizer is not None
+        ended = kept.get("ended", {})
+        self._lines = [*ended.get("lines", ()), *ended.get("summary", ())]
+        self._go_on(ended.get("blocks", session_of(self._optimizer).run.metadata.blocks))
+        if kept["feed"]["fetched"]:
+            assert self._feed is not None
+            self._feed.restore_generators()
         RandomNumbers.of(kept["random"]).bring_back()
 
-    def _go_on(self) -> None:
-        """The position is restored: what comes next follows the last commit."""
+    def _go_on(self, blocks: int) -> None:
+        """The position is restored: what comes next follows the last step, and repeats so many blocks of changes."""
         assert self._optimizer is not None
         self._repeats, self._kept = False, None
-        session_of(self._optimizer).edits.repeat()
+        session_of(self._optimizer).edits.repeat(blocks)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -443,10 +455,15 @@ class Resume:
     # --- the end of a training ----------------------------------------------------------------------
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
-        if self._kept is not None:
-            self._go_on()
+        assert self._optimizer is not None
+        metadata, kept = session_of(self._optimizer).run.metadata, self._kept
+        blocks = metadata.blocks
+        if kept is not None:
+            # Events of the last step that are over do not come again, nor do their changes of weights.
+            blocks = kept.get("ended", {}).get("blocks", 0)
+            self._go_on(metadata.blocks - blocks)
         # The end is reported again by each start.
-        self._ended = self._figures.taken()
+        self._ended = {**self._figures.taken(), "blocks": blocks}
         # The run's time is that of all its processes.
         return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
 
@@ -548,3 +565,15 @@ class Resume:
                 )
                 return
             trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
+
+
+def _newest(folder: str) -> Any:
+    """The newest checkpoint in a folder; None where there is none."""
+    last: Any = names.last_checkpoint
+    return last(folder) if Path(folder).is_dir() else None
+
+
+def _is_newest(checkpoint: Any) -> bool:
+    """Whether a checkpoint's folder is the newest one beside it."""
+    newest = _newest(str(Path(checkpoint).parent))
+    return newest is not None and os.path.realpath(newest) == os.path.realpath(checkpoint)
