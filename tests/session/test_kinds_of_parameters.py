@@ -95,7 +95,7 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
 
 
 # The last one is of a class that is tried before it streams.
-@pytest.mark.parametrize("make", [adam, sgd, lambda trained: Doubled(trained.parameters(), lr=0.1)])
+@pytest.mark.parametrize("make", [adam, sgd, lambda trained: Doubled(trained.parameters(), lr=0.01)])
 def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
 

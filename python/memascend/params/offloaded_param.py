@@ -290,6 +290,9 @@ def _of_layout(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any)
 def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     place: Place = tensor._memascend  # noqa: SLF001
     caller = sys._getframe(1).f_back  # noqa: SLF001
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        # What keeps compilers out of `__torch_function__` calls it.
+        caller = caller.f_back
     if caller is not None and caller.f_code is _MAKES_PARAMETER:
         # A parametrization does this, too; torch's own error speaks of detach().
         raise ConfigError(
