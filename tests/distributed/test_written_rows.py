@@ -87,11 +87,10 @@ def refused(trained, optimizer):
 
     with pytest.raises((ZeroDivisionError, memascend.RankError)):
         write(optimizer, list(trained.parameters()), fails)
-    for replace in (lambda: replaced(trained, 2.0, alike=rank == 0), lambda: setattr(trained[3], "bias", None)):
-        own = trained[3].bias
-        with pytest.raises((memascend.UsageError, memascend.RankError), match="within materialized"):
-            within(trained, replace)
-        trained[3].bias = own
+    own = trained[3].bias
+    with pytest.raises((memascend.UsageError, memascend.RankError), match="within materialized"):
+        within(trained, lambda: replaced(trained, 2.0, alike=rank == 0))
+    trained[3].bias = own
     within(trained, lambda: replaced(trained, 1.0))
     return all(map(same_bits, before, [one.full_tensor() for one in trained.parameters()]))
 

@@ -157,15 +157,19 @@ class _Slots:
         """Values, on this rank, of the parameters that were replaced, by the names of their places.
 
         Raises:
-            UsageError: a parameter was removed, or replaced by one that cannot be written to its place.
+            UsageError: a parameter was replaced by one that cannot be written to its place, or went with its module,
+                for which a module with other parameters came.
         """
         modules, there = set(self.model.modules()), set(map(id, self.model.parameters()))
+        in_slots = {id(module._parameters.get(short)) for *_, slots in self._of.values() for _, module, short in slots}  # noqa: SLF001
+        # A parameter that only goes, as adapters that are merged do, drops nothing.
+        are_others = bool(there - self._of.keys() - in_slots)
         found: dict[str, torch.Tensor] = {}
         for parameter, place, slots in self._of.values():
             now = [(name, module._parameters.get(short)) for name, module, short in slots if module in modules]  # noqa: SLF001
             others = [(name, one) for name, one in now if one is not None and one is not parameter]
             if not others:
-                if id(parameter) not in there:
+                if are_others and id(parameter) not in there:
                     raise _misfit(slots[0][0], "removed", "change the model before offload(): save() what there is")
                 continue
             for name, one in others:
