@@ -247,10 +247,10 @@ def _require_no_weights_of_loss(trainer: Any) -> None:
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, torch.nn.Module):
         known = {id(parameter) for parameter in trainer.model.parameters()}
-        names = [name for name, parameter in loss.named_parameters() if id(parameter) not in known]
-        if names:
+        own = [name for name, parameter in loss.named_parameters() if id(parameter) not in known]
+        if own:
             raise ConfigError(
-                f"{type(loss).__name__} has weights of its own ({', '.join(names)}), which are no part of the model: "
+                f"{type(loss).__name__} has weights of its own ({', '.join(own)}), which are no part of the model: "
                 "take a loss without weights (CoSENTLoss, MultipleNegativesRankingLoss), or "
                 "train this one without memascend"
             )

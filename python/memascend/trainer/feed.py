@@ -58,9 +58,7 @@ class Feed:
         ready, self._ready = self._ready, None
         if ready is not None:
             return ready
-        if not self._is_tried:
-            self._is_tried = True
-            self._try(compares=True)
+        self._try(compares=True)
         self._begun, self._before, self._fetched = RandomNumbers.now(), None, 0
         self._found = self._generators()
         self._begun_own, self._before_own = states_of(self._found), {}
@@ -89,9 +87,7 @@ class Feed:
         if self._resumed is not None:
             taken, passed = self._resumed
             self._resumed = None
-            if not self._is_tried:
-                self._is_tried = True
-                self._try(compares=False)
+            self._try(compares=False)
             self._ready = self._continued(taken, passed)
 
     def restore_generators(self) -> None:
@@ -128,7 +124,10 @@ class Feed:
     # --- before the first batch ----------------------------------------------------------------------
 
     def _try(self, *, compares: bool) -> None:
-        """Reject examples or collators whose random numbers cannot be kept, as far as the first batch shows them."""
+        """Reject, once, examples whose random numbers cannot be kept, as far as the first batch shows it."""
+        if self._is_tried:
+            return
+        self._is_tried = True
         workers: Any = getattr(self._loader, "num_workers", 0)
         if not isinstance(self._loader, DataLoader) or self._streams:
             return
