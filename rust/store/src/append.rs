@@ -4,6 +4,7 @@ use crate::{
     Buffer, Dtype, Error, Head, Result, StepWrite, Store,
     buffer::bytes_of,
     checksum::{Subject, checksum},
+    head::is_gradient,
     index::Index,
     log::{Appended, Live},
     places::paged,
@@ -46,8 +47,36 @@ impl Store {
             return Ok(false);
         }
         log.next = Some(next);
-        log.appended.insert(record, Appended { dtype, chunks: places.into(), missing: chunks, writing: 0 });
+        let appended = Appended { dtype, chunks: places.into(), missing: chunks, writing: 0, is_spilled: false };
+        log.appended.insert(record, appended);
         Ok(true)
+    }
+
+    /// Makes the gradient that is spilled of a record, and whole, its part of the step, where it lies. A commit that names
+    /// it ([`StepHead`](crate::StepHead)) leaves the record behind by this one update: what its slot holds is to be settled
+    /// ([`Store::begin_settling`]) before the next gradient is named.
+    ///
+    /// `false` where it cannot be named as it lies: it lies where the last commit has one, or was spilled before that
+    /// commit; spilling it again helps. Or no room was made for that ([`Store::keep_log`]).
+    pub fn append_spilled(&self, record: usize) -> Result<bool> {
+        self.known(record)?;
+        if !self.defers(record) {
+            return Ok(false);
+        }
+        let mut index = self.index.lock();
+        index.writable()?;
+        let (laid, dtype) = (self.laid_spill(record, index.generation + 1), self.description.records[record].spill);
+        let (Some(laid), Some(dtype)) = (laid, dtype) else { return Ok(false) };
+        let chunks = laid.iter().map(|&(place, sum)| (place, Some(sum))).collect();
+        index.log.appended.insert(record, Appended { dtype, chunks, missing: 0, writing: 0, is_spilled: true });
+        Ok(true)
+    }
+
+    /// Whether the spilled gradients of a record can be named by commits, and their updates be left to the next step.
+    #[must_use]
+    pub fn defers(&self, record: usize) -> bool {
+        let dtype = self.description.records.get(record).and_then(|record| record.spill);
+        self.spill.has_places() && dtype.is_some_and(is_gradient) && !self.is_in_ram(record)
     }
 
     /// Whether the log is for gradients of this record.

@@ -13,7 +13,6 @@ pub(crate) enum Subject {
     TablePage = 4,
     TablePages = 5,
     Extent = 6,
-    Spill = 7,
     Head = 8,
     Gradient = 9,
 }

@@ -7,11 +7,11 @@ use memascend_mem::Wait;
 use crate::{
     Durability, Error, Head, Result, StepHead, Store, Transfer,
     buffer::first,
-    features::{IDENTITY, LOG, RANKS},
+    features::{IDENTITY, LOG, PLACES, RANKS},
     index::{AfterCommit, Index, Phase},
     layout::PAGE_BYTES,
     log::Live,
-    root::{Beside, Root, Run},
+    root::{Beside, LogFields, Root, Run},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
 };
@@ -127,6 +127,10 @@ impl Store {
             self.close_applied()?;
         }
         let mut index = self.index.lock();
+        if self.durability == Durability::None && !index.log.live.ahead.is_empty() {
+            // Nobody has settled them: the store stays unclosed, which whoever opens it is told.
+            index.root_is_unclosed = false;
+        }
         index.close();
         index.ram_tier = None;
         // Whoever committed nothing leaves both commits as they were found.
@@ -171,7 +175,9 @@ impl Store {
             Ok(()) => {
                 index.generation += 1;
                 index.step = index.next_step;
+                let spills = index.log.appended_spills();
                 index.log.committed(live);
+                self.spill.committed(|record| spills.contains(&record), |record| index.log.is_ahead(record));
                 if reach != Reach::Memory {
                     (index.root_is_unclosed, index.root_generation) = (reach == Reach::Unclosed, index.generation);
                 }
@@ -240,12 +246,13 @@ impl Store {
     ) -> Result<()> {
         let mut agreed = || if agree() { Ok(()) } else { Err(Error::Interrupted("the others' agreement")) };
         if reach == Reach::Memory {
-            let in_memory = Err(Error::Usage("a log is kept on storage alone".into()));
-            return if head.is_some() { in_memory } else { agreed() };
+            return agreed();
         }
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
-        if let Some(head) = head {
+        // Elsewhere it is in memory, and what lacks updates is settled before the end.
+        let is_logged = self.durability == Durability::Step;
+        if let Some(head) = head.filter(|_| is_logged) {
             self.write_head(live, head)?;
         }
         self.write_table(slot as usize)?;
@@ -262,10 +269,11 @@ impl Store {
                 is_unclosed: reach == Reach::Unclosed,
                 places: self.layout.places,
                 beside: index.root_pages[1 - slot as usize],
-                log: live.of_root(index.log.ring),
+                log: if is_logged { live.of_root(index.log.ring) } else { LogFields::default() },
                 run: index.run,
                 features: [
-                    (LOG, !live.ahead.is_empty()),
+                    (LOG, is_logged && !live.ahead.is_empty()),
+                    (PLACES, is_logged && live.has_spilled()),
                     (RANKS, index.run != Run::default()),
                     (IDENTITY, index.run != Run::default()),
                 ]

@@ -28,20 +28,25 @@ impl<S: Deref<Target = Store>> Hold<S> {
     pub(crate) fn live(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
-        Self::on(store, index, (record, extents), of)
+        let slot = slots.seen_slot();
+        Self::on(store, index, (record, extents, slot), of)
     }
 
     /// The same, of what the slot holds, though memory or the log has something newer.
     pub(crate) fn stored(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
-        let of = (slots.versions[usize::from(slots.live)], false);
-        Self::on(store, index, (record, extents), of)
+        let slot = usize::from(slots.live);
+        let of = (slots.versions[slot], false);
+        Self::on(store, index, (record, extents, slot), of)
     }
 
-    fn on(store: S, index: &mut Index, (record, extents): (usize, Range<u32>), (version, alone): (u64, bool)) -> Self {
-        let slots = &mut index.records[record];
-        let slot = usize::from(slots.live);
-        slots.reads[slot] += 1;
+    fn on(
+        store: S,
+        index: &mut Index,
+        (record, extents, slot): (usize, Range<u32>, usize),
+        (version, alone): (u64, bool),
+    ) -> Self {
+        index.records[record].reads[slot] += 1;
         let (first, start) = (extents.start, store.layout.record(record).first_extent);
         let sums = extents.map(|extent| index.sum(slot, (start + extent) as usize)).collect();
         Self { store, record, slot, version, alone, first, sums, open: AtomicBool::new(true) }

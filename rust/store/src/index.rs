@@ -46,12 +46,15 @@ pub(crate) enum Pending {
     Snapshot { update: Option<u64> },
     /// An update of this number is applied in memory once the commit is made.
     InMemory { update: u64 },
+    /// The slot that is not live gets the record with the update that its live slot lacks; readers see it as soon as all of
+    /// it is there, though no root names it yet.
+    Settled,
 }
 
 impl Pending {
     /// Whether a slot is being staged, or is.
     pub(crate) fn is_staged(self) -> bool {
-        matches!(self, Self::Staged | Self::Snapshot { .. })
+        matches!(self, Self::Staged | Self::Snapshot { .. } | Self::Settled)
     }
 
     pub(crate) fn is_snapshot(self) -> bool {
@@ -62,8 +65,18 @@ impl Pending {
 impl Slots {
     /// Version and count of updates of what readers see.
     pub(crate) fn newest(&self) -> (u64, u64) {
-        let live = usize::from(self.live);
-        self.applied.unwrap_or((self.versions[live], self.steps[live]))
+        let seen = self.seen_slot();
+        self.applied.unwrap_or((self.versions[seen], self.steps[seen]))
+    }
+
+    /// Whether the record is settled, and all of it written.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.pending == Pending::Settled && self.missing == 0 && self.writing == 0
+    }
+
+    /// The slot that readers see.
+    pub(crate) fn seen_slot(&self) -> usize {
+        if self.is_settled() { self.other_slot() } else { usize::from(self.live) }
     }
 
     /// A commit was made, of this generation.
@@ -82,7 +95,7 @@ impl Slots {
                 self.applied = Some((generation, update));
                 AfterCommit::Same
             }
-            Pending::Staged | Pending::Nothing => AfterCommit::Same,
+            Pending::Staged | Pending::Settled | Pending::Nothing => AfterCommit::Same,
         }
     }
 
@@ -289,9 +302,19 @@ impl Index {
         self.records.iter().any(|slots| slots.applied.is_some())
     }
 
-    /// Forgets what was staged of a record.
+    /// Whether the live slot of a record lacks an update, and nothing else has it.
+    pub(crate) fn is_behind(&self, record: usize) -> bool {
+        let is_spilled = self.log.live.ahead.get(&record).is_some_and(|ahead| ahead.is_spilled);
+        is_spilled && !self.records[record].is_settled()
+    }
+
+    /// Forgets what was staged of a record; not what it was settled to, which is of the last commit.
     pub(crate) fn forget(&mut self, record: usize) {
         let slots = &mut self.records[record];
+        if slots.is_settled() {
+            self.log.appended.remove(&record);
+            return;
+        }
         slots.missing = 0;
         // Only this has written to memory.
         if std::mem::take(&mut slots.pending) == Pending::Staged {

@@ -83,6 +83,7 @@ pub struct Layout {
     pub(crate) places: Places,
     pub(crate) table_pages: u64,
     slot_bytes: u64,
+    spill_bytes: u64,
     extents: u32,
     end: u64,
 }
@@ -180,6 +181,7 @@ impl Layout {
             places: Places::default(),
             table_pages,
             slot_bytes: lengths.values + lengths.state,
+            spill_bytes: lengths.spill,
             extents,
             end: 0,
         };
@@ -292,7 +294,16 @@ impl Layout {
     /// The spill extent of a record: where it begins.
     #[must_use]
     pub fn spill_offset(&self, record: usize) -> u64 {
-        self.places.spill + self.records[record].spill_at
+        self.places.spill + self.in_spill(record)
+    }
+
+    /// The same from the start of the spill area, which has [`Layout::spill_area_bytes`].
+    pub(crate) fn in_spill(&self, record: usize) -> u64 {
+        self.records[record].spill_at
+    }
+
+    pub(crate) fn spill_area_bytes(&self) -> u64 {
+        self.spill_bytes
     }
 }
 

@@ -77,7 +77,7 @@ pub use log::LogState;
 pub use newest::Named;
 pub use newest_state::{Arithmetic, LoggedChunk};
 pub use open::{Create, Existing};
-pub use parts::{PartFetch, Parts};
+pub use parts::{Lacking, PartFetch, Parts};
 pub use ram_tier_updates::InMemoryUpdate;
 pub use read::ExtentRead;
 pub use replay::{LoggedRead, Replay};
@@ -86,7 +86,7 @@ pub use scan::Part;
 pub use sizes::Sizes;
 pub use spill::SpillRead;
 pub use step_write::StepWrite;
-pub use store::{Durability, Info, RecordState, Store};
+pub use store::{Durability, Info, RecordState, Settler, Store};
 pub use verify::Verified;
 
 const _: () = assert!(size_of::<usize>() == 8, "the store addresses more than 4 GiB");

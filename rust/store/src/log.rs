@@ -4,7 +4,7 @@
 //! later ones, applied in order. So a slot may be written whole at any step, with the state before that step's gradient.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::Arc,
 };
 
@@ -19,6 +19,8 @@ pub(crate) struct GradientLog {
     /// How many steps it takes until all of them were written whole.
     pub(crate) steps: u32,
     pub(crate) head_bytes_max: u64,
+    /// Records whose updates may be left to the next step.
+    pub(crate) deferred: Vec<usize>,
     /// Steps with a head since the store was opened.
     pub(crate) turn: u64,
     pub(crate) live: Live,
@@ -40,6 +42,8 @@ pub(crate) struct Live {
     pub(crate) next: u64,
     /// Records whose live slot lacks gradients.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
+    /// The generation of the newest head with gradients outside of the ring.
+    pub(crate) spilled_in: u64,
 }
 
 /// What the live slot of a record lacks.
@@ -51,6 +55,8 @@ pub(crate) struct Ahead {
     pub(crate) count: u32,
     /// The record's count of updates with them.
     pub(crate) step: u64,
+    /// It is one that lies where it was spilled, and this run has committed it.
+    pub(crate) is_spilled: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -68,6 +74,8 @@ pub(crate) struct Appended {
     /// Chunks that are not written yet, and those of which a write is in flight.
     pub(crate) missing: u32,
     pub(crate) writing: u32,
+    /// It lies in a place of its record's for spilled gradients, and not in the ring.
+    pub(crate) is_spilled: bool,
 }
 
 /// Size and contents of the log of a store.
@@ -89,6 +97,11 @@ impl Live {
         self.heads.front().map_or(self.next, |&(_, start)| start)
     }
 
+    /// Whether a head that is needed has gradients outside of the ring.
+    pub(crate) fn has_spilled(&self) -> bool {
+        !self.ahead.is_empty() && self.heads.iter().any(|&(generation, _)| generation <= self.spilled_in)
+    }
+
     /// What a root says of it.
     pub(crate) fn of_root(&self, ring: Ring) -> root::LogFields {
         if self.ahead.is_empty() {
@@ -107,6 +120,11 @@ impl GradientLog {
 
     pub(crate) fn is_ahead(&self, record: usize) -> bool {
         self.live.ahead.contains_key(&record)
+    }
+
+    /// The gradients of this step that lie where they were spilled.
+    pub(crate) fn appended_spills(&self) -> BTreeSet<usize> {
+        self.appended.iter().filter(|(_, appended)| appended.is_spilled).map(|(&record, _)| record).collect()
     }
 
     /// Whether a record is to be written whole by the next commit.
@@ -158,7 +176,9 @@ impl GradientLog {
                 )));
             };
             logged_gradients.push(LoggedGradient { record, rule, step, dtype: appended.dtype, chunks });
-            let ahead = live.ahead.entry(record).or_insert(Ahead { since: generation, count: 0, step });
+            let is_spilled = appended.is_spilled;
+            let first = Ahead { since: generation, count: 0, step, is_spilled };
+            let ahead = live.ahead.entry(record).or_insert(first);
             (ahead.count, ahead.step) = (ahead.count + 1, step);
         }
         logged_gradients.sort_unstable_by_key(|logged| logged.record);
@@ -166,9 +186,12 @@ impl GradientLog {
             return Err(Error::Invalid("the step names a record twice".into()));
         }
         let oldest = live.ahead.values().map(|ahead| ahead.since).min().unwrap_or(generation);
-        let start = self.ring.place(self.live.next);
+        let start = if self.ring.bytes == 0 { 0 } else { self.ring.place(self.live.next) };
         live.heads.retain(|&(generation, _)| generation >= oldest);
         live.heads.push_back((generation, self.live.next));
+        if self.appended.values().any(|appended| appended.is_spilled) {
+            live.spilled_in = generation;
+        }
         let before = if self.live.ahead.is_empty() { (0, 0) } else { self.live.head };
         let head = Head { generation, oldest, step, start, before, rules: said.rules.clone(), logged_gradients };
         Ok((live, Some(head)))

@@ -4,8 +4,10 @@
 
 use std::sync::{Arc, MutexGuard};
 
+use memascend_mem::locked;
+
 use crate::{
-    Dtype, Error, LoggedRule, Replay, Result, Scratch, Shared, Store, buffer::bytes_of, ram_tier::Now,
+    Dtype, Error, LoggedRule, Replay, Result, Scratch, Settler, Shared, Store, buffer::bytes_of, ram_tier::Now,
     ram_tier::RamTier,
 };
 
@@ -41,6 +43,24 @@ impl Store {
     /// Says who applies gradients of the log, where no one was named yet.
     pub fn apply_with(&self, arithmetic: Arithmetic) {
         self.arithmetic.get_or_init(|| arithmetic);
+    }
+
+    /// Says who settles records that are read, from now on.
+    pub fn settle_with(&self, settler: Box<Settler>) {
+        *locked(&self.settler) = Some(settler.into());
+    }
+
+    /// Whether the last commit left a record behind, and nobody has settled it yet.
+    #[must_use]
+    pub fn is_behind(&self, record: usize) -> bool {
+        self.index.lock().is_behind(record)
+    }
+
+    /// Has those of some records settled that lack their last update.
+    pub(crate) fn settled(&self, records: impl IntoIterator<Item = usize>) -> Result<()> {
+        let Some(settler) = locked(&self.settler).clone() else { return Ok(()) };
+        let behind: Vec<usize> = records.into_iter().filter(|&record| self.is_behind(record)).collect();
+        if behind.is_empty() { Ok(()) } else { settler(&behind) }
     }
 
     /// The number of a record's first element in the whole parameter.

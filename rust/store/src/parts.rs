@@ -49,8 +49,9 @@ struct Cut {
 }
 
 struct CutExtent {
-    /// Which of the holds.
-    hold: usize,
+    record: usize,
+    /// Which of the holds; `None` where the record lacks its last update, and somebody computes its values.
+    hold: Option<usize>,
     /// Which of the record's.
     number: u32,
     /// Where it begins in its part.
@@ -77,25 +78,49 @@ struct Flying<B: Buffer + Sync> {
     index: usize,
 }
 
+/// Values of a part that nobody reads: of a record that lacks its last update.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lacking {
+    /// Whose.
+    pub record: usize,
+    /// The first of its chunks, and how many.
+    pub first: u32,
+    /// As above.
+    pub count: u32,
+    /// Where they begin in the part.
+    pub at: u64,
+    /// Their bytes: whole pages.
+    pub bytes: u64,
+}
+
 impl Store {
     /// The values of a unit as the last commit left them, in parts of at most `bytes_max` bytes. Nothing is read yet.
     pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
+        self.settled(self.records_of(unit))?;
+        self.parts_lacking(unit, bytes_max, &[])
+    }
+
+    /// The same, without the values of some records, which [`Parts::lacking`] names.
+    pub fn parts_lacking(self: &Arc<Self>, unit: usize, bytes_max: u64, lacking: &[usize]) -> Result<Parts> {
         let Some(name) = self.description.units.get(unit) else {
             return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
         };
         let mut holds = Vec::new();
         {
             let mut index = self.index.lock();
-            let with_values = self.records_of(unit).filter(|&record| self.layout.chunks_of(record) > 0);
+            let read = self.records_of(unit).filter(|record| !lacking.contains(record));
+            let with_values = read.filter(|&record| self.layout.chunks_of(record) > 0);
             let live = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
             holds.extend(with_values.map(live));
         }
         let mut parts: Vec<Cut> = Vec::new();
-        for (number, hold) in holds.iter().enumerate() {
-            let first = self.layout.extent(&self.description, hold.record, 0).at;
-            for extent in 0..self.layout.chunks_of(hold.record) {
-                let layout = self.layout.extent(&self.description, hold.record, extent);
-                let (at, bytes) = (self.layout.in_unit(hold.record, unit) + layout.at - first, layout.bytes());
+        for record in self.records_of(unit).filter(|&record| self.layout.chunks_of(record) > 0) {
+            let number = holds.iter().position(|hold| hold.record == record);
+            let slot = number.map_or(0, |number| holds[number].slot);
+            let first = self.layout.extent(&self.description, record, 0).at;
+            for extent in 0..self.layout.chunks_of(record) {
+                let layout = self.layout.extent(&self.description, record, extent);
+                let (at, bytes) = (self.layout.in_unit(record, unit) + layout.at - first, layout.bytes());
                 if bytes > bytes_max {
                     return Err(Error::Invalid(format!(
                         "an extent of unit {name:?} has {bytes} bytes, and parts have {bytes_max}"
@@ -106,8 +131,8 @@ impl Store {
                     _ => parts.push(Cut { start: at, bytes: 0, extents: Vec::new() }),
                 }
                 if let Some(part) = parts.last_mut() {
-                    let place = (self.layout.offset(&layout, hold.slot), bytes);
-                    part.extents.push(CutExtent { hold: number, number: extent, at: part.bytes, place });
+                    let place = (self.layout.offset(&layout, slot), bytes);
+                    part.extents.push(CutExtent { record, hold: number, number: extent, at: part.bytes, place });
                     part.bytes += bytes;
                 }
             }
@@ -132,6 +157,29 @@ impl Parts {
         self.cuts.iter().map(|part| (part.start, part.bytes))
     }
 
+    /// What a part has of records that lack their last update: runs of chunks.
+    #[must_use]
+    pub fn lacking(&self, index: usize) -> Vec<Lacking> {
+        let mut found: Vec<Lacking> = Vec::new();
+        let extents = self.cuts.get(index).map_or(&[][..], |part| &part.extents);
+        for extent in extents.iter().filter(|extent| extent.hold.is_none()) {
+            match found.last_mut() {
+                Some(run) if run.record == extent.record => {
+                    run.count += 1;
+                    run.bytes += extent.place.1;
+                }
+                _ => found.push(Lacking {
+                    record: extent.record,
+                    first: extent.number,
+                    count: 1,
+                    at: extent.at,
+                    bytes: extent.place.1,
+                }),
+            }
+        }
+        found
+    }
+
     /// Begins to read a part into memory of exactly its size, before all other I/O that waits. Memory that does not
     /// begin on a page is right, and slower.
     pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
@@ -148,7 +196,7 @@ impl Parts {
         let (cache, mut from_storage) = (self.store.ram_tier(), 0);
         for extent in &part.extents {
             let (from, bytes) = extent.place;
-            let hold = &self.reading.holds[extent.hold];
+            let Some(hold) = extent.hold.map(|hold| &self.reading.holds[hold]) else { continue };
             let into = flying.memory.part(extent.at as usize, bytes as usize);
             let is_in_ram = |mut into| {
                 self.store.copy_in_ram(cache.as_deref(), (hold.record, extent.number), hold.version, &mut into)
@@ -269,7 +317,7 @@ impl<B: Buffer + Sync> Flying<B> {
         let bytes = bytes_of(&self.memory);
         for extent in &self.parts.cuts[self.index].extents {
             let part = &bytes[extent.at as usize..(extent.at + extent.place.1) as usize];
-            let hold = &self.parts.reading.holds[extent.hold];
+            let Some(hold) = extent.hold.map(|hold| &self.parts.reading.holds[hold]) else { continue };
             if !hold.alone {
                 hold.check(extent.number, part, extent.place)?;
             }

@@ -45,7 +45,7 @@ impl Store {
         slots.pending = match slots.pending {
             Pending::Nothing | Pending::InMemory { .. } => Pending::InMemory { update: step },
             Pending::Snapshot { .. } => Pending::Snapshot { update: Some(step) },
-            Pending::Staged => {
+            Pending::Staged | Pending::Settled => {
                 let name = &self.description.records[record].name;
                 return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
             }

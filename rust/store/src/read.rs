@@ -29,8 +29,11 @@ impl Store {
 
     /// Refuses to take for a record what its slot holds, where the log has gradients that come after it.
     pub(crate) fn not_ahead(&self, record: usize) -> Result<()> {
-        let is_ahead = self.index.lock().log.is_ahead(record);
-        if record < self.description.records.len() && is_ahead { Err(self.not_applied(record)) } else { Ok(()) }
+        self.known(record)?;
+        let index = self.index.lock();
+        let lacks = index.log.is_ahead(record) && !index.records[record].is_settled();
+        drop(index);
+        if lacks { Err(self.not_applied(record)) } else { Ok(()) }
     }
 
     pub(crate) fn not_applied(&self, record: usize) -> Error {
@@ -98,12 +101,12 @@ impl Store {
         let number = (self.layout.record(record).first_extent + extent) as usize;
         let (version, wanted) = {
             let index = self.index.lock();
-            if index.log.is_ahead(record) {
+            let slots = &index.records[record];
+            if index.log.is_ahead(record) && !slots.is_settled() {
                 return Ok(false);
             }
-            let slots = &index.records[record];
-            let live = usize::from(slots.live);
-            (slots.versions[live], index.sum(live, number))
+            let seen = slots.seen_slot();
+            (slots.versions[seen], index.sum(seen, number))
         };
         Ok(buffer.len() as u64 == place.bytes() && self.sum_of(record, extent, version, bytes_of(buffer)) == wanted)
     }

@@ -11,6 +11,7 @@ use std::{
 use crate::{
     Buffer, Dtype, Error, Head, LoggedGradient, Result, Scratch, Store, Transfer, Verified,
     buffer::bytes_of,
+    features::PLACES,
     head::{head_bytes, head_bytes_max, head_checksum},
     index::Index,
     layout::PAGE_BYTES,
@@ -169,7 +170,7 @@ impl Store {
         let mut live = Live { head, ..Live::default() };
         for &record in replay.records.keys() {
             for (head, logged) in replay.of(record) {
-                let first = Ahead { since: head.generation, count: 0, step: logged.step };
+                let first = Ahead { since: head.generation, count: 0, step: logged.step, is_spilled: false };
                 let ahead = live.ahead.entry(record).or_insert(first);
                 (ahead.count, ahead.step) = (ahead.count + 1, logged.step);
             }
@@ -184,6 +185,9 @@ impl Store {
         if let Some(newest) = heads.last() {
             let at = ring.position(since, said.head_offset).unwrap_or(since);
             live.next = at + (newest.encode().len() as u64).next_multiple_of(PAGE_BYTES);
+        }
+        if root.features.iter().any(|feature| feature == PLACES) {
+            live.spilled_in = root.generation;
         }
         if !live.ahead.is_empty() {
             (index.log.ring, index.log.live) = (ring, live);
@@ -233,6 +237,7 @@ impl Store {
         if offset < ring.offset || offset >= end || !offset.is_multiple_of(PAGE_BYTES) {
             return Err(corrupt(PAGE_BYTES, "it lies outside the log".into()));
         }
+        let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
         let records = &self.description.records;
         let chunks = (0..records.len()).map(|record| u64::from(self.layout.chunks_of(record))).sum();
         let bytes_max = head_bytes_max(records.len() as u64, chunks).min(end - offset);
@@ -248,9 +253,11 @@ impl Store {
                 && logged.chunks.len() == self.layout.chunks_of(logged.record) as usize
                 && (0..).zip(&logged.chunks).all(|(chunk, &(at, _))| {
                     let (_, _, bytes) = self.part_of_gradient(logged.record, logged.dtype, chunk);
-                    at >= ring.offset
-                        && at.is_multiple_of(PAGE_BYTES)
-                        && at.checked_add(bytes).is_some_and(|to| to <= end)
+                    let to = at.checked_add(bytes);
+                    let is_in = |from: u64, until: u64| at >= from && to.is_some_and(|to| to <= until);
+                    let spilled = self.layout.spill_offset(logged.record);
+                    at.is_multiple_of(PAGE_BYTES)
+                        && (is_in(spilled, self.layout.end()) || is_in(self.layout.end(), before_labels))
                 })
         };
         let starts_inside = ring.position(0, head.start).is_some() && head.start.is_multiple_of(PAGE_BYTES);

@@ -1,4 +1,5 @@
-//! Sizes the log, and schedules which records are written whole so that its room suffices.
+//! Sizes the log and the second places of gradients, and schedules which records are written whole so that the log's room
+//! suffices.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -27,19 +28,30 @@ impl Description {
     /// Bytes of a log in which each of these records is written whole every `steps` steps, with gradients of these dtypes.
     #[must_use]
     pub fn log_bytes(&self, records: &[(usize, Dtype)], steps: u32) -> u64 {
-        let of_step = self.log_step(records);
+        let of_step = self.log_step(records, &[]);
         if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.extent).unwrap_or(u64::MAX) }
     }
 
-    fn log_step(&self, records: &[(usize, Dtype)]) -> StepBytes {
-        let (mut all, mut chunks, mut extent) = (0, 0, 0);
+    /// Bytes of second places for spilled gradients, and of a log for the heads that name gradients of these records there.
+    #[must_use]
+    pub fn places_bytes(&self, deferred: &[usize]) -> u64 {
+        let spilled: u64 = self.records.iter().filter_map(|one| Some(paged(one.elements() * one.spill?.bytes()))).sum();
+        let of_step = self.log_step(&[], deferred);
+        if deferred.is_empty() { 0 } else { spilled + Ring::bytes_for(1, of_step.all, of_step.extent).unwrap_or(0) }
+    }
+
+    /// What a step takes with logged gradients of these records and dtypes, and with deferred updates of others.
+    fn log_step(&self, records: &[(usize, Dtype)], deferred: &[usize]) -> StepBytes {
+        let (mut all, mut extent) = (0, 0);
         for &(record, dtype) in records {
             let elements = self.records[record].elements();
             all += paged(elements * dtype.bytes());
-            chunks += elements.div_ceil(u64::from(self.chunk_elements));
             extent = extent.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
         }
-        let head = head_bytes_max(records.len() as u64, chunks);
+        let named = || records.iter().map(|&(record, _)| record).chain(deferred.iter().copied());
+        let chunks =
+            named().map(|record| self.records[record].elements().div_ceil(u64::from(self.chunk_elements))).sum();
+        let head = head_bytes_max(named().count() as u64, chunks);
         StepBytes { all: all + head, extent: extent.max(head), head }
     }
 }
@@ -55,7 +67,7 @@ impl Store {
     /// steps there is room for: fewer where that is all, and 0 where there is none, so that they have to be written whole
     /// each step. Files grow by what is missing; a raw device has what lies behind the store.
     ///
-    /// What is in the log stays, and the room that it has.
+    /// What is in the log stays, and the room that it has. Second places ([`Store::keep_places`]) are made before.
     pub fn keep_log(&self, records: &[(usize, Dtype)], steps: u32) -> Result<u32> {
         if self.durability == Durability::None {
             return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
@@ -66,14 +78,17 @@ impl Store {
                 return Err(Error::Invalid(format!("a gradient of {} has no place in a log", dtype.name())));
             }
         }
-        let StepBytes { all: of_step, extent, head } = self.description.log_step(records);
+        let deferred = self.index.lock().log.deferred.clone();
+        let StepBytes { all: of_step, extent, head } = self.description.log_step(records, &deferred);
         let is_needed = !self.index.lock().log.live.ahead.is_empty();
         let ring = if is_needed || steps == 0 {
             self.index.lock().log.ring
         } else {
             let wanted = Ring::bytes_for(u64::from(steps), of_step, extent);
             let wanted = wanted.ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large")))?;
-            self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?
+            let ring = self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?;
+            // Of deferred updates there are heads alone.
+            if ring.bytes == 0 && !deferred.is_empty() { self.index.lock().log.ring } else { ring }
         };
         let steps = Ring::steps_in(ring.bytes, of_step, extent).min(u64::from(steps)) as u32;
         let mut index = self.index.lock();
@@ -82,7 +97,7 @@ impl Store {
         if !is_needed {
             (log.ring, log.live.next) = (ring, 0);
         }
-        (log.steps, log.head_bytes_max, log.members) = (steps, head, BTreeMap::new());
+        (log.steps, log.head_bytes_max, log.members) = (steps, log.head_bytes_max.max(head), BTreeMap::new());
         if steps == 0 {
             return Ok(0);
         }
@@ -102,10 +117,37 @@ impl Store {
         Ok(steps)
     }
 
+    /// Makes second places for the spilled gradients of these records: their updates may be left to the next step from then
+    /// on ([`Store::append_spilled`]). `false`, and nothing is made, where there is no room: then they cannot.
+    ///
+    /// To be called once, where the log is empty, before [`Store::keep_log`].
+    pub fn keep_places(&self, deferred: &[usize]) -> Result<bool> {
+        for &record in deferred {
+            self.known(record)?;
+        }
+        let is_needed = !self.index.lock().log.live.ahead.is_empty();
+        if is_needed || deferred.is_empty() || self.spill.has_places() {
+            return Ok(false);
+        }
+        let StepBytes { all, extent, head } = self.description.log_step(&[], deferred);
+        let heads = Ring::bytes_for(1, all, extent).ok_or_else(|| Error::Invalid("heads are too large".into()))?;
+        let (start, second) = (self.layout.end(), self.layout.spill_area_bytes());
+        if self.room_for_log(second + heads, second + heads)?.bytes == 0 {
+            return Ok(false);
+        }
+        self.spill.add_places(start);
+        let mut index = self.index.lock();
+        let log = &mut index.log;
+        (log.ring, log.live.next) = (Ring { offset: start + second, bytes: heads }, 0);
+        (log.head_bytes_max, log.deferred) = (head, deferred.to_vec());
+        Ok(true)
+    }
+
     /// Room behind the store, of `wanted` bytes if they can be had; none where that is less than `least`.
     fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
         let devices = self.layout.devices;
-        let offset = self.layout.end();
+        let second = if self.spill.has_places() { self.layout.spill_area_bytes() } else { 0 };
+        let offset = self.layout.end() + second;
         let there = |size: u64| devices.before_second_labels(size).saturating_sub(offset);
         let mut bytes = there(self.volume.size_bytes());
         if bytes < wanted {
@@ -120,7 +162,8 @@ impl Store {
                     self.note_damaged_copies()?;
                     break;
                 }
-                tried = tried / 2 / PAGE_BYTES * PAGE_BYTES;
+                // The least of all is tried, too.
+                tried = if tried > least { (tried / 2 / PAGE_BYTES * PAGE_BYTES).max(least) } else { 0 };
             }
             bytes = there(self.volume.size_bytes());
         }

@@ -37,6 +37,7 @@ impl Store {
     /// `visit` gets the record and ends the walk by `false`. Memory is taken again after the call, and must not be kept.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
+        self.settled(records.iter().copied())?;
         for &record in records {
             versions.push(self.record_state(record)?.version);
         }

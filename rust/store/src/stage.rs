@@ -6,7 +6,7 @@ use crate::{
     Buffer, Error, Result, StepWrite, Store,
     buffer::bytes_of,
     checksum::{Subject, checksum},
-    index::{Index, Pending},
+    index::{Index, Pending, Slots},
 };
 
 impl Store {
@@ -17,7 +17,43 @@ impl Store {
         self.begin_as(record, Some(step), wait)
     }
 
-    /// The same; without a step, of a snapshot: what is staged is what memory has of the record.
+    /// Begins to settle a record that the last commit left behind: what is staged is what its live slot holds, with the update
+    /// that this lacks. Every extent of it has to follow before a commit; then readers see it, and a discard leaves it.
+    /// Begun again before that, it goes on.
+    ///
+    /// Waits as [`Store::begin`] does.
+    pub fn begin_settling(&self, record: usize, wait: Wait<'_>) -> Result<()> {
+        self.known(record)?;
+        {
+            let index = self.index.lock();
+            if index.records[record].pending == Pending::Settled {
+                return Ok(());
+            }
+            if !index.is_behind(record) {
+                let name = &self.description.records[record].name;
+                return Err(Error::Usage(format!("{name:?} lacks no update")));
+            }
+        }
+        self.begin_as(record, None, wait)
+    }
+
+    /// Whether anything is staged but what records are settled to.
+    #[must_use]
+    pub fn is_staging(&self) -> bool {
+        let index = self.index.lock();
+        let is_of_step = |slots: &Slots| !matches!(slots.pending, Pending::Nothing | Pending::Settled);
+        !index.log.appended.is_empty() || index.records.iter().any(is_of_step)
+    }
+
+    /// Whether an extent of a record is staged, or being staged.
+    #[must_use]
+    pub fn is_extent_staged(&self, record: usize, extent: u32) -> bool {
+        let index = self.index.lock();
+        let number = (self.layout.record(record).first_extent + extent) as usize;
+        index.records[record].pending.is_staged() && index.written.has(number)
+    }
+
+    /// The same; without a step, of a snapshot of what memory has of the record, or of what it is settled to.
     pub(crate) fn begin_as(&self, record: usize, step: Option<u64>, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let free = |index: &Index| {
@@ -31,6 +67,12 @@ impl Store {
             let name = &self.description.records[record].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
+        let is_behind = index.is_behind(record);
+        if is_behind && step.is_some() {
+            let name = &self.description.records[record].name;
+            return Err(Error::Usage(format!("{name:?} lacks its last update: settle it, and commit that, first")));
+        }
+        let settled = is_behind.then(|| index.log.live.ahead[&record].step);
         let version = index.generation + 1;
         let extents = index.extents_of(record);
         for extent in extents.clone() {
@@ -40,13 +82,14 @@ impl Store {
         let slot = slots.other_slot();
         slots.pending = match (step, pending) {
             (Some(_), _) => Pending::Staged,
+            (None, _) if settled.is_some() => Pending::Settled,
             (None, Pending::InMemory { update }) => Pending::Snapshot { update: Some(update) },
             (None, _) => Pending::Snapshot { update: None },
         };
         slots.missing = extents.len() as u32;
         slots.digest = 0;
         slots.versions[slot] = version;
-        slots.steps[slot] = step.unwrap_or(slots.newest().1);
+        slots.steps[slot] = step.or(settled).unwrap_or(slots.newest().1);
         if step.is_some() {
             // What is staged replaces what is in RAM, extent by extent.
             index.note_stale(record);
@@ -81,7 +124,7 @@ impl Store {
             slots.writing += 1;
             slots.digest = slots.digest.wrapping_add(digest);
             // A snapshot is what is in RAM.
-            (slot, index.ram_tier.clone().filter(|_| !index.records[record].pending.is_snapshot()))
+            (slot, index.ram_tier.clone().filter(|_| index.records[record].pending == Pending::Staged))
         };
         // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
         self.keep(ram_tier.as_deref(), (record, extent), version, bytes_of(&buffer));
@@ -103,7 +146,8 @@ impl Store {
     #[must_use]
     pub fn digest(&self) -> u64 {
         let index = self.index.lock();
-        let staged = index.records.iter().filter(|slots| slots.pending == Pending::Staged);
+        let is_compared = |slots: &&Slots| matches!(slots.pending, Pending::Staged | Pending::Settled);
+        let staged = index.records.iter().filter(is_compared);
         staged.fold(0, |sum: u64, slots| sum.wrapping_add(slots.digest))
     }
 

@@ -3,6 +3,7 @@
 use std::{
     path::Path,
     sync::{Arc, Mutex, MutexGuard, OnceLock},
+    time::Duration,
 };
 
 use memascend_mem::{Guarded, Wait};
@@ -34,6 +35,9 @@ pub enum Durability {
 /// Bytes of the two buffers that tables and roots are written from.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
+/// Settles these records, all of which lack their last update, and waits for that.
+pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
+
 /// State on SSD. See the crate's description.
 pub struct Store {
     pub(crate) volume: Volume,
@@ -54,6 +58,8 @@ pub struct Store {
     pub(crate) to_repair: Mutex<Vec<Damage>>,
     /// Applies gradients of the log.
     pub(crate) arithmetic: OnceLock<Arithmetic>,
+    /// Settles records that are read and lack their last update.
+    pub(crate) settler: Mutex<Option<Arc<Settler>>>,
     /// The records whose staged bytes are compared with those of other stores.
     pub(crate) compared: OnceLock<Vec<bool>>,
 }
@@ -141,6 +147,7 @@ impl Store {
             counters: Counting::default(),
             to_repair: Mutex::default(),
             arithmetic: OnceLock::new(),
+            settler: Mutex::default(),
             compared: OnceLock::new(),
         })
     }
@@ -206,6 +213,11 @@ impl Store {
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters.read()
+    }
+
+    /// Notes for how long a caller waited for values that somebody else reads or computes.
+    pub fn note_wait(&self, time: Duration) {
+        self.counters.waited(time);
     }
 
     pub(crate) fn known(&self, record: usize) -> Result<()> {
