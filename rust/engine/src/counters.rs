@@ -7,6 +7,8 @@ use std::time::Duration;
 pub struct Counters {
     /// Records updated.
     pub updates: u64,
+    /// Times that values of a record were computed before they were written.
+    pub computed: u64,
     /// Records that a function was applied to.
     pub applied: u64,
     /// Records filled with their first values.

@@ -14,6 +14,7 @@ use crate::{
     Counters, Error, First, Gradient, Result,
     apply::{self, Application, Apply},
     caller::Caller,
+    deferred::Deferred,
     error::contained,
     fill::Fill,
     job::Job,
@@ -79,6 +80,7 @@ pub(crate) struct Shared {
     /// The staging chunks, and how many there are.
     pub(crate) staging: Scratch,
     pub(crate) chunks: usize,
+    pub(crate) deferred: Deferred,
 }
 
 impl Engine {
@@ -94,7 +96,13 @@ impl Engine {
         let others = apply::others(store.description())?;
         let wholes = apply::wholes(options.whole_bytes, options.whole_next_bytes)?;
         let staging_bytes = [&staging].into_iter().chain(&others).chain(&wholes).map(|room| room.mapped).sum();
-        let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), staging, chunks });
+        let (queue, deferred) = (Queue::new(options.queue_bytes_max), Deferred::default());
+        let shared = Arc::new(Shared { store, queue, staging, chunks, deferred });
+        let weak = Arc::downgrade(&shared);
+        shared.store.settle_with(Box::new(move |records| {
+            let shared = weak.upgrade();
+            shared.map_or(Ok(()), |shared| shared.settle(records, &mut Wait::forever()).map_err(Error::of_store))
+        }));
         let theirs = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
@@ -267,7 +275,7 @@ impl Engine {
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
-    fn will_be_spilled(&self, record: usize) -> Result<()> {
+    pub(crate) fn will_be_spilled(&self, record: usize) -> Result<()> {
         if self.ram_tier.kept(record).is_some() {
             return Ok(());
         }

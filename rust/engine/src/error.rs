@@ -49,6 +49,16 @@ pub enum Error {
     Math(#[from] memascend_math::Error),
 }
 
+impl Error {
+    /// As an error of the store that asked for something.
+    pub(crate) fn of_store(self) -> memascend_store::Error {
+        match self {
+            Self::Store(error) => error,
+            error => memascend_store::Error::Usage(error.to_string()),
+        }
+    }
+}
+
 impl From<memascend_mem::Error> for Error {
     fn from(error: memascend_mem::Error) -> Self {
         Self::Memory(Arc::new(error))

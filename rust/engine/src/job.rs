@@ -87,6 +87,11 @@ impl Job {
         Self::boxed(record, Box::new(work))
     }
 
+    /// One that goes before all others, since somebody computes with its results.
+    pub(crate) fn urgent(record: usize, work: impl Work + 'static) -> Self {
+        Self { work: Box::new(work), mark: Arc::new(Mark::urgent(record)) }
+    }
+
     pub(crate) fn boxed(record: usize, work: Box<dyn Work>) -> Self {
         let (nbytes, leaves) = (work.nbytes(), work.leaves());
         Self { work, mark: Arc::new(Mark::new(record, nbytes, leaves)) }

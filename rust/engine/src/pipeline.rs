@@ -71,11 +71,14 @@ struct Running<'a> {
 
 impl Running<'_> {
     /// Notes the first error of the step before the job can end by it: whoever then finds that the job has ended, or that
-    /// what it should have left is not there, finds out why.
-    fn heard<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.queue.lock().failed.get_or_insert_with(|| error.clone());
+    /// what it should have left is not there, finds out why. That of an urgent job is its own, and ends it alone.
+    fn heard(&self, result: Result<()>) -> Result<()> {
+        let Err(error) = &result else { return Ok(()) };
+        if self.mark.urgent {
+            self.mark.fail(error);
+            return Ok(());
         }
+        self.queue.lock().failed.get_or_insert_with(|| error.clone());
         result
     }
 }
@@ -129,6 +132,8 @@ pub(crate) struct Pipeline<'a> {
     chunks: usize,
     /// The job whose turns are being begun, and its next one.
     current: Option<(Rc<Begun<'a>>, u32)>,
+    /// An urgent job, whose turns go before those.
+    urgent: Option<(Rc<Begun<'a>>, u32)>,
     /// The job whose function is being called, and the turn that this is.
     calling: Option<(Rc<Begun<'a>>, u32)>,
     /// Jobs whose functions have returned, and their next turns, which go before those of a job that was not begun.
@@ -148,7 +153,7 @@ impl<'a> Pipeline<'a> {
         chunks: usize,
     ) -> Self {
         let (reading, writing) = (VecDeque::with_capacity(chunks), VecDeque::with_capacity(chunks));
-        let (current, calling, next) = (None, None, None);
+        let (current, urgent, calling, next) = (None, None, None, None);
         Self {
             caller,
             bench,
@@ -156,6 +161,7 @@ impl<'a> Pipeline<'a> {
             staging,
             chunks,
             current,
+            urgent,
             calling,
             called: VecDeque::new(),
             next,
@@ -180,7 +186,11 @@ impl<'a> Pipeline<'a> {
     }
 
     fn is_empty(&self) -> bool {
-        self.current.is_none() && self.called.is_empty() && self.next.is_none() && self.is_still()
+        self.current.is_none()
+            && self.urgent.is_none()
+            && self.called.is_empty()
+            && self.next.is_none()
+            && self.is_still()
     }
 
     /// Whether nothing is being read, called or written.
@@ -216,6 +226,17 @@ impl<'a> Pipeline<'a> {
     /// The next turn of the job at hand, or of the next job. Waits for one only when nothing is in flight.
     fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
+            if let Some((job, turn)) = self.urgent.take() {
+                if turn == job.turns || job.running.mark.is_cancelled() {
+                    continue;
+                }
+                self.urgent = Some((Rc::clone(&job), turn + 1));
+                return Ok(Some((job, turn)));
+            }
+            if let Some(job) = self.queue.next_urgent() {
+                self.begin(job)?;
+                continue;
+            }
             while let Some((job, turn)) = self.current.take().or_else(|| self.called.pop_front()) {
                 if turn == job.turns || job.running.mark.is_cancelled() {
                     continue;
@@ -228,7 +249,8 @@ impl<'a> Pipeline<'a> {
             }
             let or_wait = self.is_still();
             let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
-            if self.is_in_flight(job.mark.record) {
+            // Urgent ones change nothing that an earlier job of the record uses.
+            if !job.mark.urgent && self.is_in_flight(job.mark.record) {
                 self.next = Some(job);
                 return Ok(None);
             }
@@ -252,6 +274,7 @@ impl<'a> Pipeline<'a> {
         if matches!(claimed, Ok(false)) && !self.is_still() {
             return Ok(Some(job));
         }
+        let is_urgent = job.mark.urgent;
         let Job { work, mark } = job;
         let (queue, record) = (self.queue, mark.record);
         let room = Room { queue, nbytes: mark.nbytes };
@@ -267,13 +290,17 @@ impl<'a> Pipeline<'a> {
             return Ok(None);
         }
         running.heard(begun)?;
+        if running.mark.is_cancelled() {
+            return Ok(None);
+        }
         if turns == 0 {
             count(&*work, &mut self.bench.counters);
             running.mark.complete();
             return Ok(None);
         }
         let called_at = work.called_at(&self.bench, record);
-        self.current = Some((Rc::new(Begun { work, turns, called_at, _room: room, running }), 0));
+        let begun = Some((Rc::new(Begun { work, turns, called_at, _room: room, running }), 0));
+        *(if is_urgent { &mut self.urgent } else { &mut self.current }) = begun;
         Ok(None)
     }
 
@@ -372,10 +399,14 @@ impl<'a> Pipeline<'a> {
         state.failed.get_or_insert(error);
         let mut waiting = state.drop_waiting(None);
         drop(state);
-        for writing in mem::take(&mut self.writing) {
+        // Urgent jobs go on.
+        let (kept, ended) = mem::take(&mut self.writing).into_iter().partition(|one| one.running.mark.urgent);
+        self.writing = kept;
+        let ended: VecDeque<Writing<'_>> = ended;
+        for writing in ended {
             writing.running.failed.set(true);
         }
-        self.reading.clear();
+        self.reading.retain(|reading| reading.job.running.mark.urgent);
         self.current = None;
         if let Some(job) = self.next.take() {
             self.queue.lock().dropped(&job);

@@ -18,6 +18,8 @@ use crate::{
 #[derive(Default)]
 pub(crate) struct QueueState {
     jobs: VecDeque<Job>,
+    /// Those that go before.
+    urgent: VecDeque<Job>,
     /// Jobs that were taken and have not ended.
     running: Vec<Arc<Mark>>,
     /// Bytes of the callers' tensors that wait or are being used.
@@ -38,14 +40,17 @@ pub(crate) struct QueueState {
 impl QueueState {
     /// Whether nothing waits and nothing runs.
     pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && !self.busy
+        self.jobs.is_empty() && self.urgent.is_empty() && !self.busy
+    }
+
+    /// That the pipeline's thread has not ended before its time.
+    pub(crate) fn alive(&self) -> Result<()> {
+        self.ended_by.clone().map_or(Ok(()), Err)
     }
 
     /// The step's error, the first time; that it failed, later.
     pub(crate) fn failure(&mut self) -> Result<()> {
-        if let Some(error) = &self.ended_by {
-            return Err(error.clone());
-        }
+        self.alive()?;
         match &self.failed {
             None => Ok(()),
             Some(error) if !self.told => {
@@ -85,14 +90,14 @@ impl QueueState {
 
     /// Jobs that run, then those that wait, in their order.
     fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        self.running.iter().chain(self.jobs.iter().map(|job| &job.mark))
+        self.running.iter().chain(self.urgent.iter().chain(&self.jobs).map(|job| &job.mark))
     }
 
     /// Tells the jobs that run (of one record alone, if one is given) to end as soon as may be.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         self.running
             .iter()
-            .filter(|mark| record.is_none_or(|record| mark.record == record))
+            .filter(|mark| !mark.urgent && record.is_none_or(|record| mark.record == record))
             .for_each(|mark| mark.cancel());
     }
 
@@ -101,7 +106,8 @@ impl QueueState {
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
-        let dropped = self.drop_waiting(None);
+        let mut dropped = self.drop_waiting(None);
+        dropped.extend(self.urgent.drain(..));
         self.running.clear();
         self.queued_bytes = 0;
         self.busy = false;
@@ -183,12 +189,35 @@ impl Queue {
         Ok(())
     }
 
+    /// Adds a job that somebody waits to compute with: it goes before others, also where the step has failed.
+    pub(crate) fn push_urgent(&self, job: Job) -> Result<()> {
+        let mut state = self.lock();
+        state.alive()?;
+        if state.closing {
+            return Err(Error::Usage("the engine has been closed".into()));
+        }
+        state.urgent.push_back(job);
+        drop(state);
+        self.notify();
+        Ok(())
+    }
+
+    /// The next of those jobs, if there is one.
+    pub(crate) fn next_urgent(&self) -> Option<Job> {
+        let mut state = self.lock();
+        let job = state.urgent.pop_front()?;
+        state.busy = true;
+        state.running.push(Arc::clone(&job.mark));
+        Some(job)
+    }
+
     /// The next job; `None` if there is none now and `or_wait` is false, or if the engine is closing. Who would wait has
     /// nothing in flight.
     pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
         let mut state = self.lock();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            let job = state.urgent.pop_front();
+            if let Some(job) = job.or_else(|| state.jobs.pop_front()) {
                 state.busy = true;
                 state.running.push(Arc::clone(&job.mark));
                 return Some(job);

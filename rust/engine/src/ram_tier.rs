@@ -114,17 +114,18 @@ impl RamTierGradients {
         state.jobs.push(waiting);
     }
 
-    /// What the log says of the updates whose gradients are appended there, if there are any.
-    pub(crate) fn head(&self) -> Option<StepHead> {
+    /// What the log says of the updates whose gradients are appended there, and of those that are deferred, if there are any.
+    pub(crate) fn head(&self, deferred: Vec<(usize, u64, LoggedRule)>) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
-        for Waiting { record, step, rule, .. } in &self.lock().jobs {
-            let Some(rule) = rule else { continue };
+        let state = self.lock();
+        let appended = state.jobs.iter().filter_map(|job| Some((job.record, job.step, job.rule.clone()?)));
+        for (record, step, rule) in appended.chain(deferred) {
             let next = u32::try_from(head.rules.len()).unwrap_or(u32::MAX);
             let number = *numbers.entry(rule.clone()).or_insert(next);
             if number == next {
-                head.rules.push(rule.clone());
+                head.rules.push(rule);
             }
-            head.updates.push(LoggedUpdate { record: *record, rule: number, step: *step });
+            head.updates.push(LoggedUpdate { record, rule: number, step });
         }
         (!head.updates.is_empty()).then_some(head)
     }
@@ -147,6 +148,11 @@ impl RamTierGradients {
     pub(crate) fn take_applying(&self) -> (Vec<Waiting>, Vec<Waiting>) {
         let applying = self.lock().take(|job| job.applies);
         applying.into_iter().partition(|job| job.work.is_ours())
+    }
+
+    /// Whether an update waits.
+    pub(crate) fn has_waiting(&self) -> bool {
+        !self.lock().jobs.is_empty()
     }
 
     /// Drops what waits, of one record alone if one is given. What is kept stays.

@@ -15,7 +15,8 @@ use crate::{
 
 /// A gradient on its way to the room of its record.
 pub(crate) struct Spill {
-    gradient: Gradient,
+    /// `None`: the one that lies there is written again.
+    gradient: Option<Gradient>,
     /// It is added to what lies there, in its own dtype.
     adds: bool,
     /// Of the chunks that were computed.
@@ -25,7 +26,13 @@ pub(crate) struct Spill {
 impl Spill {
     pub(crate) fn new(store: &Store, record: usize, gradient: Gradient, adds: bool) -> Result<Self> {
         Self::require_fit(store, record, &gradient)?;
-        Ok(Self { gradient, adds, so_far: Cell::new(Check::NOTHING) })
+        Ok(Self { gradient: Some(gradient), adds, so_far: Cell::new(Check::NOTHING) })
+    }
+
+    /// The gradient that lies there, where a commit can name it.
+    pub(crate) fn again(store: &Store, record: usize) -> Result<Self> {
+        required(store, record)?;
+        Ok(Self { gradient: None, adds: true, so_far: Cell::new(Check::NOTHING) })
     }
 
     /// That a gradient fits the room for it.
@@ -46,7 +53,7 @@ impl Spill {
 
 impl Work for Spill {
     fn nbytes(&self) -> usize {
-        self.gradient.nbytes()
+        self.gradient.as_ref().map_or(0, Gradient::nbytes)
     }
 
     fn leaves(&self) -> Leaves {
@@ -57,6 +64,7 @@ impl Work for Spill {
         if self.adds {
             required(bench.store, record)?;
         }
+        bench.store.begin_spill(record, self.adds)?;
         // A gradient without chunks is whole at once.
         let whole = (bench.chunks_of(record) == 0).then(|| self.so_far.get());
         Ok(bench.store.set_spilled(record, whole)?)
@@ -70,22 +78,27 @@ impl Work for Spill {
         let &Turn { record, index: chunk, ref memory } = turn;
         let elements = bench.elements(record, chunk);
         let (part, used) = bench.spill_part(record, chunk, memory)?;
-        let dtype = self.gradient.dtype();
+        let dtype = spill_dtype(bench.store, record)?;
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
-        if self.adds && dtype == Dtype::F64 {
-            let given = self.gradient.doubles(bench.store, record, elements.start, elements.len())?;
-            // SAFETY: as above; a part begins on a page.
-            add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
-        } else if self.adds {
-            let given = self.gradient.part(bench.store, record, elements.start, elements.len())?;
-            // SAFETY: as above.
-            add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
-        } else {
-            // SAFETY: as above.
-            let bytes = unsafe { bytes_mut(&part) };
-            let size = used / elements.len().max(1);
-            bytes[..used].copy_from_slice(self.gradient.bytes(bench.store, record, elements.start * size, used)?);
+        match &self.gradient {
+            None => {}
+            Some(gradient) if self.adds && dtype == Dtype::F64 => {
+                let given = gradient.doubles(bench.store, record, elements.start, elements.len())?;
+                // SAFETY: as above; a part begins on a page.
+                add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
+            }
+            Some(gradient) if self.adds => {
+                let given = gradient.part(bench.store, record, elements.start, elements.len())?;
+                // SAFETY: as above.
+                add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
+            }
+            Some(gradient) => {
+                // SAFETY: as above.
+                let bytes = unsafe { bytes_mut(&part) };
+                let size = used / elements.len().max(1);
+                bytes[..used].copy_from_slice(gradient.bytes(bench.store, record, elements.start * size, used)?);
+            }
         }
         let mut so_far = self.so_far.get();
         so_far.merge(&measure(&part, dtype, 0, elements.len(), bench.exec));

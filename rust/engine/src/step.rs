@@ -61,7 +61,7 @@ impl Engine {
     }
 
     /// Queues a job of the step. Where the queue does not take it, the step has failed: it would lack the job.
-    fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
+    pub(crate) fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let begun = self.shared.queue.push(job, wait);
         if let Err(error) = &begun {
             self.shared.queue.lock().failed.get_or_insert_with(|| error.clone());
@@ -85,7 +85,9 @@ impl Engine {
         for record in self.shared.store.due() {
             self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
         }
-        self.shared.queue.wait(wait, "records in RAM to be written", QueueState::is_idle)?.failure()
+        self.settle_rest(wait)?;
+        self.shared.queue.wait(wait, "records to be written", QueueState::is_idle)?.failure()?;
+        self.name_deferred(wait)
     }
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
@@ -120,7 +122,9 @@ impl Engine {
             store.announce(record, step, Wait { timeout: wait.timeout, keep_waiting })?;
         }
         workers.check(&applying)?;
-        let generation = store.commit_agreed(Commit { log: self.ram_tier.head(), ..commit }, wait, agree)?;
+        let log = self.ram_tier.head(self.shared.deferred.named());
+        let generation = store.commit_agreed(Commit { log, ..commit }, wait, agree)?;
+        self.shared.deferred.committed(store)?;
         let began = Instant::now();
         let (ours, calls) = self.ram_tier.take_applying();
         let updates = ours.len() as u64;
@@ -159,6 +163,7 @@ impl Engine {
         self.here()?;
         self.cancel(None);
         self.ram_tier.discard(None);
+        self.shared.deferred.discard(None);
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failed = None;
         state.told = false;
@@ -171,6 +176,7 @@ impl Engine {
         self.known(record)?;
         self.cancel(Some(record));
         self.ram_tier.discard(Some(record));
+        self.shared.deferred.discard(Some(record));
         drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
         Ok(self.shared.store.discard_record(record, wait)?)
     }
@@ -180,6 +186,7 @@ impl Engine {
         self.known(record)?;
         drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
         self.ram_tier.discard(Some(record));
+        self.shared.deferred.discard(Some(record));
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 

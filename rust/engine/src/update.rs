@@ -204,7 +204,7 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
 }
 
 /// Refuses a record that does not have the state of a rule.
-fn require_state(description: &Description, record: usize, rule: &Rule) -> Result<()> {
+pub(crate) fn require_state(description: &Description, record: usize, rule: &Rule) -> Result<()> {
     let described = &description.records[record];
     let name = &described.name;
     match rule {

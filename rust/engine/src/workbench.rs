@@ -124,6 +124,11 @@ impl<'a> Workbench<'a> {
         self.waiting(|wait| self.store.begin_snapshot(record, wait))
     }
 
+    /// Begins to settle a record.
+    pub(crate) fn begin_settling(&self, record: usize) -> Result<()> {
+        self.waiting(|wait| self.store.begin_settling(record, wait))
+    }
+
     fn waiting(&self, begin: impl FnOnce(Wait<'_>) -> memascend_store::Result<()>) -> Result<()> {
         let mut wanted = || self.beginning.borrow().as_ref().is_none_or(|mark| !mark.is_cancelled());
         Ok(begin(Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)

@@ -12,18 +12,20 @@ use pyo3::{
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    errors::OrRaise as _,
+    errors::{OrRaise as _, config_error},
     function::applied,
     kernels::summed,
     nvme::TensorMemory,
+    parts::{Checkers, UnitParts},
     slow_drop::Detached,
     store::Store,
-    tensors,
+    tensors::{self, bytes_into},
     waiting::{waiting, watched},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Engine>()
+    module.add_class::<Engine>()?;
+    module.add_class::<Fetch>()
 }
 
 /// Address and bytes of a tensor, and what keeps them valid.
@@ -37,6 +39,8 @@ const QUEUE_BYTES: usize = 256 << 20;
 /// Staging chunks: twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
 const CHUNKS: usize = 12;
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
+/// What a unit is fetched into begins on a page.
+const PAGE_BYTES: usize = 4096;
 
 /// The pipelined update: state is read, computed and written in chunks, beside whatever else runs.
 #[pyclass(frozen, subclass, module = "memascend._core")]
@@ -145,9 +149,7 @@ impl Engine {
         values: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
-        #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
-        let factors = factors.into_iter().map(|factor| factor as f32).collect();
-        let (values, rule) = (tensors::live(described, values)?, rule_of(numbers)?);
+        let (factors, values, rule) = (single(factors), tensors::live(described, values)?, rule_of(numbers)?);
         waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))
     }
 
@@ -201,6 +203,62 @@ impl Engine {
         let (function, values) = (applied(adapter), tensors::live(described, values)?);
         let application = Application { function, nbytes, step, spilled, given, after_commit };
         waiting(py, None, |wait| self.inner.apply(record, application, values, wait))
+    }
+
+    /// Leave the update by the spilled gradient, multiplied by each of `factors`, to the next step: the commit names it.
+    ///
+    /// False where it has to be made now: the record is in RAM, or nothing has room for that (`Store.keep_places`).
+    #[pyo3(signature = (name, numbers, *, factors=vec![]), text_signature = "(self, name, numbers, *, factors=())")]
+    fn defer(&self, name: &Bound<'_, PyString>, numbers: &Bound<'_, PyAny>, factors: Vec<f64>) -> PyResult<bool> {
+        let (py, (record, _)) = (name.py(), self.record(name)?);
+        let (factors, rule) = (single(factors), rule_of(numbers)?);
+        waiting(py, None, |wait| self.inner.defer(record, rule, &factors, wait))
+    }
+
+    /// Queue what settles a record, if the last commit left it behind.
+    fn settle_later(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+        let (py, (record, _)) = (name.py(), self.record(name)?);
+        waiting(py, None, |mut wait| self.inner.settle_later(record, &mut wait))
+    }
+
+    /// Whether the last commit left updates to this step: before a record of those is staged, that is to be committed.
+    #[getter]
+    fn is_behind(&self) -> bool {
+        self.inner.is_behind()
+    }
+
+    /// Make the updates that the last commit left to this step, and commit them as a part of the last one; whether there
+    /// were any. Nothing of another step may be staged.
+    fn catch_up(&self, py: Python<'_>) -> PyResult<bool> {
+        waiting(py, None, |wait| self.inner.catch_up(wait))
+    }
+
+    /// Begin to fetch the values of a unit, as the last commit left them, before all other work that waits. Updates that
+    /// the last commit left are computed on the way; with `settle` they are written, too.
+    #[pyo3(signature = (unit, into, *, settle=false))]
+    fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>, settle: bool) -> PyResult<Fetch> {
+        let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
+        let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
+        if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
+            let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
+            return Err(config_error(py, message));
+        }
+        let inner = py.detach(|| self.inner.fetch(unit, memory, settle)).or_raise(py)?;
+        Ok(Fetch { inner: Detached::new(inner) })
+    }
+
+    /// The same in parts of at most so many bytes; nothing is read yet.
+    #[pyo3(signature = (unit, bytes_max, checkers=None, *, settle=false))]
+    fn parts(
+        &self,
+        unit: &Bound<'_, PyString>,
+        bytes_max: u64,
+        checkers: Option<Py<Checkers>>,
+        settle: bool,
+    ) -> PyResult<UnitParts> {
+        let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
+        let parts = py.detach(|| self.inner.parts(unit, bytes_max, settle)).or_raise(py)?;
+        Ok(UnitParts::new(parts, checkers))
     }
 
     /// Wait until every update is staged.
@@ -260,6 +318,7 @@ impl Engine {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
         dict.set_item("updates", counters.updates)?;
+        dict.set_item("computed", counters.computed)?;
         dict.set_item("applied", counters.applied)?;
         dict.set_item("fills", counters.fills)?;
         dict.set_item("spills", counters.spills)?;
@@ -312,6 +371,34 @@ impl Engine {
         let store = self.store.get();
         let index = store.index(name)?;
         Ok((index, &store.inner.description().records[index]))
+    }
+}
+
+/// Factors as torch multiplies by a scalar.
+#[expect(clippy::cast_possible_truncation, reason = "that is what torch does")]
+fn single(factors: Vec<f64>) -> Vec<f32> {
+    factors.into_iter().map(|factor| factor as f32).collect()
+}
+
+/// A unit on its way into memory; `Engine.fetch` makes it. Any thread may use it.
+///
+/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
+/// that. Dropping it waits for the device.
+#[pyclass(frozen, module = "memascend.engine")]
+pub(crate) struct Fetch {
+    inner: Detached<memascend_engine::UnitFetch<TensorMemory>>,
+}
+
+#[pymethods]
+impl Fetch {
+    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.wait(wait))
+    }
+
+    /// Whether the device is done with it, well or not. Never waits.
+    fn done(&self) -> bool {
+        self.inner.is_done()
     }
 }
 

@@ -1,8 +1,6 @@
 //! Translates reads of units in parts for Python.
 
-use std::sync::Arc;
-
-use memascend_store::Buffer;
+use memascend_store::{Buffer, Shared};
 use pyo3::{exceptions::PyIndexError, prelude::*};
 
 use crate::{
@@ -19,13 +17,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PartFetch>()
 }
 
-/// A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
+/// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 ///
 /// Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step after
 /// the next commit waits for that.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct UnitParts {
-    inner: Arc<memascend_store::Parts>,
+    inner: memascend_engine::UnitParts,
     checkers: Option<Py<Checkers>>,
 }
 
@@ -47,18 +45,15 @@ impl UnitParts {
         if Buffer::len(&memory) as u64 != nbytes {
             return Err(config_error(py, refusal()));
         }
-        let part = py.detach(|| self.inner.begin(index, memory)).or_raise(py)?;
-        let checking = match &self.checkers {
-            Some(checkers) => checkers.get().inner.check(part),
-            None => memascend_store::Checking::from(part),
-        };
-        Ok(PartFetch { inner: Detached::new(checking) })
+        let checkers = self.checkers.as_ref().map(|checkers| &*checkers.get().inner);
+        let part = py.detach(|| self.inner.begin(index, memory, checkers)).or_raise(py)?;
+        Ok(PartFetch { inner: Detached::new(part) })
     }
 }
 
 impl UnitParts {
-    pub(crate) fn new(inner: memascend_store::Parts, checkers: Option<Py<Checkers>>) -> Self {
-        Self { inner: Arc::new(inner), checkers }
+    pub(crate) fn new(inner: memascend_engine::UnitParts, checkers: Option<Py<Checkers>>) -> Self {
+        Self { inner, checkers }
     }
 }
 
@@ -67,7 +62,7 @@ impl UnitParts {
 /// They end when this and every part that they check are gone.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Checkers {
-    inner: Detached<memascend_store::Checkers<TensorMemory>>,
+    inner: Detached<memascend_store::Checkers<Shared<TensorMemory>>>,
 }
 
 #[pymethods]
@@ -87,7 +82,7 @@ impl Checkers {
 /// A part on its way into memory; `UnitParts.begin` makes it. Dropping it waits for the device.
 #[pyclass(frozen, module = "memascend.engine")]
 struct PartFetch {
-    inner: Detached<memascend_store::Checking<TensorMemory>>,
+    inner: Detached<memascend_engine::UnitFetch<TensorMemory>>,
 }
 
 #[pymethods]

@@ -7,7 +7,7 @@ use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use memascend_mem::Pin;
 use memascend_nvme::{Lost, PENDING_SUFFIX};
-use memascend_store::{Buffer, Commit, Create, Durability, Existing, Part};
+use memascend_store::{Commit, Create, Durability, Existing, Part};
 use pyo3::{
     prelude::*,
     types::{IntoPyDict, PyDict, PyList, PyString, PyTuple},
@@ -21,21 +21,13 @@ use crate::{
     function::Lender,
     info,
     kernels::elements_mut,
-    nvme::TensorMemory,
-    parts::{Checkers, UnitParts},
-    slow_drop::Detached,
-    tensors::bytes_into,
     waiting::{calling, interruptible, waiting, watched},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("PENDING_SUFFIX", PENDING_SUFFIX)?;
-    module.add_class::<Store>()?;
-    module.add_class::<Fetch>()
+    module.add_class::<Store>()
 }
-
-/// What a unit is fetched into begins on a page.
-const PAGE_BYTES: usize = 4096;
 
 /// State on SSD: every commit is all of a step or none of it, and every byte that is read was checked.
 #[pyclass(frozen, subclass, module = "memascend._core")]
@@ -178,6 +170,12 @@ impl Store {
         watched(names.py(), progress, |progress| self.inner.refresh(&records, progress))
     }
 
+    /// Make room in which the updates of these records are left to the next step; whether there is any.
+    fn keep_places(&self, names: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let records = self.indices(names)?;
+        names.py().detach(|| self.inner.keep_places(&records)).or_raise(names.py())
+    }
+
     /// Log the gradients of records in RAM from now on, instead of writing them each step; how many steps find room.
     fn keep_log(&self, names: &Bound<'_, PyAny>, steps: u32) -> PyResult<u32> {
         let py = names.py();
@@ -219,26 +217,6 @@ impl Store {
     fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         self.inner.spoil(self.index(name)?);
         Ok(())
-    }
-
-    /// Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
-    fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
-        let (py, unit) = (unit.py(), self.unit(unit)?);
-        let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
-        if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
-            let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
-            return Err(config_error(py, message));
-        }
-        let inner = py.detach(|| self.inner.fetch(unit, memory)).or_raise(py)?;
-        Ok(Fetch { inner: Detached::new(inner) })
-    }
-
-    /// The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
-    #[pyo3(signature = (unit, bytes_max, checkers=None))]
-    fn parts(&self, unit: &Bound<'_, PyString>, bytes_max: u64, checkers: Option<Py<Checkers>>) -> PyResult<UnitParts> {
-        let (py, unit) = (unit.py(), self.unit(unit)?);
-        let parts = py.detach(|| self.inner.parts(unit, bytes_max)).or_raise(py)?;
-        Ok(UnitParts::new(parts, checkers))
     }
 
     /// Commits, with the values as JSON. `run`: the id and the number that all ranks share; `agree` is called when all is
@@ -356,7 +334,7 @@ impl Store {
     }
 
     /// The number of a unit.
-    fn unit(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
+    pub(crate) fn unit(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let units = &self.inner.description().units;
         let found = units.iter().position(|unit| name == unit.as_str());
         found.ok_or_else(|| config_error(name.py(), format!("the store has no unit {}", shown(name))))
@@ -373,26 +351,4 @@ fn show(py: Python<'_>, visit: &Py<PyAny>, record: usize, parts: Vec<Part>) -> P
     lent.call_method0("clear")?;
     result?;
     lender.require_back(py)
-}
-
-/// A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
-///
-/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
-/// that. Dropping it waits for the device.
-#[pyclass(frozen, module = "memascend.engine")]
-pub(crate) struct Fetch {
-    inner: Detached<memascend_store::Fetch<TensorMemory>>,
-}
-
-#[pymethods]
-impl Fetch {
-    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
-    fn wait(&self, py: Python<'_>) -> PyResult<u64> {
-        waiting(py, None, |wait| self.inner.wait(wait))
-    }
-
-    /// Whether the device is done with it, well or not. Never waits.
-    fn done(&self) -> bool {
-        self.inner.is_done()
-    }
 }

@@ -1,0 +1,205 @@
+//! Fetches the values of units: reads them, and computes those of records that the last commit left behind.
+
+use std::{
+    ptr::NonNull,
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use memascend_mem::{Wait, locked};
+use memascend_store::{Buffer, Checkers, Checking, Lacking, Parts, Shared as Memory, Store};
+
+use crate::{Engine, Error, Result, engine::Shared, queue::QueueState, turn::Mark, workbench::Workbench};
+
+/// Memory that values are copied to, which is kept until then.
+pub(crate) struct Room {
+    first: NonNull<u8>,
+    nbytes: usize,
+    _memory: Box<dyn Send>,
+}
+
+// SAFETY: nobody else uses the memory before the job that has this has ended.
+unsafe impl Send for Room {}
+
+impl Room {
+    fn new<B: Buffer + Sync>(memory: Memory<B>) -> Self {
+        Self { first: memory.as_ptr(), nbytes: memory.len(), _memory: Box::new(memory) }
+    }
+
+    /// Copies the values of a chunk, the `number`th of those that it is for.
+    pub(crate) fn put(&self, number: u64, values: &[u8], bench: &Workbench<'_>, record: usize) {
+        let description = bench.store.description();
+        let full = u64::from(description.chunk_elements) * description.records[record].dtype.bytes();
+        let start = (number * full) as usize;
+        assert!(start + values.len() <= self.nbytes, "values past the end of their memory");
+        // SAFETY: inside the memory.
+        let to = unsafe { self.first.as_ptr().add(start) };
+        // SAFETY: as above; nobody else uses the memory.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len()) };
+    }
+}
+
+/// The values of a unit as the last commit left them, in parts: see [`Parts`].
+pub struct UnitParts {
+    shared: Arc<Shared>,
+    parts: Arc<Parts>,
+    settles: bool,
+}
+
+/// A part of a unit on its way into memory.
+pub struct UnitFetch<B: Buffer + Sync> {
+    shared: Arc<Shared>,
+    part: Option<Checking<Memory<B>>>,
+    computed: Mutex<Vec<Computed>>,
+    memory: Memory<B>,
+    settles: bool,
+    counts_wait: bool,
+}
+
+/// Values that a job computes.
+struct Computed {
+    lacking: Lacking,
+    mark: Arc<Mark>,
+}
+
+impl Engine {
+    /// The values of a unit, in parts of at most `bytes_max` bytes; nothing is read yet. Those of records that are behind are
+    /// computed on their way to memory, and with `settles` written, too.
+    pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
+        self.here()?;
+        let shared = &self.shared;
+        let lacking = shared.lacking(unit);
+        let parts = Arc::new(shared.store.parts_lacking(unit, bytes_max, &lacking)?);
+        Ok(UnitParts { shared: Arc::clone(shared), parts, settles })
+    }
+
+    /// Begins to fetch the values of all records of a unit into memory of its size, ahead of all other work; see
+    /// [`Engine::parts`].
+    pub fn fetch<B: Buffer + Sync>(&self, unit: usize, memory: B, settles: bool) -> Result<UnitFetch<B>> {
+        let parts = self.parts(unit, u64::MAX, settles)?;
+        let store = &self.shared.store;
+        let wanted = store.layout().unit_bytes(unit);
+        if memory.len() as u64 != wanted {
+            let name = &store.description().units[unit];
+            return Err(Error::Invalid(format!("unit {name:?} has {wanted} bytes, not {}", memory.len())));
+        }
+        parts.begun((wanted > 0).then_some(0), memory, None, true)
+    }
+}
+
+impl Shared {
+    /// The records of a unit that are behind.
+    fn lacking(&self, unit: usize) -> Vec<usize> {
+        if unit >= self.store.description().units.len() {
+            return Vec::new();
+        }
+        self.store.records_of(unit).filter(|&record| self.deferred.behind(&self.store, record).is_some()).collect()
+    }
+
+    /// Queues what computes values that a slot lacks, and copies them to memory.
+    fn compute<B: Buffer + Sync>(&self, lacking: Lacking, memory: &Memory<B>, settles: bool) -> Result<Computed> {
+        let Lacking { record, first, count, at, bytes } = lacking;
+        let part = memory.part(at as usize, bytes as usize);
+        let room = part.map(Room::new).ok_or_else(|| Error::Invalid("values do not fit their memory".into()))?;
+        let job = self.computing(record, (first, count), room, settles).ok_or_else(|| gone(&self.store, record))?;
+        let mark = Arc::clone(&job.mark);
+        self.queue.push_urgent(job)?;
+        Ok(Computed { lacking, mark })
+    }
+}
+
+fn gone(store: &Store, record: usize) -> Error {
+    let name = &store.description().records[record].name;
+    Error::Usage(format!("the values of {name:?} that these parts are of are overwritten now; begin anew"))
+}
+
+impl UnitParts {
+    /// Where each part begins in the unit, and its bytes.
+    pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.parts.places()
+    }
+
+    /// Begins to fetch a part into memory of exactly its size: see [`Parts::begin`]. What is read is checked by `checkers`, if
+    /// there are any.
+    pub fn begin<B: Buffer + Sync>(
+        &self,
+        index: usize,
+        memory: B,
+        checkers: Option<&Checkers<Memory<B>>>,
+    ) -> Result<UnitFetch<B>> {
+        self.begun(Some(index), memory, checkers, false)
+    }
+
+    fn begun<B: Buffer + Sync>(
+        &self,
+        index: Option<usize>,
+        memory: B,
+        checkers: Option<&Checkers<Memory<B>>>,
+        counts_wait: bool,
+    ) -> Result<UnitFetch<B>> {
+        let memory = Memory::new(memory);
+        let begin = |index: usize| {
+            let part = self.parts.begin(index, memory.clone())?;
+            Ok::<_, Error>(match checkers {
+                Some(checkers) => checkers.check(part),
+                None => Checking::from(part),
+            })
+        };
+        let part = index.map(begin).transpose()?;
+        let lacking = index.map_or_else(Vec::new, |index| self.parts.lacking(index));
+        let compute = |lacking| self.shared.compute(lacking, &memory, self.settles);
+        let computed = lacking.into_iter().map(compute).collect::<Result<_>>()?;
+        let (shared, settles) = (Arc::clone(&self.shared), self.settles);
+        Ok(UnitFetch { shared, part, computed: Mutex::new(computed), memory, settles, counts_wait })
+    }
+}
+
+impl<B: Buffer + Sync> UnitFetch<B> {
+    /// Whether all of it is there. Never waits.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        let computed = locked(&self.computed);
+        let state = self.shared.queue.lock();
+        let is_computed = computed.iter().all(|one| !state.holds(&one.mark));
+        is_computed && self.part.as_ref().is_none_or(Checking::is_done)
+    }
+
+    /// Waits, and checks every extent that was read; waiting again says the same again. Once that succeeded, the memory is the
+    /// caller's again.
+    pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
+        let began = Instant::now();
+        let result = self.waited(&mut wait);
+        if self.counts_wait {
+            self.shared.store.note_wait(began.elapsed());
+        }
+        result
+    }
+
+    fn waited(&self, wait: &mut Wait<'_>) -> Result<()> {
+        let mut computed = locked(&self.computed);
+        for one in computed.iter_mut() {
+            loop {
+                let ended = |state: &QueueState| !state.holds(&one.mark);
+                self.shared.queue.wait(wait, "the values of a unit", ended)?.alive()?;
+                one.mark.result()?;
+                if one.mark.is_completed() {
+                    break;
+                }
+                // What it was queued with has come to nothing.
+                *one = self.shared.compute(one.lacking, &self.memory, self.settles)?;
+            }
+        }
+        let Some(part) = &self.part else { return Ok(()) };
+        let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
+        Ok(part.wait(Wait { timeout: wait.timeout, keep_waiting })?)
+    }
+}
+
+impl<B: Buffer + Sync> Drop for UnitFetch<B> {
+    fn drop(&mut self) {
+        // What settles a record goes on.
+        if !self.settles {
+            locked(&self.computed).iter().for_each(|one| one.mark.cancel());
+        }
+    }
+}
