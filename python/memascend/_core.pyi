@@ -535,6 +535,13 @@ class Store:
             UsageError: with durability "none" a store keeps no log.
         """
 
+    def keep_places(self, names: Sequence[str]) -> bool:
+        """Make room in which updates of these records may be left to the next step (`Engine.defer`); whether there is any.
+
+        Each record that may spill gets a second place for its gradient. Files grow by that, and by what heads of the log
+        take. To be called once, before `keep_log` and after `Engine.replay`.
+        """
+
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
         """Write what only memory and the log have of the RAM tier, as a part of the last step: the log ends with it."""
 
@@ -553,26 +560,6 @@ class Store:
 
     def spoil(self, name: str) -> None:
         """Say that somebody wrote to the values of a record in RAM: `refresh` reads them again."""
-
-    def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
-        """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
-
-        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
-        record is at its "unit_offset". It is held until the end, and must not be touched before.
-
-        Raises:
-            ConfigError: there is no such unit, or the memory does not fit.
-            StorageError: the device refused; or the store is closed (UsageError).
-        """
-
-    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
-        """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
-
-        `checkers` check them as they come; without, whoever waits for one does.
-
-        Raises:
-            ConfigError: there is no such unit, or an extent of it is larger than a part may be.
-        """
 
     def counters(self) -> dict[str, Any]:
         """Since it was opened: "fetches", "fetched_bytes", "ram_tier_bytes", "wait_seconds" in `Fetch.wait`, all I/O.
@@ -641,17 +628,16 @@ def checksum_of(tensor: torch.Tensor) -> str:
 
 @final
 class Fetch:
-    """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
+    """A unit on its way into memory; `Engine.fetch` makes it. Any thread may use it.
 
     Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
     that. Dropping it waits for the device.
     """
 
-    def wait(self) -> int:
+    def wait(self) -> None:
         """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
 
-        Returns:
-            The newest version among its records (the generation that wrote it). Waiting again says the same again.
+        Waiting again says the same again.
 
         Raises:
             StorageError: the device failed.
@@ -663,7 +649,7 @@ class Fetch:
 
 @final
 class UnitParts:
-    """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
+    """A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 
     Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step
     after the next commit waits for that.
@@ -870,6 +856,53 @@ class Engine:
         values: torch.Tensor | None,
         how: tuple[bool, bool, bool],
     ) -> None: ...
+    def defer(self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = ()) -> bool:
+        """Leave the update by the spilled gradient, multiplied by each of `factors`, to the next step.
+
+        The commit names the gradient, which makes the step durable. What the slot lacks is written before the next
+        commit (`settle_later`, `fetch`), and by whoever reads more of the record than `fetch` gives.
+
+        Returns:
+            False where it has to be made now: the record is in RAM, or has no second place (`Store.keep_places`).
+        """
+
+    def settle_later(self, name: str) -> None:
+        """Queue what the last commit left of a record's update, if it was not made yet."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last commit left updates: before one of these records is staged, `catch_up()` is called."""
+
+    def catch_up(self) -> bool:
+        """Make the updates that the last commit left, and commit them as a part of its step; whether there were any.
+
+        Raises:
+            UsageError: something of another step is staged.
+        """
+
+    def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
+        """Begin to fetch the values of a unit, as the last commit left them, before all other work that waits.
+
+        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
+        record is at its "unit_offset". It is held until the end, and must not be touched before. Updates that the last
+        commit left (`defer`) are computed on the way; with `settle` they are written, too.
+
+        Raises:
+            ConfigError: there is no such unit, or the memory does not fit.
+            StorageError: the device refused; or the store is closed (UsageError).
+        """
+
+    def parts(
+        self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False
+    ) -> UnitParts:
+        """The same in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
+
+        Raises:
+            ConfigError: there is no such unit, or an extent of it is larger than a part may be.
+        """
+
     def finish(self) -> None:
         """Wait until every update is staged."""
 

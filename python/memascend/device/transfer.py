@@ -106,13 +106,13 @@ class Staging:
         self,
         device: Device,
         chunks: Sequence[torch.Tensor],
-        parts_of: Callable[[str, int], UnitParts],
+        parts_of: Callable[..., UnitParts],
         after: Callable[[torch.Tensor], Sequence[Copy]],
     ) -> None:
         """Start its thread.
 
         `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of` gives the parts of a unit by
-        its name, of at most so many bytes each. `after` gives the work that has to be over before a lease is written
+        its name, of at most so many bytes each, as `Engine.parts` does. `after` gives the work that has to be over before a lease is written
         to; it is called once for a lease, on the thread.
         """
         self._device = device
@@ -135,9 +135,12 @@ class Staging:
 
     # --- callers -------------------------------------------------------------------
 
-    def begin(self, name: str, base: torch.Tensor) -> Staged:
-        """Begin to bring a unit, as the last commit left it, into a lease on the device."""
-        unit = _UnitUpload(self._parts_of(name, self._chunk_bytes), base)
+    def begin(self, name: str, base: torch.Tensor, *, settle: bool = False) -> Staged:
+        """Begin to bring a unit, as the last commit left it, into a lease on the device.
+
+        `settle`: write the updates that it left, which are computed for that.
+        """
+        unit = _UnitUpload(self._parts_of(name, self._chunk_bytes, settle=settle), base)
         with self._changed:
             self._require_working()
             self._waiting.append(unit)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from memascend.device.device import Device
-    from memascend.storage import Engine, Store
+    from memascend.storage import Engine
 
 _log = logging.getLogger("memascend")
 
@@ -32,10 +32,10 @@ class HostUnits:
     # The store itself counts the time for which callers waited.
     wait_seconds = 0.0
 
-    def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
+    def __init__(self, engine: Engine, classes: Mapping[int, int]) -> None:
         """Take the memory."""
         self.arena: Any = HostArena(classes)
-        self.begin = store.fetch
+        self.begin = engine.fetch
 
     def take(self, nbytes: int, timeout: float) -> torch.Tensor:
         """Memory for the bytes of a unit, which its last view releases; see `DeviceArena.lease`."""
@@ -65,7 +65,7 @@ class DeviceUnits:
     """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
 
     def __init__(
-        self, store: Store, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
+        self, engine: Engine, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
     ) -> None:
         """Take the memory on both sides, and start the thread that copies; gradients of the `ram_tier` wait here."""
         self.device = device
@@ -78,7 +78,7 @@ class DeviceUnits:
         self._windows = memory.ChunkRing(window_bytes, windows)
         if self.unregistered:
             _log.warning("%s", self.unregistered)
-        parts_of = partial(store.parts, checkers=Checkers(CHECKERS))
+        parts_of = partial(engine.parts, checkers=Checkers(CHECKERS))
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
         # What copies into the windows.

@@ -152,6 +152,7 @@ class Gradient:
     def store(self, gradient: torch.Tensor) -> None:
         """Write one that came where there was none to storage."""
         self._gradients.engine.spill(self.name, gradient)
+        self._gradients.settle(self)
         self._move("store")
         self._stand_in()
 
@@ -160,6 +161,7 @@ class Gradient:
         self.take_back()
         after = moved(self.name, self.state, "change")
         self._gradients.engine.spill(self.name, gradient, add=add)
+        self._gradients.settle(self)
         self.state = after
 
     def take(self, gradient: torch.Tensor, found: Measure) -> None:
@@ -173,7 +175,23 @@ class Gradient:
 
         Without one, by the gradient on storage, multiplied by each of `factors` in turn before.
         """
-        self._begin("stage", gradient, factor, factors)
+        if not self._defer(gradient, factor, factors):
+            self._begin("stage", gradient, factor, factors)
+
+    def _defer(self, gradient: torch.Tensor | None, factor: float, factors: Sequence[float]) -> bool:
+        """Leave the update to the next step, where this one does so; the gradient lies on storage then."""
+        if not self._gradients.defers(self) or (gradient is not None and gradient.is_sparse):
+            return False
+        after = moved(self.name, self.state, "stage")
+        if gradient is not None:
+            self._gradients.engine.spill(self.name, gradient)
+        scale = self._gradients.scale.inverse * factor
+        options = self.rule.defer(self._gradients.engine, self.step, scale, factors)
+        if options is None:
+            return False
+        self.options, self.state = options, after
+        self._gradients.deferred.add(self.name)
+        return True
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
         """Begin the update early, by the stored gradient or by a new one, which is stored with it.
@@ -181,7 +199,7 @@ class Gradient:
         False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
         is corrected before.
         """
-        if not self._gradients.speculation.may_begin(self.name):
+        if self.name in self._gradients.behind or not self._gradients.speculation.may_begin(self.name):
             return False
         try:
             if not self._begin("begin", gradient, 1.0):

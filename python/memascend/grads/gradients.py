@@ -59,6 +59,11 @@ class Gradients:
         # By the names of the parameters, in their order.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
+        # Parameters whose updates this step leaves to the next one, and those of which the last one did.
+        self.deferred: set[str] = set()
+        self.behind: set[str] = set()
+        # Whether this step leaves updates.
+        self._defers = False
         # Something arrived, or was changed, since the last step.
         self.fresh = False
         # Time that backward spent to hand on gradients, waiting for memory included.
@@ -199,6 +204,20 @@ class Gradients:
         self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
 
+    def settle(self, gradient: Gradient) -> None:
+        """A gradient has arrived: what the last step left of its parameter's update is made now, if it was not yet."""
+        if gradient.name in self.behind:
+            self.engine.settle_later(gradient.name)
+
+    def defers(self, gradient: Gradient) -> bool:
+        """Whether the step that is made leaves the update of a parameter to the next one, if that is possible."""
+        return self._defers and gradient.name not in self.ram_tier
+
+    def catch_up(self) -> None:
+        """Make and commit the updates that the last step left, before anything of their parameters is staged."""
+        self.engine.catch_up()
+        self.behind.clear()
+
     def _note_arrival(self, gradient: Gradient) -> None:
         if gradient.handle is not None:
             # The handle was taken away: what stood behind it is dropped.
@@ -281,6 +300,7 @@ class Gradients:
             self.engine.discard()
         for gradient in self.by_name.values():
             gradient.drop(discarded=True)
+        self.deferred.clear()
         self.fresh = False
         self._left.clear()
         self.speculation.restart()
@@ -373,6 +393,7 @@ class Gradients:
         The options of an update that has begun for good must not have changed.
         """
         self._unchanged = factor == 1.0
+        self._decide_when(present)
         # Parameters of a group share their options: they are looked at once.
         now: dict[tuple[int, int], Any] = {}
         for gradient, values in present:
@@ -404,6 +425,15 @@ class Gradients:
                 self.norms.measure_once(gradient, changed)
             else:
                 self._stage(gradient, changed, factor)
+
+    def _decide_when(self, present: Present) -> None:
+        """Decide whether this step leaves updates to the next one, and make those that the last one left if not."""
+        stored = [gradient for gradient, values in present if values is gradient.handle and gradient.state.stored]
+        unchanged = self._unchanged and not any(gradient.is_changed for gradient in stored)
+        self._defers = self.loop.stays_kept and not self.speculation.begins_after(unchanged=unchanged)
+        left = ((gradient, values) for gradient, values in present if gradient.name in self.behind)
+        if self.behind and not (self._defers and all(_may_wait(*one) for one in left)):
+            self.catch_up()
 
     def _stays(self, gradient: Gradient, now: Any, factor: float) -> bool:
         """Whether the update that has begun is the step's, now that the options and the factor are known."""
@@ -452,6 +482,7 @@ class Gradients:
             if gradient.state.staged:
                 gradient.commit()
                 updated.append(gradient.name)
+        self.behind, self.deferred = self.deferred, set()
         for gradient, values in present:
             if values is not gradient.handle:
                 gradient.note_used(values)
@@ -464,6 +495,7 @@ class Gradients:
         for gradient in self.by_name.values():
             if gradient.state.begun:
                 gradient.skip()
+        self.deferred.clear()
         self.note_step(unchanged=False)
 
     # --- values outside of a step -------------------------------------------------------
@@ -516,6 +548,12 @@ class Gradients:
             # A step would apply the zeros: moments decay, weights too.
             self.fresh = True
         backwards.forget_failure()
+
+
+def _may_wait(gradient: Gradient, values: torch.Tensor) -> bool:
+    """Whether an update can be left to the next step, as that of the last one was."""
+    rule = gradient.rule
+    return not values.is_sparse and rule.numbers(rule.options(), gradient.step, 1.0) is not None
 
 
 def _was_there(values: torch.Tensor, *, shared: bool) -> bool:

@@ -50,6 +50,11 @@ class Loop:
         waits = _CHANGING if self.accumulation_steps > 1 else _CHANGING | {"accumulation"}
         return self._noticed.isdisjoint(waits)
 
+    @property
+    def stays_kept(self) -> bool:
+        """Whether gradients wait on storage until step(), in the next step, too."""
+        return self.mode == "ssd" and (not self._learning or self._keeps or bool(self._noticed))
+
     def learn(self) -> str | None:
         """After the first step: decide how gradients wait; returns the words for the log, once."""
         if not self._learning:
@@ -93,6 +98,11 @@ class Speculation:
     def may_begin(self, name: str) -> bool:
         """Whether the update of parameter `name`, whose gradient is whole, may begin."""
         return self._unchanged >= self._wanted and name not in self._ram_tier and self._loop.speculates
+
+    def begins_after(self, *, unchanged: bool) -> bool:
+        """Whether updates of the next step may begin early, where this one leaves its gradients `unchanged`."""
+        stood = unchanged and self._step != "anew"
+        return stood and self._unchanged + 1 >= self._wanted and self._loop.speculates
 
     def begun(self) -> None:
         """An update has begun early."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
+from memascend.params.settling import Settling
 from memascend.params.threads import FORKED, OwnProcess
 from memascend.params.unit import Bytes, Home, alive
 from memascend.text import bytes_shown, size_option
@@ -189,6 +190,8 @@ class CachedUnits:
         self._ram_tier: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
+        # At which of a unit's fetches the updates that the last step left are written.
+        self.settling = Settling()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self._at: dict[int, tuple[Home, int]] = {}
         # The unit that is asked for right now: not to be evicted for one that comes later.
@@ -254,7 +257,8 @@ class CachedUnits:
         base = self._room(home, must=must)
         if base is None:
             return False
-        home.begin_read(self._memory.begin(home.name, base), base)
+        settle = self.settling.settles(home.fetched)
+        home.begin_read(self._memory.begin(home.name, base, settle=settle), base)
         self._at[base.data_ptr()] = (home, home.version)
         self.counters["fetches"] += 1
         return True
@@ -414,6 +418,7 @@ class CachedUnits:
     def end_step(self) -> None:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
         with self._lock:
+            self.settling.step_ended(leaves=self._engine.is_behind)
             self.order.end()
             self.look_ahead()
 

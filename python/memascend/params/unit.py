@@ -83,6 +83,8 @@ class Home:
     _epoch: int = -1
     # Counts the values that it had.
     version: int = 0
+    # Reads that were begun of these.
+    fetched: int = 0
     # A step has changed its values, so the next one will.
     trained: bool = False
     # The threads that have it materialized, with how often.
@@ -99,6 +101,7 @@ class Home:
         """Note that the bytes are being read into leased memory."""
         self.weak = None
         self.read, self._into = read, into
+        self.fetched += 1
         self._move("read")
 
     def arrive(self) -> None:
@@ -156,6 +159,7 @@ class Home:
     def train(self) -> None:
         """A commit has changed the values on storage: the bytes in memory are old."""
         self.version += 1
+        self.fetched = 0
         self.trained = True
         if self.in_ram:
             # They were updated where they lie, as by an optimizer in place: a graph that saved a view is refused.

@@ -314,6 +314,14 @@ def _replayed(subject: Subject) -> frozenset[str]:
     return frozenset(name for name in subject.trained if subject.arithmetic.of(subject.named[name]).is_replayed)
 
 
+def deferrable(subject: Subject, plan: Plan) -> list[str]:
+    """The parameters whose updates a step may leave to the next one: streamed ones with gradients on storage."""
+    if subject.options.gradients not in ("auto", "ssd"):
+        return []
+    in_ram = frozenset(plan.ram_tier)
+    return [name for name in sorted(_replayed(subject)) if name not in in_ram]
+
+
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
     records = []
     sharding = subject.sharding

@@ -25,7 +25,7 @@ from memascend.plan.cost import moves
 from memascend.plan.decision import folders_of
 from memascend.plan.options import Options
 from memascend.session.build import Assembly
-from memascend.session.decide import Subject, decide
+from memascend.session.decide import Subject, decide, deferrable
 from memascend.session.open_store import RUNS, FirstValues, begin_log, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
@@ -195,7 +195,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.log_began(begin_log(store, assembly.decision.plan))
+        session.measurements.log_began(begin_log(store, assembly.decision.plan, deferrable(subject, assembly.decision.plan)))
         if subject.earlier is not None:
             # From here on no rank drops its new store, so the earlier stores can go.
             exchange.everyone(None)
@@ -282,9 +282,9 @@ def _resources(
     store, engine = opened
     memory: UnitMemory
     if subject.device is None:
-        memory = HostUnits(store, plan.classes)
+        memory = HostUnits(engine, plan.classes)
     else:
-        memory = DeviceUnits(store, subject.device, plan.classes, plan.ram_tier)
+        memory = DeviceUnits(engine, subject.device, plan.classes, plan.ram_tier)
     undo.callback(memory.close)
     undo.callback(memory.stop)
     keeper = None

@@ -212,8 +212,17 @@ def end_log(store: Store, engine: Engine) -> None:
         engine.replay(progress.reached)
 
 
-def begin_log(store: Store, plan: Plan) -> Plan:
-    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
+def begin_log(store: Store, plan: Plan, deferred: Sequence[str]) -> Plan:
+    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits.
+
+    Also second places for the gradients of those whose updates may be `deferred`.
+    """
+    if deferred and not store.keep_places(deferred):
+        _log.warning(
+            "no disk space for a second place of %d gradients: where the norm of all comes first, their updates wait "
+            "for it and then run alone",
+            len(deferred),
+        )
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
         instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"

@@ -391,6 +391,7 @@ class Session:
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
             self._commit_rest()
+            self._catch_up()
 
     def _commit_rest(self) -> None:
         """Commit buffers, and options of groups, that changed since the last step.
@@ -412,6 +413,22 @@ class Session:
         # What was set since belongs to the next step.
         hyperparameters = metadata.hyperparameters() if metadata.has_new_options else None
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
+
+    def _catch_up(self) -> None:
+        """Make the updates that the last step left; a store whose log has them may be left to do so at its resume."""
+        run, engine = self.run, self.run.resources.engine
+        if run.resources.temporary or not engine.is_behind:
+            return
+        is_logged = run.resources.store.info()["log_steps"] > 0
+        if is_logged and (sys.exc_info()[0] is not None or self._is_suspect):
+            return
+        try:
+            engine.discard()
+            run.gradients.catch_up()
+        except MemascendError as error:
+            if not is_logged:
+                raise
+            _log.info("the updates of the last step stay in the log, and are made at a resume: %s", error)
 
     def _takes_buffers(self) -> bool:
         """Whether close() commits buffers; warns of those that changed and are lost, but for those of a staged step."""

@@ -89,6 +89,7 @@ class Edits:
         """
         with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
+            self.run.gradients.catch_up()
             buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
             edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
@@ -270,6 +271,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
     run, metadata, engine = edits.run, edits.run.metadata, edits.run.resources.engine
     with run.resources.store.preparing():
         run.require_quiet()
+        run.gradients.catch_up()
         changed = metadata.arithmetic.switched(mode)
         if not changed:
             # The optimizer is in that mode.

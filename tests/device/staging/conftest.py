@@ -21,14 +21,14 @@ def pages(nbytes):
     return whole[-whole.data_ptr() % 4096 :][:nbytes]
 
 
-def in_one(store, unit):
-    into = pages(sum(store.parts(unit, 1 << 30).places()[-1]))
-    store.fetch(unit, into).wait()
+def in_one(updates, unit):
+    into = pages(sum(updates.parts(unit, 1 << 30).places()[-1]))
+    updates.fetch(unit, into).wait()
     return into
 
 
-def leased(arena, store):
-    return arena.lease(in_one(store, "first").nbytes, 0)
+def leased(arena, updates):
+    return arena.lease(in_one(updates, "first").nbytes, 0)
 
 
 @pytest.fixture
@@ -57,12 +57,18 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def arena(device, store):
-    return DeviceArena(device, {in_one(store, "first").nbytes: 2})
+def updates(store):
+    with engine.Engine(store) as made:
+        yield made
 
 
 @pytest.fixture
-def staging(device, store, arena):
-    made = Staging(device, [pages(CHUNK) for _ in range(3)], store.parts, arena.after)
+def arena(device, updates):
+    return DeviceArena(device, {in_one(updates, "first").nbytes: 2})
+
+
+@pytest.fixture
+def staging(device, updates, arena):
+    made = Staging(device, [pages(CHUNK) for _ in range(3)], updates.parts, arena.after)
     yield made
     made.close()

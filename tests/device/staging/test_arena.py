@@ -57,13 +57,13 @@ def test_what_is_written_next_comes_after_every_use(device):
     assert arena.used(base)
 
 
-def test_a_unit_that_never_came_leaves_its_marks(store, device, staging, arena):
+def test_a_unit_that_never_came_leaves_its_marks(updates, device, staging, arena):
     """Whatever used a slot before a unit that was dropped on its way still comes before the next copy there."""
-    base = leased(arena, store)
+    base = leased(arena, updates)
     arena.used(base)
     using = device.begun = Work(lambda: None)
     del base
-    base = leased(arena, store)
+    base = leased(arena, updates)
     with staging._changed:
         # The thread comes to it no more.
         coming = staging.begin("second", base)
@@ -79,7 +79,7 @@ def test_a_unit_that_never_came_leaves_its_marks(store, device, staging, arena):
 
     device.inward.copy = note
     using.run()
-    bases = [leased(arena, store) for _ in range(2)]
+    bases = [leased(arena, updates) for _ in range(2)]
     for taken in bases:
         staging.begin("first", taken).wait()
     assert using in seen
