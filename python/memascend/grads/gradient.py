@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from memascend.grads.gradients import Gradients
     from memascend.grads.lazy_grad import Notice
+    from memascend.grads.operations import Operation
     from memascend.optim.rules import Rule
     from memascend.params.offloaded_param import Place
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 Numbers = tuple[bool, Squares]
 # The same as it was measured: numbers; on a device a row of sums, or, of dtypes without kernels, two tensors.
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+# Kinds of norms that are taken of one gradient as it arrives; loops ask for one or two.
+_NORMS_MAX = 4
 
 
 class GradientState(Enum):
@@ -125,6 +130,11 @@ class Gradient:
         self._scale = 1.0
         # The measure of a gradient that is gone into an update.
         self.found: Measure | None = None
+        # Norms that user code took of it since the last step, those to take of the next one as it arrives, and those
+        # that were taken of the present one.
+        self._asked: list[Operation] = []
+        self.expected: tuple[Operation, ...] = ()
+        self._norms: list[tuple[Operation, torch.Tensor]] = []
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
@@ -160,6 +170,7 @@ class Gradient:
         """Replace the gradient on storage, or add to it."""
         self.take_back()
         after = moved(self.name, self.state, "change")
+        self._norms.clear()
         self._gradients.engine.spill(self.name, gradient, add=add)
         self._gradients.settle(self)
         self.state = after
@@ -248,6 +259,8 @@ class Gradient:
         """The step that has its update is committed."""
         self._move("end")
         self.step += 1
+        self.expected = tuple(self._asked)
+        self._asked.clear()
 
     def skip(self) -> None:
         """The step that had its update is skipped."""
@@ -264,6 +277,7 @@ class Gradient:
         if self.handle is not None:
             self.handle.gradient.drop()
         self.handle = self._given = None
+        self._norms.clear()
         self._move("drop")
 
     def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
@@ -385,6 +399,25 @@ class Gradient:
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
         return math.sqrt(rounded(self._gradients.norms.read([self._measured()])[0][1]))
+
+    def take_norms(self, gradient: torch.Tensor) -> None:
+        """Take the expected norms by torch of one that arrives whole, so that clipping need not read it again."""
+        if not self.expected:
+            return
+        kind = gradient.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        # The loop takes its norms outside of the backward, where autocast is off: it would change their dtype.
+        torch.set_autocast_enabled(kind, False)  # noqa: FBT003
+        try:
+            self._norms = [(operation, operation.apply(gradient)) for operation in self.expected]
+        finally:
+            torch.set_autocast_enabled(kind, autocast)
+
+    def norm_by(self, operation: Operation) -> torch.Tensor | None:
+        """The norm by this operation, if it was taken as the gradient arrived; from now on it is."""
+        if operation not in self._asked and len(self._asked) < _NORMS_MAX:
+            self._asked.append(operation)
+        return next((norm.clone() for taken, norm in self._norms if taken == operation), None)
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""

@@ -19,6 +19,7 @@ from memascend.grads.backward import Backwards, in_reentrant_checkpoint
 from memascend.grads.gradient import Gradient, GradientState
 from memascend.grads.lazy_grad import GradientHandle, shares_memory
 from memascend.grads.norms import norm_of
+from memascend.grads.operations import CLIPPING_NORM
 from memascend.optim.shared import give_gradient
 from memascend.tensors import rounded
 
@@ -171,18 +172,31 @@ class Gradients:
                 # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written
                 # to. The rows of a rank are on memory that fully_shard makes for all of a group, and nobody writes to.
                 gradient.note_given(values)
-            values = values.clone()
         if nested:
             gradient.expect_pieces()
-        self._use(gradient, values, whole=last and not gradient.in_pieces)
+        self._use(gradient, values, whole=last and not gradient.in_pieces, shared=shared)
 
-    def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes."""
+    def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
+        """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes.
+
+        `shared`: others have its memory.
+        """
+        # As it would lie in `p.grad`: autograd lays gradients out as their parameters.
         values = gradient.laid_out(values)
+        if whole and self.loop.mode != "fused" and not self.loop.adds_up:
+            # Before the copy: on a GPU the bits of a norm depend on the address.
+            gradient.take_norms(values)
+        if shared:
+            values = values.clone()
         if whole and self.loop.mode == "fused":
             gradient.take(values, self.norms.measure(values))
         elif not (whole and gradient.begin(values)):
             gradient.store(values)
+
+    def expect_clipping(self) -> None:
+        """Note that the loop clips by torch's `clip_grad_norm_`, before its first step shows it."""
+        for gradient in self.by_name.values():
+            gradient.expected = (CLIPPING_NORM,)
 
     def use_stored(self, gradient: Gradient) -> None:
         """Update by a gradient on storage that is whole, unless it waits for step()."""

@@ -130,7 +130,8 @@ class DeferredGradient:
         """A norm, by torch; the 2-norm also once the gradient is used."""
         self.backing.noticed("norm")
         if not self.backing.fused:
-            result: Tensor = operation.apply(self.materialize())
+            taken = None if self.operations or not operation.is_of_all else self.backing.norm_by(operation)
+            result: Tensor = operation.apply(self.materialize()) if taken is None else taken
             return result
         order, dimensions, keep = (*operation.arguments, *(2, None, False)[len(operation.arguments) :])[:3]
         dtype = operation.options.get("dtype")

@@ -46,9 +46,12 @@ class Loop:
         """Whether gradients are kept for what may leave them as they are, as clipping: an update by them may stand."""
         if not self._is_auto or self.mode != "ssd" or self._figures is not None:
             return False
-        # Where the number of backwards is known, the last one is.
-        waits = _CHANGING if self.accumulation_steps > 1 else _CHANGING | {"accumulation"}
-        return self._noticed.isdisjoint(waits)
+        return not self.adds_up and self._noticed.isdisjoint(_CHANGING)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether several backwards make a step, and which one is the last is not known."""
+        return self.accumulation_steps == 1 and "accumulation" in self._noticed
 
     @property
     def stays_kept(self) -> bool:

@@ -78,6 +78,11 @@ class Operation:
         """Whether torch's CPU code rounds the scalar to the gradient's dtype: `_foreach_mul_` does, `mul_` does not."""
         return self.function._overloadname in {"Scalar", "ScalarList"}  # noqa: SLF001
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether a norm is one number, that of all elements."""
+        return self.listed or len(self.arguments) <= 1
+
     def changes_nothing(self) -> bool:
         """Whether any gradient stays as it is; waits for a GPU only where the number lies on one."""
         numbers = [*self.arguments, *self.options.values()]
@@ -136,3 +141,7 @@ class Operation:
         inverse = 1.0 / value if value else math.inf
         is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
+
+
+# The norm by which torch's `clip_grad_norm_` clips.
+CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)
