@@ -47,6 +47,14 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
 
 
+def position_of(folder: str | os.PathLike[str]) -> str | None:
+    """The position of a Trainer that a checkpoint has; None if there is none, or no checkpoint, or it is damaged."""
+    try:
+        return _manifest(Path(folder)).get("position")
+    except MemascendError:
+        return None
+
+
 def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: manifest[name] for name in ("store", "step")}
 

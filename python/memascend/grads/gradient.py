@@ -407,7 +407,7 @@ class Gradient:
         kind = gradient.device.type
         autocast = torch.is_autocast_enabled(kind)
         # The loop takes its norms outside of the backward, where autocast is off: it would change their dtype.
-        torch.set_autocast_enabled(kind, False)  # noqa: FBT003
+        torch.set_autocast_enabled(kind, False)
         try:
             self._norms = [(operation, operation.apply(gradient)) for operation in self.expected]
         finally:

@@ -167,11 +167,10 @@ class Gradients:
         if lasting or (not own_rows and _was_there(values, shared=shared)):
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return
-        if shared:
-            if not own_rows:
-                # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written
-                # to. The rows of a rank are on memory that fully_shard makes for all of a group, and nobody writes to.
-                gradient.note_given(values)
+        if shared and not own_rows:
+            # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written to.
+            # The rows of a rank are on memory that fully_shard makes for all of a group, and nobody writes to.
+            gradient.note_given(values)
         if nested:
             gradient.expect_pieces()
         self._use(gradient, values, whole=last and not gradient.in_pieces, shared=shared)

@@ -144,4 +144,4 @@ class Operation:
 
 
 # The norm by which torch's `clip_grad_norm_` clips.
-CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)
+CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)  # noqa: SLF001

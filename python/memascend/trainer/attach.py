@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from memascend.checkpoint.reader import position_of
 from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
@@ -27,7 +28,7 @@ from memascend.trainer.reference import offload_both
 from memascend.trainer.resume import Resume, position_log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from memascend.session.optimizer import OffloadedOptimizer
 
@@ -46,7 +47,7 @@ def offload(
     *,
     storage: _Path | Sequence[_Path],
     existing: Literal["refuse", "resume", "replace", "previous"] = "resume",
-    clipping: Literal["exact", "torch"] = "exact",
+    clipping: Literal["torch", "exact"] | None = None,
     keep: Sequence[str] = (),
     **options: Any,
 ) -> OffloadedOptimizer | None:
@@ -59,9 +60,10 @@ def offload(
         trainer: a Trainer of transformers, TRL or sentence-transformers, or a subclass of yours.
         storage: as of `memascend.offload()`.
         existing: as of `memascend.offload()`, where a store is there already.
-        clipping: "exact": `max_grad_norm` of the arguments clips within `step()`, so that updates run beneath the
-            backward where nothing clips; the log has the norm of `step()`. "torch": the Trainer clips and takes norms
-            by torch, with its bits, and every update waits for that.
+        clipping: "torch": the Trainer clips and takes norms by torch, with the bits of the Trainer in memory. "exact":
+            `max_grad_norm` of the arguments clips within `step()`, by a norm that is the same for any number of ranks
+            and that reads no sum of micro-batches once more; the log has this norm. None: that of the training that
+            goes on; of a new one "torch", but "exact" under FSDP2, and where the option `max_grad_norm` is given.
         keep: names of attributes of the Trainer that each commit holds and a resume restores: numbers, texts, and
             containers of them, as a subclass collects them for its log. A warning names those that it lacks.
         options: all others of `memascend.offload()`.
@@ -75,12 +77,15 @@ def offload(
             message names what differs. Nothing was changed.
     """
     names.require(trainer)
-    if clipping not in ("exact", "torch"):
-        raise ConfigError(f'clipping is "exact" or "torch", not {clipping!r}')
+    if clipping not in (None, "torch", "exact"):
+        raise ConfigError(f'clipping is "torch" or "exact", not {clipping!r}')
     _require_plain(trainer)
     _require_kept(trainer, keep)
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
     options |= {"storage": paths if len(paths) > 1 else paths[0], "existing": existing}
+    continues = existing in ("resume", "previous")
+    if clipping is None:
+        clipping = _clipping(trainer, paths if continues else (), options)
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
     before, events = dict(vars(trainer)), dict(vars(trainer.callback_handler))
@@ -89,7 +94,7 @@ def offload(
         if not trainer.is_fsdp_enabled:
             trainer.create_optimizer()
         run = description(trainer, f"{clipping} {options.get('max_grad_norm')}" if clipping == "exact" else clipping)
-        if existing in ("resume", "previous"):
+        if continues:
             _require_this_run(paths, trainer, run)
         return _offloaded(trainer, Resume(trainer, run, exact_norm=clipping == "exact", keep=keep), options)
     except BaseException:
@@ -104,8 +109,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     """Offload the optimizer with its model; under FSDP2 within `train()`."""
     if resume.clips_exactly:
         _log.info(
-            "clipping: %s within step(), whose norm the log has; clipping='torch' clips as torch does, after the "
-            "backward",
+            "clipping: %s within step(), whose norm the log has; clipping='torch' clips as the Trainer in memory does",
             options["max_grad_norm"],
         )
     if getattr(trainer.args, "precompute_ref_log_probs", False):
@@ -160,6 +164,8 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
     trainer.callback_handler.callbacks.insert(0, callback)
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
+    if not resume.clips_exactly:
+        session_of(optimizer).run.gradients.expect_clipping()
 
 
 class Attached(Callback):
@@ -312,34 +318,61 @@ def _require_ranks(trainer: Any) -> None:
 _FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
 
 
+def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) -> Literal["torch", "exact"]:
+    """The clipping where none is given: that of the store or checkpoint where the training goes on, or the default."""
+    if "max_grad_norm" in options:
+        return "exact"
+    # torch's norm of sharded gradients depends on the number of ranks.
+    default: Literal["torch", "exact"] = "exact" if trainer.is_fsdp_enabled else "torch"
+    positions = [decoded(one, file) for file, one, _ in _commits(paths, trainer) if one is not None]
+    if not positions and options.get("checkpoint") is not None:
+        position = position_of(options["checkpoint"])
+        positions = [] if position is None else [decoded(position, str(options["checkpoint"]))]
+    if not positions:
+        return default
+    stored = positions[0]["run"].get("others", {}).get("clipping", default).partition(" ")[0]
+    if stored != default:
+        _log.info("clipping=%r, by which the stored training began; that of new ones is %r", stored, default)
+    return "exact" if stored == "exact" else "torch"
+
+
 def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]) -> None:
     """Reject the store of another run; the first rank also looks at stores of another number of ranks."""
-    rank, count = trainer.args.process_index, trainer.args.world_size
-    places = candidates([os.path.expanduser(path) for path in paths], rank, count)  # noqa: PTH111
-    for place in places[: None if rank == 0 else 1]:
-        _require_run_at(place, run, trainer)
+    own = None if trainer.args.process_index == 0 else 1
+    for file, position, step in _commits(paths, trainer, own):
+        if position is not None:
+            require_same(decoded(position, file), run, trainer)
+        elif step:
+            raise ConfigError(
+                f"the store at {file} has {step} steps that no Trainer made, so that its place in the data is not "
+                'known: give another storage=, or existing="replace" to begin anew'
+            )
 
 
-def _require_run_at(place: Sequence[str], run: Mapping[str, Any], trainer: Any) -> None:
-    files = [str(file_of(path)) for path in place]
+def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Iterator[tuple[str, str | None, int]]:
+    """File, position and step of the stores at this rank's possible places, or at the first ones, `most` in number."""
+    places = [os.path.expanduser(path) for path in paths]  # noqa: PTH111
+    possible = candidates(places, trainer.args.process_index, trainer.args.world_size) if places else []
+    for place in possible[:most]:
+        files = [str(file_of(path)) for path in place]
+        found = _commit_in(files)
+        if found is not None:
+            yield files[0], *found
+
+
+def _commit_in(files: Sequence[str]) -> tuple[str | None, int] | None:
+    """Position and step of a store; None where there is none yet, or it is in use."""
     if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
-        return
+        return None
     try:
         named = commits(files)
         if named is None or not named[0]:
             # Blank, or without a first commit: offload() knows which.
-            return
+            return None
         with look(files) as store:
-            position, step = (store.hyperparameters or {}).get("position"), store.step
+            return (store.hyperparameters or {}).get("position"), store.step
     except StorageError as error:
         if error.errno is None:
             raise
         # In use, also by an earlier run of this process: offload() knows.
-        return
-    if position is not None:
-        require_same(decoded(position, files[0]), run, trainer)
-    elif step:
-        raise ConfigError(
-            f"the store at {files[0]} has {step} steps that no Trainer made, so that its place in the data is not "
-            'known: give another storage=, or existing="replace" to begin anew'
-        )
+        return None
