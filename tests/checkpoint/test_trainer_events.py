@@ -302,8 +302,38 @@ def test_an_edited_script_is_another_training(tmp_path, name):
 
 
 def test_clipping_is_kept(tmp_path, ended):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"clipping torch -> exact 1\.0"):
+        memascend.trainer.offload(made(tmp_path / "out"), storage=ended / "store", clipping="exact")
+
+
+@pytest.mark.parametrize("existing", ["resume", "replace"])
+def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplog, existing):
+    """From its store, and from a checkpoint; a script of an earlier version has no clipping=."""
+
+    def begun(folder, *ends, **options):
+        trainer = made(folder / "out", Ends(*ends), max_steps=6, logging_steps=1, save_steps=2)
+        return trainer, memascend.trainer.offload(trainer, storage=folder / "store", **options)
+
+    whole, optimizer = begun(tmp_path / "whole", clipping="exact")
+    with optimizer:
+        whole.train()
+    trainer, optimizer = begun(tmp_path / "ended", 3, clipping="exact")
+    with optimizer, pytest.raises(Ended):
+        trainer.train()
+    options = {} if existing == "resume" else {"checkpoint": tmp_path / "ended/out/checkpoint-2"}
+    with caplog.at_level("INFO", "memascend"):
+        trainer, optimizer = begun(tmp_path / "ended", existing=existing, **options)
+    assert "clipping='exact', by which the stored training began" in caplog.text
+    with optimizer:
+        trainer.train()
+        assert optimizer.steps == 6
+    assert digest_of(trainer.model) == digest_of(whole.model)
+    norms = [[line.get("grad_norm") for line in one.state.log_history] for one in (trainer, whole)]
+    assert norms[0] == norms[1]
+    # torch's norm is rounded to float32.
+    assert any(norm != torch.tensor(norm).item() for norm in norms[0] if norm is not None)
     with pytest.raises(ConfigError, match=r"clipping exact 1\.0 -> torch"):
-        memascend.trainer.offload(made(tmp_path / "out"), storage=ended / "store", clipping="torch")
+        begun(tmp_path / "ended", clipping="torch")
 
 
 def checkpointed(function):

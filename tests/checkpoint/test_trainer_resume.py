@@ -111,7 +111,7 @@ class Ends(transformers.TrainerCallback):
             raise Ended
 
 
-def trained(folder, *ends, clipping="exact", options=dict, **fixed):
+def trained(folder, *ends, clipping=None, options=dict, **fixed):
     """Train in as many starts as it takes; the digest of the weights, and the log."""
     log = folder / "log"
     for number, end in enumerate((*ends, None)):

@@ -59,6 +59,9 @@ def main(kind, store, folder, *kill):
     offloads, again = options.pop("offloads", {}), options.pop("again", False)
     trainer = trained(kind, folder, Killed(*kill), options)
     if store != "memory":
+        if not trainer.is_fsdp_enabled:
+            # The default of ranks, since torch's norm depends on their number.
+            offloads = {"clipping": "exact", **offloads}
         memascend.trainer.offload(trainer, storage=store, **offloads)
     trainer.train(resume_from_checkpoint=again)
     trainer.save_model(str(folder / "model"))
