@@ -211,7 +211,7 @@ def trained(folder, case, *, layers, **options):
     trainer = kind(model, arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=callbacks)
     change(trainer)
     if layers:
-        optimizer = memascend.trainer.offload(trainer, clipping="torch", **options)
+        optimizer = memascend.trainer.offload(trainer, **options)
     trainer.train()
     with optimizer:
         assert optimizer.steps == STEPS

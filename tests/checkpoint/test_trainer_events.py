@@ -317,6 +317,7 @@ def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplo
     whole, optimizer = begun(tmp_path / "whole", clipping="exact")
     with optimizer:
         whole.train()
+        want = digest_of(whole.model)
     trainer, optimizer = begun(tmp_path / "ended", 3, clipping="exact")
     with optimizer, pytest.raises(Ended):
         trainer.train()
@@ -327,7 +328,7 @@ def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplo
     with optimizer:
         trainer.train()
         assert optimizer.steps == 6
-    assert digest_of(trainer.model) == digest_of(whole.model)
+        assert digest_of(trainer.model) == want
     norms = [[line.get("grad_norm") for line in one.state.log_history] for one in (trainer, whole)]
     assert norms[0] == norms[1]
     # torch's norm is rounded to float32.

@@ -76,6 +76,19 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     assert len(logged(tmp_path / "killed.log")) > 8
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("batches", "limit"), [(1, 2.3), (4, 1.25)])
+def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
+    """In the one line that users add: clipping is torch's."""
+    options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
+    want = start("memory", tmp_path / "memory.log", **options)
+    assert start(tmp_path / "store", tmp_path / "offloaded.log", **options) == want
+    lines = logged(tmp_path / "memory.log")
+    assert logged(tmp_path / "offloaded.log") == lines
+    norms = [line["grad_norm"] for line in lines.values() if "grad_norm" in line]
+    assert min(norms) < limit < max(norms)
+
+
 @pytest.mark.timeout(900)
 def test_habits_of_programs_are_those_of_a_run_that_was_never_killed(tmp_path):
     """Callbacks that change options, freeze, read gradients and edit weights; figures and generators of one's own."""

@@ -70,7 +70,7 @@ def trained(folder, kind, *, layers, **options):
         callbacks=[] if layers else [Callback()],
     )
     if layers:
-        optimizer = memascend.trainer.offload(trainer, clipping="torch", **given)
+        optimizer = memascend.trainer.offload(trainer, **given)
     trainer.train()
     with optimizer:
         accumulation = optimizer._session.accumulation

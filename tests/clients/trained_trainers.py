@@ -129,7 +129,7 @@ def main(kind, store, log, moment=None, step=0):
         kill_while_created()
     trainer = KINDS[kind](f"{log}-out", Log(log, moment, step))
     if not store.endswith("memory"):
-        memascend.trainer.offload(trainer, storage=store, clipping="torch", device="cpu")
+        memascend.trainer.offload(trainer, storage=store, device="cpu")
     trainer.train()
     print(digest_of(trainer.model))
 

@@ -242,7 +242,7 @@ def main(store, log, moment=None, step=0):
         torch.use_deterministic_algorithms(True)
     trainer = made(f"{log}-out", *callbacks, Log(log, moment, step), **options)
     if store != "memory":
-        memascend.trainer.offload(trainer, storage=store, clipping="torch", keep=keep)
+        memascend.trainer.offload(trainer, storage=store, keep=keep)
     trainer.train()
     print(digest_of(trainer.model))
 
