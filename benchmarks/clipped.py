@@ -1,154 +1,392 @@
-"""Measures steps that are clipped by the norm of all gradients: never, always, every other one; beside the unclipped.
+"""Measures steps that are clipped by the norm of all gradients, beside unclipped ones and torch's in memory.
 
-"auto" begins updates before the norm is known, "ssd" waits for it. Each case trains in a process of its own; the
-processes take turns. The loss of a step that is to be clipped is large, of any other small, and the limit is between.
+Three tables. "habits": never, always and every other step; "auto" begins updates before the norm is known, "ssd" waits
+for it. "memory": always, beside the same training in memory. "first": the first steps of fresh processes, beside later
+ones. Each case trains in a process of its own; the processes take turns. The loss of a step that is to be clipped is
+large, of any other small, and the limit is between.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.turns import at_work, serve
+from benchmarks.turns import Process, at_work, serve
 
-# Which steps are clipped, by their number; None: no limit is given.
-_HABITS: dict[str, Any] = {
-    "not asked for": None,
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+# Which steps are clipped, by their number.
+_HABITS: dict[str, Callable[[int], bool]] = {
     "never": lambda _: False,
     "always": lambda _: True,
     "every other": lambda step: step % 2 == 1,
 }
-_CASES = {
-    "unclipped": ("auto", "not asked for"),
-    **{f"{gradients}, {habit}": (gradients, habit) for habit in list(_HABITS)[1:] for gradients in ("auto", "ssd")},
+# What clips: an option of `offload()`, or torch's function in the loop.
+_OPTION, _FUNCTION = "max_grad_norm", "clip_grad_norm_"
+_IN_MEMORY, _UNCLIPPED = "torch in memory, clipped", "unclipped"
+_BY_OPTION, _BY_FUNCTION = f"clipped by {_OPTION}", f"clipped by {_FUNCTION}"
+_BESIDE: dict[str, dict[str, Any]] = {
+    _IN_MEMORY: {"in_memory": True, "habit": "always", "clip": _FUNCTION},
+    # Its loss is as large as the others'.
+    _UNCLIPPED: {"habit": "always"},
+    _BY_OPTION: {"habit": "always", "clip": _OPTION},
 }
-# The case, what it is divided by, and the most that the ratio is to be.
-_TARGETS = (
-    ("auto, never", "unclipped", 1.15),
-    ("auto, always", "ssd, always", 1.02),
-    ("auto, every other", "ssd, every other", 1.0),
-)
 # The loss is multiplied by one of them, for gradients far below the limit of the norm, or far above.
 _SMALL, _LARGE = 1e-3, 1e3
 # "auto" has seen enough of the loop after these.
 _WARM_STEPS = 6
+# Those that the table "first" shows, and the most that each but the very first is to be of the later ones.
+_FIRST, _MOST_OF_LATER = 6, 1.15
+_CONFIDENCE, _RESAMPLES = 0.95, 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """What one table measures."""
+
+    cases: Mapping[str, Mapping[str, Any]]
+    compared: Sequence[tuple[str, str, float | None]]  # a case, another, the most that their ratio is to be
+    least_tokens: int = 0  # of a step that has these targets
+    defaults: Mapping[str, Any]
+
+
+_TABLES = {
+    "habits": _Table(
+        cases={
+            _UNCLIPPED: {"habit": "never"},
+            **{
+                f"{gradients}, {habit}": {"habit": habit, "clip": _OPTION, "gradients": gradients}
+                for habit in _HABITS
+                for gradients in ("auto", "ssd")
+            },
+        },
+        compared=(
+            ("auto, never", _UNCLIPPED, 1.15),
+            ("auto, always", "ssd, always", 1.02),
+            ("auto, every other", "ssd, every other", 1.0),
+        ),
+        defaults={"parameters": "125M", "batch": 1, "length": 128, "threads": 0, "rounds": 5, "steps": 4},
+    ),
+    "memory": _Table(
+        cases={**_BESIDE, _BY_FUNCTION: {"habit": "always", "clip": _FUNCTION}},
+        compared=(
+            (_BY_OPTION, _IN_MEMORY, 1.10),
+            (_BY_OPTION, _UNCLIPPED, 1.03),
+            (_BY_FUNCTION, _IN_MEMORY, None),
+            (_BY_FUNCTION, _UNCLIPPED, None),
+            (_UNCLIPPED, _IN_MEMORY, None),
+        ),
+        # A shorter step computes for too short a time to hide its update.
+        least_tokens=2048,
+        defaults={"parameters": "500M", "batch": 4, "length": 512, "threads": 1, "rounds": 12, "steps": 2},
+    ),
+    "first": _Table(
+        cases=_BESIDE,
+        compared=((_BY_OPTION, _IN_MEMORY, None), (_BY_OPTION, _UNCLIPPED, None)),
+        defaults={"parameters": "125M", "batch": 4, "length": 512, "threads": 1, "rounds": 5, "steps": 6},
+    ),
+}
 
 
 def main() -> None:
-    """Measure all cases, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a step")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
-    parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write clipped.txt and clipped.json there")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    """Measure all cases of a table, print it."""
+    options = _options()
     if options.work:
         serve(_Worker(json.loads(options.work)).turn)
         return
     from benchmarks.machine import described
 
+    settings = {name: getattr(options, name) for name in ("table", "parameters", "batch", "length", "threads")}
+    before = _before(options.baseline, settings) if options.baseline else None
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-clipped-") as folder:
-        found = {"machine": described(), "parameters": options.parameters, "cases": _measured(options, folder)}
-    text = _shown(found["cases"])
+        works = {
+            name: {**settings, **case, "storage": f"{folder}/{name}.store"}
+            for name, case in _TABLES[options.table].cases.items()
+        }
+        measure = _first_steps if options.table == "first" else _by_turns
+        cases = {name: _summary(name, turns) for name, turns in measure(works, options).items()}
+    found = {"machine": described(), "settings": settings, "cases": cases}
+    text = _shown(settings, cases)
+    if before is not None:
+        text += f"\n\n{_beside_before(before, cases)}"
     print(text)
     if options.write:
-        options.write.mkdir(parents=True, exist_ok=True)
-        (options.write / "clipped.json").write_text(json.dumps(found, indent=1) + "\n")
-        about = "\n".join(f"{name}: {value}" for name, value in found["machine"].items())
-        head = f"{about}\n{options.parameters} parameters, 1 x {options.length} tokens"
-        (options.write / "clipped.txt").write_text(f"{head}\n\n{text}\n")
+        _write(options.write, found, text)
 
 
-def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CASES}
-    common = {"parameters": options.parameters, "length": options.length}
-    works = {
-        name: {**common, "gradients": gradients, "habit": habit, "storage": f"{folder}/{name}.store"}
-        for name, (gradients, habit) in _CASES.items()
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=_TABLES, default="habits")
+    parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"))
+    parser.add_argument("--batch", type=int, help="sequences of a step")
+    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--threads", type=int, help="of torch, in every case; 0: torch's own number")
+    parser.add_argument("--rounds", type=int, help='turns of each process, or for "first" processes of each case')
+    parser.add_argument("--steps", type=int, help=f'steps of a turn, or for "first" those after the first {_FIRST}')
+    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write clipped_TABLE.txt and .json there")
+    parser.add_argument("--baseline", metavar="FILE", type=Path, help="a .json of an earlier run, to compare with")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name, value in _TABLES[options.table].defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def _before(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The cases of an earlier run, which measured the same."""
+    found = json.loads(path.read_text())
+    if found.get("settings") != settings:
+        raise SystemExit(f"{path} is a measurement of {found.get('settings')}, not of {settings}")
+    cases: dict[str, Any] = found["cases"]
+    return cases
+
+
+def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
+    settings = found["settings"]
+    # The oldest table has the plain name.
+    name = "clipped" if settings["table"] == "habits" else f"clipped_{settings['table']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    about = "\n".join(f"{name}: {value}" for name, value in found["machine"].items())
+    (folder / f"{name}.txt").write_text(f"{about}\n{text}\n")
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All processes take a turn in each round, in the opposite order in every other round."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
+    warm = {name: {**work, "warm": _WARM_STEPS} for name, work in works.items()}
+    with at_work("clipped", warm, steps=1) as processes:
+        for number in range(options.rounds):
+            for name in list(works)[:: -1 if number % 2 else 1]:
+                turns[name].append(processes[name].ask(steps=options.steps))
+                _log(number, name, turns[name][-1])
+    return turns
+
+
+def _first_steps(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Each case has a new process in each round. One process is at work at a time."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
+    for number in range(options.rounds):
+        for name, work in works.items():
+            process = Process("clipped", {**work, "warm": 0})
+            try:
+                answer = process.ask(steps=_FIRST + options.steps, uncounted=0)
+            finally:
+                process.end()
+            Path(work["storage"]).unlink(missing_ok=True)
+            _log(number, name, answer)
+            seconds = answer["seconds"]
+            turns[name].append({**answer, "first": seconds[:_FIRST], "seconds": seconds[_FIRST:]})
+    return turns
+
+
+def _log(number: int, name: str, turn: Mapping[str, Any]) -> None:
+    seconds = " ".join(f"{one:.2f}" for one in turn["seconds"])
+    print(f"round {number + 1}, {name}: {seconds} s", file=sys.stderr, flush=True)
+
+
+def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of all turns of a case. "rounds" has the seconds of a step in each of them."""
+    taken = [one for turn in turns for one in turn["seconds"]]
+    # Of every other step the mean decides, since there are two kinds.
+    middle = statistics.fmean if "other" in name else statistics.median
+    return {
+        "seconds": middle(taken),
+        "spread": [min(taken), max(taken)],
+        "rounds": [middle(turn["seconds"]) for turn in turns],
+        "first": [turn["first"] for turn in turns if "first" in turn],
+        **{part: statistics.median(turn[part] for turn in turns) for part in ("read", "written")},
+        **{part: max(turn[part] for turn in turns) for part in ("peak", "added", "owners_peak", "budget")},
+        **{part: turns[-1][part] for part in ("early", "anew")},
     }
-    with at_work("clipped", works, steps=1) as processes:
-        for _ in range(options.rounds):
-            for name, process in processes.items():
-                turns[name].append(process.ask(steps=options.steps))
-    found = {}
-    for name, own in turns.items():
-        taken = [one for turn in own for one in turn["seconds"]]
-        found[name] = {
-            # Of every other step the mean decides, since there are two kinds.
-            "seconds": statistics.fmean(taken) if "other" in name else statistics.median(taken),
-            "spread": [min(taken), max(taken)],
-            "moved": statistics.median(turn["moved"] for turn in own),
-            "peak": max(turn["peak"] for turn in own),
-            "early": own[-1]["early"],
-            "anew": own[-1]["anew"],
-        }
-    return found
 
 
-def _shown(cases: dict[str, Any]) -> str:
+# --- what is concluded -----------------------------------------------------------------------
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Where the median of all such values is, and how sure that is, by the order statistics of these.
+
+    The narrowest that is at least 95 % sure; of fewer than 6 values, from the least to the largest.
+    """
+    ordered, count = sorted(values), len(values)
+
+    def confidence(left_out: int) -> float:
+        return 1 - sum(math.comb(count, below) for below in range(left_out + 1)) / 2.0 ** (count - 1)
+
+    left_out = max((out for out in range((count + 1) // 2) if confidence(out) >= _CONFIDENCE), default=0)
+    return ordered[left_out], ordered[-1 - left_out], confidence(left_out)
+
+
+def ratio_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of the medians of two runs, and where it is with 95 %, by the bootstrap: their rounds are no pairs."""
+    chance = random.Random(0)  # noqa: S311 - no secret
+    ratios = sorted(
+        statistics.median(chance.choices(new, k=len(new))) / statistics.median(chance.choices(old, k=len(old)))
+        for _ in range(_RESAMPLES)
+    )
+    out = int(_RESAMPLES * (1 - _CONFIDENCE) / 2)
+    return statistics.median(new) / statistics.median(old), ratios[out], ratios[-1 - out]
+
+
+def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
     from memascend.text import table
 
-    plain = cases["unclipped"]["seconds"]
+    kind = _TABLES[settings["table"]]
+    beside = next(iter(cases))
     rows = [
         (
             name,
             f"{case['seconds']:.3f}",
             f"{case['spread'][0]:.3f}..{case['spread'][1]:.3f}",
-            f"{case['seconds'] / plain:.3f}",
-            f"{case['moved']:.1f}",
-            f"{case['peak'] / 1e6:.0f}",
+            f"{case['seconds'] / cases[beside]['seconds']:.3f}",
+            f"{case['read']:.1f} + {case['written']:.1f} = {case['read'] + case['written']:.1f}",
+            f"{case['peak'] / 1e6:.0f} ({case['added'] / 1e6:.0f})",
+            f"{case['owners_peak'] / 1e6:.0f} of {case['budget'] / 1e6:.0f}" if case["budget"] else "",
             str(case["early"]),
             str(case["anew"]),
         )
         for name, case in cases.items()
     ]
-    columns = ("gradients, clipped", "s/step", "spread", "of unclipped", "B/param", "MB", "steps begun early", "anew")
-    lines = [table(columns, rows), ""]
-    for name, beside, most in _TARGETS:
-        ratio = cases[name]["seconds"] / cases[beside]["seconds"]
-        met = "met" if ratio <= most else "MISSED"
-        lines.append(f"{name}, of {beside}: {ratio:.3f} (at most {most}: {met})")
+    columns: tuple[str, ...] = ("gradients, clipped" if settings["table"] == "habits" else "case", "s/step", "spread")
+    columns += (
+        f"of {beside}",
+        "B/param read + written",
+        "MB (added)",
+        "owners' MB of budget",
+        "steps begun early",
+        "anew",
+    )
+    threads = f"torch's threads: {settings['threads'] or 'its own number'}"
+    about = f"{settings['parameters']} parameters, {settings['batch']} x {settings['length']} tokens, {threads}"
+    lines = [about, "", table(columns, rows), ""]
+    if settings["table"] == "first":
+        lines += _of_later(cases)
+    has_targets = settings["batch"] * settings["length"] >= kind.least_tokens
+    for name, other, most in kind.compared:
+        ratios = [one / by for one, by in zip(cases[name]["rounds"], cases[other]["rounds"], strict=True)]
+        lines.append(f"{name}, of {other}: {_judged(ratios, most if has_targets else None)}")
     return "\n".join(lines)
 
 
+def _judged(ratios: Sequence[float], most: float | None) -> str:
+    """The median of the rounds' ratios, whether it is as small as it is to be, and its interval."""
+    ratio = statistics.median(ratios)
+    low, high, confidence = median_interval(ratios)
+    verdict = "" if most is None else f"at most {most}: {'met' if ratio <= most else 'MISSED'}; "
+    return (
+        f"{ratio:.3f} ({verdict}{low:.3f}..{high:.3f} with {confidence:.0%}, order statistics of {len(ratios)} rounds)"
+    )
+
+
+def _of_later(cases: Mapping[str, Any]) -> list[str]:
+    """Medians of each first step, and its ratio to the median of the later steps of its own process."""
+    from memascend.text import table
+
+    rows, verdicts = [], []
+    for name, case in cases.items():
+        steps = list(zip(*case["first"], strict=True))
+        ratios = [[one / later for one, later in zip(step, case["rounds"], strict=True)] for step in steps]
+        cells = (
+            f"{statistics.median(step):.2f} ({statistics.median(ratio):.2f})"
+            for step, ratio in zip(steps, ratios, strict=True)
+        )
+        rows.append((name, *cells, f"{case['seconds']:.2f}"))
+        slowest = max(range(1, _FIRST), key=[statistics.median(ratio) for ratio in ratios].__getitem__)
+        most = None if name == _IN_MEMORY else _MOST_OF_LATER
+        verdicts.append(f"{name}, step {slowest + 1}, of later steps: {_judged(ratios[slowest], most)}")
+    columns = ("seconds (of later)", *(f"step {step + 1}" for step in range(_FIRST)), "later")
+    return [table(columns, rows), "", *verdicts]
+
+
+def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
+    """Each case beside that of an earlier run, in seconds, and as parts of what the first case took in the same run."""
+    from memascend.text import table
+
+    def parts(of: Mapping[str, Any], name: str) -> list[float]:
+        return [one / by for one, by in zip(of[name]["rounds"], of[beside]["rounds"], strict=True)]
+
+    beside, rows = next(iter(cases)), []
+    for name, case in cases.items():
+        pairs = ((case["rounds"], before[name]["rounds"]), (parts(cases, name), parts(before, name)))
+        shown = ("{:.3f} ({:.3f}..{:.3f})".format(*ratio_interval(new, old)) for new, old in pairs)
+        rows.append((name, *shown))
+    return table((f"new / old ({_CONFIDENCE:.0%}, bootstrap)", "seconds", f"of {beside}"), rows)
+
+
+# --- a case, in its own process --------------------------------------------------------------
+
+
 class _Worker:
-    """A case, in its own process."""
+    """Trains when it is told to."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
+        import transformers
 
         import memascend
+        from benchmarks.train.cell.systems.in_ram import InRam
         from benchmarks.train.cell.workload import WORKLOADS, made
+        from memascend.cli import process
 
-        workload = WORKLOADS[f"{work['parameters']}-1x128"]
+        transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
+        memascend.offload  # noqa: B018
+        self.baseline = process.resident()
+        if work["threads"]:
+            torch.set_num_threads(work["threads"])
+        workload = replace(WORKLOADS[f"{work['parameters']}-1x128"], batch=work["batch"], length=work["length"])
         self.parameters = workload.parameters
-        self.is_clipped = _HABITS[work["habit"]]
-        model = made(workload)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        limit = {} if self.is_clipped is None else {"max_grad_norm": 1.0}
-        self.model, self.optimizer = memascend.offload(
-            model, optimizer, storage=work["storage"], device="cpu", gradients=work["gradients"], **limit
-        )
-        self.tokens = torch.randint(0, workload.vocabulary, (1, work["length"]))
+        self.is_large, self.clip = _HABITS[work["habit"]], work.get("clip")
+        self.every_other = work["habit"] == "every other"
+        self.model = made(workload)
+        self.memory: InRam | None = None
+        if work.get("in_memory"):
+            self.memory = InRam(self.model, clip=1.0)
+        else:
+            self._offload(work)
+        self.tokens = torch.randint(0, workload.vocabulary, (workload.batch, workload.length))
         self.done = 0
-        for _ in range(_WARM_STEPS):
+        for _ in range(work["warm"]):
             self._step()
 
-    def turn(self, steps: int) -> dict[str, Any]:
+    def _offload(self, work: dict[str, Any]) -> None:
+        import torch
+
+        import memascend
+
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.model, self.optimizer = memascend.offload(
+            self.model,
+            optimizer,
+            storage=work["storage"],
+            device="cpu",
+            gradients=work.get("gradients", "auto"),
+            max_grad_norm=1.0 if self.clip == _OPTION else None,
+        )
+
+    def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
         """Take so many steps, after one that is not counted: the disk may still be at others'."""
         from benchmarks import counters
         from memascend.cli import process
 
-        self._step()
-        if steps % 2 == 1 and self.is_clipped is not None:
+        for _ in range(uncounted):
+            self._step()
+        if self.every_other and steps % 2 == 1:
             # As many of both kinds.
             steps += 1
         process.restart_peak()
@@ -158,26 +396,43 @@ class _Worker:
             self._step()
             seconds.append(time.perf_counter() - began)
         moved = counters.counts().since(before)
-        report = self.optimizer.report()
+        report = None if self.memory is not None else self.optimizer.report()
         return {
             "seconds": seconds,
-            "moved": (moved["read"] + moved["written"]) / steps / self.parameters,
+            "read": moved["read"] / steps / self.parameters,
+            "written": moved["written"] / steps / self.parameters,
             "peak": process.resident_peak(),
-            "early": report.early,
-            "anew": report.anew,
+            "added": process.resident_peak() - self.baseline,
+            "owners_peak": report.peak if report else 0,
+            "budget": report.budget if report else 0,
+            "early": report.early if report else 0,
+            "anew": report.anew if report else 0,
         }
 
     def _step(self) -> None:
         loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
-        clipped = self.is_clipped is not None and self.is_clipped(self.done)
-        (loss * (_LARGE if clipped else _SMALL)).backward()
-        self.optimizer.step()
-        if self.is_clipped is not None and (self.optimizer.grad_norm > 1.0) != clipped:
-            raise SystemExit(
-                f"a norm of {self.optimizer.grad_norm} in a step that is {'' if clipped else 'not '}clipped"
-            )
-        self.optimizer.zero_grad()
+        large = self.is_large(self.done)
+        (loss * (_LARGE if large else _SMALL)).backward()
+        norm = self._update()
+        if norm is not None and (norm > 1.0) != large:
+            raise SystemExit(f"a norm of {norm} in a step that is {'' if large else 'not '}clipped")
         self.done += 1
+
+    def _update(self) -> float | None:
+        """Clip, step and drop the gradients; the norm of a step that has a limit."""
+        import torch
+
+        if self.memory is not None:
+            self.memory.update()
+            return self.memory.grad_norm
+        norm: Any = None
+        if self.clip == _FUNCTION:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self.clip == _OPTION:
+            norm = self.optimizer.grad_norm
+        self.optimizer.zero_grad()
+        return None if norm is None else float(norm)
 
 
 if __name__ == "__main__":

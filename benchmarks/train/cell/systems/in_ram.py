@@ -49,6 +49,7 @@ class InRam:
         import torch
 
         self.model, self.clip, self.scale = model, clip, scale
+        self.grad_norm: float | None = None  # of the last step that had a limit
         self.parameters = list(model.parameters())
         self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
@@ -76,7 +77,7 @@ class InRam:
                     parameter.grad = None
             if self._finite():
                 if self.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
+                    self.grad_norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.clip))
                 self.adam.step()
                 for parameter, master in zip(self.parameters, self.masters, strict=True):
                     parameter.copy_(master)

@@ -1,0 +1,53 @@
+"""Tests what the benchmark of clipped steps concludes: intervals, verdicts, comparisons with earlier runs."""
+
+import json
+
+import pytest
+
+from benchmarks import clipped
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "confidence"),
+    [(12, 3, 10, 1 - 2 * 79 / 4096), (6, 1, 6, 1 - 2 / 64), (5, 1, 5, 1 - 2 / 32), (1, 1, 1, 0.0)],
+)
+def test_a_median_lies_between_order_statistics(count, low, high, confidence):
+    """By the binomial distribution: of 12 values the 3rd and the 10th, of few values the outermost ones."""
+    assert clipped.median_interval(list(range(count, 0, -1))) == (low, high, confidence)
+
+
+def test_runs_that_differ_are_told_apart_from_runs_that_spread():
+    old = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
+    ratio, low, high = clipped.ratio_interval([2 * one for one in old], old)
+    assert low < ratio == 2.0 < high
+    assert low > 1.0
+    _, low, high = clipped.ratio_interval(old, old)
+    assert low < 1.0 < high
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (1.11, "MISSED")])
+@pytest.mark.parametrize("length", [128, 512])
+def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, length):
+    """Every round takes longer than the one before it, for all cases alike."""
+    settings = {"table": "memory", "parameters": "500M", "batch": 4, "length": length, "threads": 1}
+    names = ("torch in memory, clipped", "unclipped", "clipped by max_grad_norm", "clipped by clip_grad_norm_")
+    cases = {
+        name: _case([one * drift for drift in (1, 2, 3)]) for name, one in zip(names, (1, 1, seconds, 2), strict=True)
+    }
+    text = clipped._shown(settings, cases)
+    line = next(line for line in text.splitlines() if line.startswith(f"{names[2]}, of {names[0]}: "))
+    assert f": {seconds:.3f} (" in line
+    assert (f"at most 1.1: {verdict};" in line) == (length == 512)
+
+
+def test_a_run_is_compared_with_one_of_the_same_settings_alone(tmp_path):
+    path, settings = tmp_path / "clipped_memory.json", {"table": "memory", "length": 512}
+    path.write_text(json.dumps({"settings": settings, "cases": {"unclipped": {"rounds": [1.0]}}}))
+    assert clipped._before(path, settings) == {"unclipped": {"rounds": [1.0]}}
+    with pytest.raises(SystemExit, match="512"):
+        clipped._before(path, {**settings, "length": 128})
+
+
+def _case(rounds):
+    figures = dict.fromkeys(("read", "written", "peak", "added", "owners_peak", "budget", "early", "anew"), 0)
+    return {"seconds": rounds[1], "spread": [rounds[0], rounds[-1]], "rounds": rounds, "first": [], **figures}
