@@ -133,6 +133,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of torch, in every case; 0: torch's own number")
     parser.add_argument("--rounds", type=int, help='turns of each process, or for "first" processes of each case')
     parser.add_argument("--steps", type=int, help=f'steps of a turn, or for "first" those after the first {_FIRST}')
+    parser.add_argument(
+        "--uncounted", type=int, default=1, help="steps before those of a turn: the disk may be at others'"
+    )
+    parser.add_argument("--warm", type=int, default=_WARM_STEPS, help='steps before all turns, but for "first"')
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write clipped_TABLE.txt and .json there")
     parser.add_argument("--baseline", metavar="FILE", type=Path, help="a .json of an earlier run, to compare with")
@@ -169,11 +173,11 @@ def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
 def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """All processes take a turn in each round, in the opposite order in every other round."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
-    warm = {name: {**work, "warm": _WARM_STEPS} for name, work in works.items()}
+    warm = {name: {**work, "warm": options.warm} for name, work in works.items()}
     with at_work("clipped", warm, steps=1) as processes:
         for number in range(options.rounds):
             for name in list(works)[:: -1 if number % 2 else 1]:
-                turns[name].append(processes[name].ask(steps=options.steps))
+                turns[name].append(processes[name].ask(steps=options.steps, uncounted=options.uncounted))
                 _log(number, name, turns[name][-1])
     return turns
 
@@ -210,7 +214,7 @@ def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "spread": [min(taken), max(taken)],
         "rounds": [middle(turn["seconds"]) for turn in turns],
         "first": [turn["first"] for turn in turns if "first" in turn],
-        **{part: statistics.median(turn[part] for turn in turns) for part in ("read", "written")},
+        **{part: statistics.median(turn[part] for turn in turns) for part in ("processor", "read", "written")},
         **{part: max(turn[part] for turn in turns) for part in ("peak", "added", "owners_peak", "budget")},
         **{part: turns[-1][part] for part in ("early", "anew")},
     }
@@ -254,6 +258,7 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
             name,
             f"{case['seconds']:.3f}",
             f"{case['spread'][0]:.3f}..{case['spread'][1]:.3f}",
+            f"{case['processor']:.3f}",
             f"{case['seconds'] / cases[beside]['seconds']:.3f}",
             f"{case['read']:.1f} + {case['written']:.1f} = {case['read'] + case['written']:.1f}",
             f"{case['peak'] / 1e6:.0f} ({case['added'] / 1e6:.0f})",
@@ -263,8 +268,11 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
         )
         for name, case in cases.items()
     ]
-    columns: tuple[str, ...] = ("gradients, clipped" if settings["table"] == "habits" else "case", "s/step", "spread")
-    columns += (
+    columns = (
+        "gradients, clipped" if settings["table"] == "habits" else "case",
+        "s/step",
+        "spread",
+        "processor s",
         f"of {beside}",
         "B/param read + written",
         "MB (added)",
@@ -380,7 +388,7 @@ class _Worker:
         )
 
     def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
-        """Take so many steps, after one that is not counted: the disk may still be at others'."""
+        """Take so many steps, after some that are not counted."""
         from benchmarks import counters
         from memascend.cli import process
 
@@ -399,6 +407,7 @@ class _Worker:
         report = None if self.memory is not None else self.optimizer.report()
         return {
             "seconds": seconds,
+            "processor": moved["processor"] / steps,
             "read": moved["read"] / steps / self.parameters,
             "written": moved["written"] / steps / self.parameters,
             "peak": process.resident_peak(),

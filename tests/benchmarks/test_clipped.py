@@ -49,5 +49,7 @@ def test_a_run_is_compared_with_one_of_the_same_settings_alone(tmp_path):
 
 
 def _case(rounds):
-    figures = dict.fromkeys(("read", "written", "peak", "added", "owners_peak", "budget", "early", "anew"), 0)
+    figures = dict.fromkeys(
+        ("processor", "read", "written", "peak", "added", "owners_peak", "budget", "early", "anew"), 0
+    )
     return {"seconds": rounds[1], "spread": [rounds[0], rounds[-1]], "rounds": rounds, "first": [], **figures}
