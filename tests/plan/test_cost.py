@@ -21,8 +21,9 @@ def plan(**changes):
         "units": UNITS,
         "resident": {"block6", "block7"},
         "ram_tier_part": 0.0,
-        "ram_tier_units": frozenset(),
-        "log_steps": 16,
+        "ram_tier": (),
+        "window": 2,
+        "spared": None,
         "gradients": "auto",
         "read_bytes": {"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB},
         "written_bytes": {"values": 8 * GB, "state": 40 * GB},
@@ -35,6 +36,8 @@ KEPT = plan(
     read_bytes={"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB, "gradients": 8 * GB},
     written_bytes={"values": 8 * GB, "state": 40 * GB, "gradients": 8 * GB},
 )
+# A quarter in RAM, whose gradients are logged.
+LOGGED = {"values": 6 * GB, "state": 30 * GB, "log": 2 * GB}
 DRIVE = Drive(read=5 * GB, write=4 * GB)
 IDLE = Host(update=0.0, check=0.0, threads=1, shared=False)
 
@@ -98,25 +101,26 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
     # What is in RAM has nothing to stream; kept gradients are all there before the first update.
-    assert phases(plan(ram_tier_units=frozenset({"block0"})), compute, DRIVE, IDLE)[-1].tail == 0
+    assert phases(plan(ram_tier=("block0.weight",)), compute, DRIVE, IDLE)[-1].tail == 0
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
 
 def test_what_is_in_ram_without_a_log_is_written_in_step():
     work = Work(forward=2.0, backward=4.0)
-    *_, last, step = phases(plan(ram_tier_part=0.25, log_steps=0), work, DRIVE, IDLE)
+    *_, last, step = phases(plan(ram_tier_part=0.25), work, DRIVE, IDLE)
     assert last.parts["disk"] == pytest.approx(46 / 5 + 0.75 * 48 / 4)
     assert step.parts["disk"] == pytest.approx(0.25 * 48 / 4)
-    assert "disk" not in phases(plan(ram_tier_part=0.25), work, DRIVE, IDLE)[-1].parts
+    assert "disk" not in phases(plan(ram_tier_part=0.25, written_bytes=LOGGED), work, DRIVE, IDLE)[-1].parts
 
 
 def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
     host = Host(update=8.0, check=1e-10, threads=1, shared=False, ram_tier_threads=4)
-    *_, last, step = phases(plan(ram_tier_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host)
+    logs = plan(ram_tier_part=0.25, written_bytes=LOGGED)
+    *_, last, step = phases(logs, Work(forward=2.0, backward=4.0), DRIVE, host)
     # Values of a quarter have their checksums read before it and renewed after it.
     checked = 2 * (8 * GB + 4096) / 4 * 1e-10
     assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})
-    streamed = (6 + 40 + 48) * GB * 1e-10
+    streamed = (6 + 40 + 38) * GB * 1e-10
     assert last.parts["update"] == pytest.approx(6.0 + streamed)
 
 

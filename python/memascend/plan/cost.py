@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from memascend.plan.table import LAST_UPDATE, RESIDENT_WINDOW, Traffic
 from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.plan.table import Plan
+    from memascend.plan.table import Plan, Way
     from memascend.plan.units import Unit
 
 
@@ -109,9 +110,9 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
 class Phase:
     """A phase of a step, whose parts overlap: it takes as long as the longest of them."""
 
-    name: str  # forward, backward, or update where gradients wait for all others
+    name: str  # forward and backward, each with the update that runs beside it, and what step() does
     parts: Mapping[str, float]  # seconds by kind: compute, PCIe, disk, update, network
-    tail: float = 0.0  # the non-overlapped seconds of storage and update, for the last gradient
+    tail: float = 0.0  # the non-overlapped seconds of storage and update, for the first unit or the last gradient
 
     @property
     def seconds(self) -> float:
@@ -125,60 +126,187 @@ class Phase:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
+def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Phase]]:
+    """The phases of one step, one after the other, for each way in which its updates may run.
+
+    A run takes the fastest; an early one stands while no gradient is clipped or changed.
+    """
+    if plan.gradients not in ("ssd", "ram"):
+        return {"fused": _Step(plan, work, drive, host, "fused").fused()}
+    if plan.spared is None:
+        return {"at once": _Step(plan, work, drive, host, "at once").at_once()}
+    return {
+        "next backward": _Step(plan, work, drive, host, "next backward").next_backward(),
+        "next forward": _Step(plan, work, drive, host, "next forward").next_forward(),
+        "early": _Step(plan, work, drive, host, "early").early(),
+    }
+
+
 def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
-    """The phases of one step, one after the other, with the bytes of the plan."""
-    forward_read = plan.read_bytes.get("values, forward", 0)
-    backward_read = plan.read_bytes.get("values, backward", 0)
-    spilled = plan.written_bytes.get("gradients", 0)
-    update_read = sum(plan.read_bytes.values()) - forward_read - backward_read
-    update_written = sum(plan.written_bytes.values()) - spilled
-    into, back, out = through_link(plan)
-    computed = work.backwards
-    times = 1 if work.by_layer else computed
-    # Each backward after the first reads the spilled gradients, and adds to them.
-    added = spilled * (times - 1)
-    back_link, back_read = back * times + work.carried, backward_read * times + work.stored
-    # The RAM tier waits for step() in every mode, and all threads share its update.
-    streamed = host.update * (1 - plan.ram_tier_part)
-    together = host.ram_tier_threads or host.threads
-    # Its values are checked before the update, and have new checksums after it.
-    checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
-    in_step = {"update": (host.update - streamed + checked) / together}
-    if plan.ram_tier_part and not plan.log_steps:
-        # Without a log step() writes it, too.
-        through = int(update_written * plan.ram_tier_part)
-        update_written -= through
-        in_step["disk"] = drive.seconds(0, through)
-    at_step = [Phase(name="step()", parts=in_step)] if plan.ram_tier_part else []
-    to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
-    speeds = _Speeds(drive, host)
-    link, disk = (into * times, work.carried), (forward_read * times, work.stored)
-    forward = _beside(speeds.phase("forward", work.forward * computed, link, disk), to)
-    link = (back_link, out * times)
-    if plan.gradients in ("ssd", "ram"):
-        # Gradients wait for the last of them.
-        disk = (back_read + added, spilled * times)
-        backward = _beside(speeds.phase("backward", work.backward * computed, link, disk), fro)
-        update = speeds.phase("update", 0.0, (0, 0), (update_read, update_written), streamed)
-        return [forward, backward, update, *at_step]
-    disk = (back_read + update_read, update_written)
-    last = speeds.phase("backward and update", work.backward * computed, link, disk, streamed)
-    # The gradient of the forward's first unit comes last: its part in all streamed updates.
-    streams = [0.0 if unit.name in plan.ram_tier_units else _trained(unit) for unit in plan.units]
-    part = streams[0] / sum(streams) if any(streams) else 0.0
-    tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
-    if host.shared:
-        # The model has finished before the tail.
-        last = replace(last, parts={**last.parts, "compute": last.parts["compute"] - streamed * part / host.threads})
-    return [forward, _beside(replace(last, tail=tail), fro), *at_step]
+    """The phases of one step, one after the other, in the fastest way that does not depend on the gradients."""
+    return min((found for way, found in ways(plan, work, drive, host).items() if way != "early"), key=seconds)
+
+
+class _Step:
+    """The phases of a step whose updates run in one way."""
+
+    def __init__(self, plan: Plan, work: Work, drive: Drive, host: Host, way: Way) -> None:
+        self._plan, self._work, self._drive, self._host = plan, work, drive, host
+        self._speeds = _Speeds(drive, host)
+        self._into, self._back, self._out = through_link(plan)
+        traffic = Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part, plan.spared)
+        moved = traffic.by(way, evicted=plan.window < RESIDENT_WINDOW)
+        # Bytes that each micro-batch reads of values, and what an update reads and writes.
+        self._values = plan.read_bytes.get("values, forward", 0), plan.read_bytes.get("values, backward", 0)
+        self._first = moved.read.get("values, forward", 0), moved.read.get("values, backward", 0)
+        self._spilled = moved.written.get("gradients", 0)
+        self._again = moved.read.get(LAST_UPDATE, 0)
+        self._read = sum(moved.read.values()) - sum(self._first) - self._again
+        self._written = sum(moved.written.values()) - self._spilled
+        # The RAM tier waits for step() in every mode, and all threads share its update.
+        self._update = host.update * (1 - plan.ram_tier_part)
+        late = 0
+        if plan.ram_tier_part and plan.spared is not None:
+            late = max(0, self._written - plan.spared[0] - moved.read.get("state", 0))
+        elif plan.ram_tier_part and not moved.written.get("log", 0):
+            late = int(self._written * plan.ram_tier_part)
+        self._written -= late
+        # Without a log step() writes it, too. A log is written before the commit.
+        self._log, self._through = (late, 0) if moved.written.get("log", 0) else (0, late)
+
+    def fused(self) -> list[Phase]:
+        """Each gradient's update runs as it appears."""
+        disk = self._values[1] * self._rounds + self._read, self._written
+        last = self._backward("backward and update", disk, update=self._update)
+        return [self._forward("forward"), self._last_update(last), *self._at_step()]
+
+    def at_once(self) -> list[Phase]:
+        """All updates run in step()."""
+        disk = self._read, self._written
+        update = self._speeds.phase("update", 0.0, (0, 0), disk, self._update)
+        return [self._forward("forward"), self._kept_backward("backward"), update, *self._at_step()]
+
+    def next_forward(self) -> list[Phase]:
+        """The first fetch of a unit in the next step makes its update."""
+        first, others = self._divided
+        name = "forward and last step's update" if not others else "first forward and last step's update"
+        disk = self._first[0] + self._read, self._written
+        parts = [self._first_update(self._forward(name, disk, update=self._update, count=first))]
+        if others:
+            parts.append(self._forward("other forwards", count=others))
+        return [*parts, self._kept_backward("backwards" if others else "backward"), *self._at_step()]
+
+    def next_backward(self) -> list[Phase]:
+        """A forward computes the values of the last step's updates, and the backward after it makes them."""
+        first, others = self._divided
+        which = "first " if others else ""
+        disk = self._first[0] + self._again, 0
+        values = self._forward(f"{which}forward and last step's values", disk, update=self._update, count=first)
+        disk = self._first[1] + self._read, self._written + self._spilled
+        update = self._backward(f"{which}backward and last step's update", disk, update=self._update, count=first)
+        parts = [self._first_update(values), self._last_update(update)]
+        if others:
+            parts.append(self._forward("other forwards", count=others))
+            parts.append(self._kept_backward("other backwards", added=others, count=others))
+        return [*parts, *self._at_step()]
+
+    def early(self) -> list[Phase]:
+        """Each update runs as its gradient, which is stored with it, is whole."""
+        last, others = self._divided
+        parts = [self._forward("forward")]
+        if others:
+            parts.append(self._kept_backward("other backwards", added=others - 1, count=others))
+        disk = self._values[1] + self._read + (self._spilled if others else 0), self._written + self._spilled
+        name = "last backward and update" if others else "backward and update"
+        update = self._backward(name, disk, update=self._update, count=last)
+        return [*parts, self._last_update(update), *self._at_step()]
+
+    @property
+    def _rounds(self) -> int:
+        """How often each unit is read for the micro-batches of a step."""
+        return 1 if self._work.by_layer else self._work.backwards
+
+    @property
+    def _divided(self) -> tuple[int, int]:
+        """The number of micro-batches that compute beside an update, and of the others."""
+        others = self._rounds - 1
+        return self._work.backwards - others, others
+
+    def _kept_backward(self, name: str, *, added: int | None = None, count: int | None = None) -> Phase:
+        """Backwards whose gradients are kept; `added` of them read the spilled ones, and add to them.
+
+        `count` is the number of micro-batches; None: all, each of which adds but the first.
+        """
+        rounds = self._rounds if count is None else count
+        added = rounds - 1 if added is None else added
+        disk = self._values[1] * rounds + self._spilled * added, self._spilled * rounds
+        return self._backward(name, disk, count=count)
+
+    def _forward(
+        self, name: str, disk: tuple[int, int] | None = None, *, update: float = 0.0, count: int | None = None
+    ) -> Phase:
+        """The forwards of some micro-batches, or all; `disk` has the bytes of all of them; None: they read values."""
+        work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
+        count = work.backwards if count is None else count
+        read, written = (self._values[0] * rounds, 0) if disk is None else disk
+        disk = read, written + int(work.stored * count / work.backwards)
+        link = self._into * rounds, int(work.carried * count / work.backwards)
+        phase = self._speeds.phase(name, work.forward * count, link, disk, update)
+        return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
+
+    def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
+        """The backwards of some micro-batches, or all; `disk` has the bytes of all of them."""
+        work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
+        count = work.backwards if count is None else count
+        disk = disk[0] + int(work.stored * count / work.backwards), disk[1]
+        link = self._back * rounds + int(work.carried * count / work.backwards), self._out * rounds
+        phase = self._speeds.phase(name, work.backward * count, link, disk, update)
+        return phase if work.exchanged is None else _beside(phase, work.exchanged[1] * rounds)
+
+    def _first_update(self, phase: Phase) -> Phase:
+        """The phase with a unit that waits for its own update, before it computes."""
+        return self._apart(phase, self._drive.seconds((self._again or self._read) * self._first_part, 0))
+
+    def _last_update(self, phase: Phase) -> Phase:
+        """The phase with an update when it has computed all else: that of the forward's first unit."""
+        part = self._first_part
+        return self._apart(phase, self._drive.seconds(self._read * part, self._written * part))
+
+    def _apart(self, phase: Phase, disk: float) -> Phase:
+        """The phase whose update of the first unit, `disk` seconds of storage, no computation overlaps."""
+        update = self._update * self._first_part / self._host.threads
+        if self._host.shared:
+            phase = replace(phase, parts={**phase.parts, "compute": phase.parts["compute"] - update})
+        return replace(phase, tail=max(disk, update))
+
+    @property
+    def _first_part(self) -> float:
+        """The part of the first unit of a forward in all updates that stream."""
+        kept = set(self._plan.ram_tier)
+        streams = [0.0 if kept.issuperset(unit.parameters) else _trained(unit) for unit in self._plan.units]
+        return streams[0] / sum(streams) if any(streams) else 0.0
+
+    def _at_step(self) -> list[Phase]:
+        """The log of kept gradients of the RAM tier, and after the commit its update."""
+        plan, host = self._plan, self._host
+        if not plan.ram_tier_part:
+            return []
+        log = self._speeds.phase("gradient log", 0.0, (0, 0), (0, self._log))
+        together = host.ram_tier_threads or host.threads
+        # Its values are checked before the update, and have new checksums after it.
+        checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
+        parts = {"update": (host.update - self._update + checked) / together}
+        if self._through:
+            parts["disk"] = self._drive.seconds(0, self._through)
+        return [log] * bool(self._log) + [Phase(name="step()", parts=parts)]
 
 
 def _trained(unit: Unit) -> float:
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
-def _beside(phase: Phase, network: float | None) -> Phase:
-    return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
+def _beside(phase: Phase, network: float) -> Phase:
+    return replace(phase, parts={**phase.parts, "network": network})
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:

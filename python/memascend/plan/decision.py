@@ -178,6 +178,7 @@ def _requirements(facts: Facts, sizes: engines.Sizes) -> Requirements:
         update_values=facts.update_values,
         gradient_bytes=facts.gradient_bytes,
         streamed=facts.streamed,
+        deferrable=facts.replayed,
         applied=facts.replayed if facts.durability == "none" else (),
         log=_log(facts, sizes),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from memascend import memory
 from memascend.errors import BudgetError, ConfigError
 from memascend.memory import whole_pages
-from memascend.plan.table import MemorySplit, Plan, Traffic, with_log
+from memascend.plan.table import RESIDENT_WINDOW, MemorySplit, Plan, Traffic, with_log
 from memascend.plan.units import count_reads, forward_order, list_windows
 from memascend.text import bytes_shown, size_option
 
@@ -122,6 +122,8 @@ class Requirements:
     # (values of 32 bits), "never" (the state has a master of its own).
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
+    # The parameters whose updates may be deferred to the next step, where gradients wait for the norm of all.
+    deferrable: Collection[str] = ()
     # The parameters whose updates in the RAM tier are applied in memory, and written only at the end.
     applied: Collection[str] = ()
     # The options of their gradient log, where each step is durable; None: there is no log.
@@ -464,6 +466,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         read_bytes=moved.read,
         written_bytes=moved.written,
         ram_tier_part=moved.ram_tier,
+        spared=moved.spared,
         without=_traffic_with(run, comfortable, _NOTHING),
         larger={
             nbytes: _traffic_with(run, comfortable, choose_in_ram(run, nbytes - comfortable.host_peak))
@@ -509,8 +512,7 @@ def _owners_shown(split: Mapping[str, int]) -> str:
 
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: RamTier) -> Traffic:
     trained = sum(run.bytes_of(unit) - unit.frozen_bytes for unit in run.units)
-    # Below the comfortable window, a unit may be evicted before its update is done.
-    evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
+    evicted = chosen.window < RESIDENT_WINDOW or run.gradients in ("ssd", "ram")
     updates_read = run.update_values == "read" or (run.update_values == "resident" and evicted)
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
     waiting = sum(run.gradient_bytes.get(name, 0) for name in ram_tier.names)
@@ -529,4 +531,14 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},
         ram_tier.update / trained if trained else 0.0,
+        _spared(run, reads, ram_tier),
     )
+
+
+def _spared(run: Requirements, reads: Reads, ram_tier: RamTier) -> tuple[int, int] | None:
+    """See `Traffic.spared`: the values whose updates stream, and those of them that a backward reads again."""
+    streaming = run.gradient_bytes.keys() - set(ram_tier.names)
+    if run.gradients != "ssd" or not streaming or not streaming <= set(run.deferrable):
+        return None
+    again = (name for unit in run.units if unit.name not in reads.resident for name in unit.parameters)
+    return run.sum_records(streaming)[0], run.sum_records(streaming.intersection(again))[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.text import bytes_shown, size_option
 
@@ -14,18 +14,48 @@ if TYPE_CHECKING:
     from memascend.plan.units import Unit
 
 
+# When the updates of a step run. "fused": as its gradients appear. Where gradients wait for the norm of all of them:
+# "at once", in its step(); in the "next forward"; in the "next backward", while the next forward computes their values
+# and writes nothing; or "early", as gradients appear, which stands while none of them is clipped.
+Way = Literal["fused", "at once", "next forward", "next backward", "early"]
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a step moves."""
+    """The bytes that a step moves, with updates that run "fused" or "at once"."""
 
     read: dict[str, int]  # by kind
     written: dict[str, int]  # by kind
     ram_tier: float = 0.0  # the part of trained values in the RAM tier: updated in `step()`, and not as they stream
+    # Of trained values, the bytes that a forward and a backward do not read where they read what the last step's update
+    # needs instead; None: updates are not deferred.
+    spared: tuple[int, int] | None = None
+
+    def by(self, way: Way, *, evicted: bool) -> Traffic:
+        """The same with updates that run in another way; `evicted`: an early one reads the values, too."""
+        if self.spared is None or way in ("fused", "at once"):
+            return self
+        read, (forward, backward) = dict(self.read), self.spared
+        update = sum(read.get(kind, 0) for kind in ("values, update", "state", "gradients"))
+        if way == "early":
+            # The gradient is in memory, and is stored with its update.
+            read["gradients"] = 0
+            read["values, update"] = read.get("values, update", 0) if evicted else 0
+        else:
+            read["values, forward"] = max(0, read.get("values, forward", 0) - forward)
+        if way == "next backward":
+            read["values, backward"] = max(0, read.get("values, backward", 0) - backward)
+            read[LAST_UPDATE] = update
+        return replace(self, read={kind: nbytes for kind, nbytes in read.items() if nbytes}, spared=None)
 
     @property
     def total(self) -> int:
         """All bytes."""
         return sum(self.read.values()) + sum(self.written.values())
+
+
+# The kind of the reads of a forward that computes the values of the last step's update.
+LAST_UPDATE = "last update, forward"
 
 
 def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
@@ -39,6 +69,8 @@ def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: in
     return found
 
 
+# Below this window, a unit may be evicted before its update is done.
+RESIDENT_WINDOW = 2
 # Measured at rest after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB for each parameter. They are the
 # module's hooks, the placeholder, the record of the store and its index, the gradient's record and autograd's nodes.
 OBJECT_BYTES = 10 << 10
@@ -129,6 +161,7 @@ class Plan(MemorySplit):
     log_steps: int = 0
     log_bytes: int = 0  # the space of the log behind the store
     log_wanted: int = 0  # the steps that the log would have with enough space
+    spared: tuple[int, int] | None = None  # see `Traffic`
 
     @property
     def saved_bytes(self) -> int:
@@ -152,7 +185,23 @@ class Plan(MemorySplit):
 
     def moving(self, traffic: Traffic) -> Plan:
         """The plan with other traffic."""
-        return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, ram_tier_part=traffic.ram_tier)
+        return replace(
+            self,
+            read_bytes=traffic.read,
+            written_bytes=traffic.written,
+            ram_tier_part=traffic.ram_tier,
+            spared=traffic.spared,
+        )
+
+    def by(self, way: Way) -> Plan:
+        """The plan with the bytes of a step whose updates run in this way, also with other budgets."""
+
+        def of(traffic: Traffic) -> Traffic:
+            return traffic.by(way, evicted=self.window < RESIDENT_WINDOW)
+
+        now = Traffic(self.read_bytes, self.written_bytes, self.ram_tier_part, self.spared)
+        larger = {nbytes: of(traffic) for nbytes, traffic in self.larger.items()}
+        return replace(self.moving(of(now)), without=of(self.without), larger=larger)
 
     def larger_budget(self, nbytes: int) -> int:
         """A budget that works where the model binds more units at once than planned: with memory for all units.
