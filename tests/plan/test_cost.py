@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memascend.plan.cost import Drive, Host, Work, drive_days, phases, seconds, update_seconds
+from memascend.plan.cost import Drive, Host, Work, drive_days, fastest, phases, seconds, update_seconds, ways
 from memascend.plan.units import Unit
 
 GB = 10**9
@@ -72,6 +72,119 @@ def test_kept_gradients_make_a_phase_of_their_own():
     assert update.parts["compute"] == 0
 
 
+# --- updates that wait for the next step ------------------------------------------------
+
+# As KEPT, whose updates start from the values, too: 6 of 8 GB are read again in the backward.
+DEFERRED = plan(
+    gradients="ssd",
+    read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},
+    written_bytes=KEPT.written_bytes,
+    spared=(8 * GB, 6 * GB),
+)
+UPDATE = 8 + 40 + 8  # GB that an update reads
+
+
+def test_an_update_in_the_next_forward_reads_what_its_modules_need():
+    found = ways(DEFERRED, Work(forward=2.0, backward=4.0), DRIVE, IDLE)["next forward"]
+    assert [phase.name for phase in found] == ["forward and last step's update", "backward"]
+    assert found[0].parts["disk"] == pytest.approx(UPDATE / 5 + 48 / 4)
+    assert found[1].parts["disk"] == pytest.approx(6 / 5 + 8 / 4)
+    # An update that starts from a master of its own computes the values that the forward needs.
+    master = plan(**{**vars(DEFERRED), "read_bytes": KEPT.read_bytes})
+    own = ways(master, Work(forward=2.0, backward=4.0), DRIVE, IDLE)["next forward"]
+    assert own[0].parts["disk"] == pytest.approx((UPDATE - 8) / 5 + 48 / 4)
+
+
+def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
+    host = Host(update=6.0, check=0.0, threads=1, shared=False)
+    found = ways(DEFERRED, Work(forward=2.0, backward=4.0), DRIVE, host)["next backward"]
+    assert [phase.name for phase in found] == ["forward and last step's values", "backward and last step's update"]
+    assert found[0].parts == pytest.approx({"compute": 2, "disk": UPDATE / 5, "update": 6})
+    assert found[1].parts == pytest.approx({"compute": 4, "disk": UPDATE / 5 + 56 / 4, "update": 6})
+    # The forward waits for its first unit, whose gradient is the last one: an eighth of all.
+    assert [phase.tail for phase in found] == pytest.approx([UPDATE / 5 / 8, (UPDATE / 5 + 48 / 4) / 8], rel=1e-5)
+
+
+def test_frozen_values_are_read_beside_the_last_update():
+    # 3 GB more are frozen, of which 2 are read again.
+    read = {**DEFERRED.read_bytes, "values, forward": 11 * GB, "values, backward": 8 * GB}
+    found = ways(plan(**{**vars(DEFERRED), "read_bytes": read}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
+    assert found["next forward"][0].parts["disk"] == pytest.approx((3 + UPDATE) / 5 + 48 / 4)
+    assert found["next backward"][0].parts["disk"] == pytest.approx((3 + UPDATE) / 5)
+    assert found["next backward"][1].parts["disk"] == pytest.approx((2 + UPDATE) / 5 + 56 / 4)
+
+
+def test_early_updates_store_their_gradient_and_do_not_read_it():
+    work = Work(forward=2.0, backward=4.0)
+    fused, early = phases(plan(), work, DRIVE, IDLE), ways(DEFERRED, work, DRIVE, IDLE)["early"]
+    assert [phase.name for phase in early] == [phase.name for phase in fused]
+    assert early[0] == fused[0]
+    assert early[1].parts["disk"] == pytest.approx(fused[1].parts["disk"] + 8 / 4)
+    # In a small window the values are gone when the update needs them.
+    small = ways(plan(**{**vars(DEFERRED), "window": 1}), work, DRIVE, IDLE)["early"]
+    assert small[1].parts["disk"] == pytest.approx(early[1].parts["disk"] + 8 / 5)
+
+
+def test_the_first_of_several_micro_batches_waits_for_the_last_update():
+    link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
+    work = Work(forward=2.0, backward=4.0, backwards=4, exchanged=(1.0, 3.0), carried=40 * GB, stored=20 * GB)
+    found = ways(DEFERRED, work, DRIVE, link)
+    first, other, back = found["next forward"]
+    assert [first.parts["compute"], other.parts["compute"], back.parts["compute"]] == [2, 6, 16]
+    assert [first.parts["network"], other.parts["network"], back.parts["network"]] == [1, 3, 12]
+    # A quarter of the activations leave in the first forward.
+    assert [first.parts["PCIe"], other.parts["PCIe"]] == pytest.approx([(40 / 4) / 2, 30 / 2])
+    assert first.parts["disk"] == pytest.approx(UPDATE / 5 + (48 + 5) / 4)
+    assert other.parts["disk"] == pytest.approx(3 * 8 / 5 + 15 / 4)
+    assert back.parts["disk"] == pytest.approx((4 * 6 + 3 * 8 + 20) / 5 + 4 * 8 / 4)
+    values, update, other, back = found["next backward"]
+    assert [phase.parts["compute"] for phase in (values, update, other, back)] == [2, 4, 6, 12]
+    assert values.parts["disk"] == pytest.approx(UPDATE / 5 + 5 / 4)
+    assert update.parts["disk"] == pytest.approx((UPDATE + 5) / 5 + 56 / 4)
+    # Each of the others reads the gradients that are there, and adds to them.
+    assert back.parts["disk"] == pytest.approx((3 * 6 + 3 * 8 + 15) / 5 + 3 * 8 / 4)
+    _, back, last = found["early"]
+    assert [back.parts["compute"], last.parts["compute"]] == [12, 4]
+    assert back.parts["disk"] == pytest.approx((3 * 6 + 2 * 8 + 15) / 5 + 3 * 8 / 4)
+    assert last.parts["disk"] == pytest.approx((6 + 40 + 8 + 5) / 5 + 56 / 4)
+
+
+def test_micro_batches_by_layer_wait_for_it_together():
+    work = Work(forward=2.0, backward=4.0, backwards=4, by_layer=True)
+    values, update = ways(DEFERRED, work, DRIVE, IDLE)["next backward"]
+    assert (values.parts["compute"], values.parts["disk"]) == (8, pytest.approx(UPDATE / 5))
+    assert (update.parts["compute"], update.parts["disk"]) == (16, pytest.approx(UPDATE / 5 + 56 / 4))
+
+
+def test_the_log_of_kept_gradients_is_written_in_step():
+    # A quarter is in RAM: what streams is three quarters, and the log has its gradients and a part of the rest.
+    read = {"values, forward": 6 * GB, "values, update": 6 * GB, "state": 30 * GB, "gradients": 6 * GB}
+    written = {"values": 7 * GB, "state": 32 * GB, "gradients": 6 * GB, "log": 2 * GB}
+    quarter = {**vars(DEFERRED), "read_bytes": read, "ram_tier_part": 0.25, "spared": (6 * GB, 0)}
+    for way in ("next forward", "next backward", "early"):
+        found = ways(plan(**{**quarter, "written_bytes": written}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)[way]
+        assert [phase.name for phase in found[2:]] == ["gradient log", "step()"]
+        assert found[2].seconds == pytest.approx((1 + 2 + 2) / 4)
+        assert sum(phase.parts.get("disk", 0) * 4 for phase in found) == pytest.approx(
+            sum(written.values()) / GB + 4 / 5 * {"next forward": 42, "next backward": 84, "early": 36}[way]
+        )
+    # Without a log the values and the state themselves are.
+    whole = {"values": 8 * GB, "state": 40 * GB, "gradients": 6 * GB}
+    *_, step = ways(plan(**{**quarter, "written_bytes": whole}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)["early"]
+    assert step.parts["disk"] == pytest.approx(12 / 4)
+
+
+def test_the_fastest_way_is_taken():
+    for compute, way in ((1.0, "next forward"), (1000.0, "next forward"), (30.0, "next backward")):
+        work = Work(forward=compute / 3, backward=compute)
+        found = ways(DEFERRED, work, DRIVE, IDLE)
+        assert fastest(found) == way, compute
+        assert phases(DEFERRED, work, DRIVE, IDLE) == found[way]
+        assert seconds(found[way]) <= seconds(phases(KEPT, work, DRIVE, IDLE))
+    # Whether early ones stand depends on the gradients.
+    assert seconds(found["early"]) < seconds(found["next backward"])
+
+
 def test_each_backward_after_the_first_adds_to_what_is_spilled():
     forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 6, "disk": 24 / 5, "update": 0})
@@ -101,7 +214,7 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
     # What is in RAM has nothing to stream; kept gradients are all there before the first update.
-    assert phases(plan(ram_tier=("block0.weight",)), compute, DRIVE, IDLE)[-1].tail == 0
+    assert phases(plan(ram_tier=("block0.weight",), ram_tier_part=0.125), compute, DRIVE, IDLE)[1].tail == 0
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
 

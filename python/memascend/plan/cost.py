@@ -129,22 +129,29 @@ class Phase:
 def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Phase]]:
     """The phases of one step, one after the other, for each way in which its updates may run.
 
-    A run takes the fastest; an early one stands while no gradient is clipped or changed.
+    A run takes the fastest; early updates stand while no gradient is clipped or changed.
     """
     if plan.gradients not in ("ssd", "ram"):
         return {"fused": _Step(plan, work, drive, host, "fused").fused()}
     if plan.spared is None:
         return {"at once": _Step(plan, work, drive, host, "at once").at_once()}
+    # The first of equally fast ones is taken: it moves fewer bytes.
     return {
-        "next backward": _Step(plan, work, drive, host, "next backward").next_backward(),
         "next forward": _Step(plan, work, drive, host, "next forward").next_forward(),
+        "next backward": _Step(plan, work, drive, host, "next backward").next_backward(),
         "early": _Step(plan, work, drive, host, "early").early(),
     }
 
 
 def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
-    """The phases of one step, one after the other, in the fastest way that does not depend on the gradients."""
-    return min((found for way, found in ways(plan, work, drive, host).items() if way != "early"), key=seconds)
+    """The phases of one step, one after the other, in the fastest way."""
+    found = ways(plan, work, drive, host)
+    return found[fastest(found)]
+
+
+def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
+    """The way of the shortest step; "early", which depends on the gradients, only where there is no other."""
+    return min(found, key=lambda way: (way == "early", seconds(found[way])))
 
 
 class _Step:
@@ -282,7 +289,7 @@ class _Step:
     @property
     def _first_part(self) -> float:
         """The part of the first unit of a forward in all updates that stream."""
-        kept = set(self._plan.ram_tier)
+        kept = set(self._plan.ram_tier if self._plan.ram_tier_part else ())
         streams = [0.0 if kept.issuperset(unit.parameters) else _trained(unit) for unit in self._plan.units]
         return streams[0] / sum(streams) if any(streams) else 0.0
 

@@ -55,7 +55,7 @@ class Traffic:
 
 
 # The kind of the reads of a forward that computes the values of the last step's update.
-LAST_UPDATE = "last update, forward"
+LAST_UPDATE = "last step's update, forward"
 
 
 def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:

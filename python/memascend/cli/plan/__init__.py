@@ -275,5 +275,5 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
         "steps_per_100_tb_written": 10**14 // max(1, found.written),
         "drive": {"endurance_bytes": found.endurance, "days": found.days},
         "gb_per_second": question.speeds or None,
-        "disk_seconds_per_step": disk_seconds(question, plan),
+        "disk_seconds_per_step": disk_seconds(question, found),
     }

@@ -15,22 +15,23 @@ from memascend.plan.cost import (
     Work,
     assumed_host,
     drive_days,
-    phases,
+    fastest,
     seconds,
     through_link,
     update_seconds,
+    ways,
 )
 from memascend.plan.decision import TorchBytes
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Subject, Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
-    from memascend.plan.table import Plan
+    from memascend.plan.table import Plan, Way
 
 
 _TB = 10**12
@@ -101,6 +102,16 @@ class Question:
         """Bytes of checkpointed activations of a step that leave that memory."""
         return self.micro_batches * self.trace.kept if self.carries and not isinstance(self.trace, str) else 0
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether updates that wait for the norm may begin before it is known."""
+        return self.options.gradients == "auto" and self.ranks == 1
+
+    @property
+    def clips(self) -> bool:
+        """Whether steps change gradients by a number that is known after the last of them."""
+        return self.options.max_grad_norm is not None or self.options.loss_scale is not None
+
     def scratch(self, plan: Plan) -> int:
         """Bytes of checkpointed activations in files at once."""
         at_once = self.carried if self.by_layer else self.carried // self.micro_batches
@@ -140,7 +151,9 @@ class Answer:
     in_memory: int  # bytes of the same training in memory without activations: values, state, gradients
     host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
     device_bytes: int  # of the GPU; 0 without one
-    phases: tuple[Phase, ...] | None  # of a step; None: a speed is not known
+    # The phases of a step for each way in which its updates may run, and the way that it takes; None: not known.
+    ways: Mapping[Way, Sequence[Phase]] | None
+    way: Way | None
     disk_bytes: int  # that the drive must have: the store, and files of activations
     written: int  # bytes that a step writes
     endurance: int  # bytes written in a drive's life
@@ -148,6 +161,11 @@ class Answer:
     tokens: int | None  # of a step on all ranks; None: there is no trace
     problems: tuple[str, ...]  # reasons why it does not fit
     network: Network | None = None  # bytes that one of several ranks sends and receives
+
+    @property
+    def phases(self) -> Sequence[Phase] | None:
+        """The phases of a step; None: a speed is not known."""
+        return None if self.ways is None or self.way is None else self.ways[self.way]
 
     @property
     def seconds(self) -> float | None:
@@ -183,28 +201,42 @@ def answer(question: Question) -> Answer:
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
     ours = plan.host_peak + beside(question, plan) + question.gaps
-    steps = _phases(question, plan, found.network)
+    step = _ways(question, plan, found.network)
+    # Where compute is not known, the drive alone decides.
+    way = None if question.drive is None else fastest(step or _disk_ways(question, plan))
+    plan = plan if way is None else plan.by(way)
     # Drives have whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     written = sum(plan.written_bytes.values()) + question.stored(plan)
-    return Answer(
+    now = Answer(
         plan=plan,
         in_memory=TorchBytes.of(found).total,
         host_bytes=ours + (torchs if question.on_host else 0),
         device_bytes=0 if question.on_host else plan.device_peak + torchs,
-        phases=None if steps is None else tuple(steps),
+        ways=step,
+        way=way,
         disk_bytes=plan.disk_bytes + scratch,
         written=written,
         endurance=endurance,
-        days=None if steps is None else drive_days(written, seconds(steps), endurance),
+        days=None,
         tokens=None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks,
         problems=tuple(_problems(question, plan, torchs, ours)),
         network=found.network,
     )
+    return now if now.seconds is None else replace(now, days=drive_days(written, now.seconds, endurance))
 
 
-def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
+def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
+    """Those of the ways that a run of this question has: where nothing is clipped, each early update stands."""
+    if "early" not in found:
+        return found
+    if not question.begins_early:
+        return {way: steps for way, steps in found.items() if way != "early"}
+    return found if question.clips else {"early": found["early"]}
+
+
+def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -224,7 +256,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     host = replace(host, update=update_seconds(plan, host.update))
-    return phases(plan, work, drive, host)
+    return _possible(question, ways(plan, work, drive, host))
 
 
 def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[str]:
@@ -256,12 +288,20 @@ def _elsewhere(question: Question) -> str:
     return f"; --activations ssd or host moves {bytes_shown(more * trace.kept)} that {others}"
 
 
-def disk_seconds(question: Question, plan: Plan) -> float | None:
+def disk_seconds(question: Question, found: Answer) -> float | None:
     """Seconds of the drive in a step; None: its speed is not known."""
-    if question.drive is None:
-        return None
+    return None if found.way is None else seconds(_disk_ways(question, planned(question))[found.way])
+
+
+def planned(question: Question) -> Plan:
+    """The plan as `offload()` makes it, before the way of its updates is known."""
+    return question.subject.plan(question.options, question.ranks).plan
+
+
+def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
+    assert question.drive is not None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    return seconds(phases(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
+    return _possible(question, ways(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,16 +315,14 @@ class Forecast:
 
 def forecast_of(question: Question, found: Answer) -> Forecast | None:
     """Seconds with this budget and larger ones; None: not even the drive's are known."""
-    plan = found.plan
-
-    def estimated(other: Plan) -> float:
-        steps = _phases(question, other, found.network)
-        took = disk_seconds(question, other) if steps is None else seconds(steps)
-        assert took is not None
-        return took
-
     if question.drive is None:
         return None
+    plan = planned(question)
+
+    def estimated(other: Plan) -> float:
+        steps = _ways(question, other, found.network) or _disk_ways(question, other)
+        return seconds(steps[fastest(steps)])
+
     return Forecast(
         now=estimated(plan),
         without=estimated(plan.moving(plan.without)),
@@ -318,6 +356,8 @@ def described(one: Answer) -> dict[str, Any]:
         "seconds_per_step": one.seconds,
         "tokens_per_second": one.tokens_per_second,
         "bound": one.bound,
+        "updates": one.way,
+        "updates_seconds": None if one.ways is None else {way: seconds(steps) for way, steps in one.ways.items()},
         "phases": None if one.phases is None else [{**asdict(phase), "seconds": phase.seconds} for phase in one.phases],
     }
 

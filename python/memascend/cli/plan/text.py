@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING
 from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.plan.machine import REACHED
 from memascend.cli.storage import mount_point
+from memascend.plan.cost import seconds
 from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.cli.plan.answer import Answer, Question, Total
+    from memascend.plan.table import Way
 
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
 # A larger budget is shown if a step then takes at most this part of its time.
 _FASTER = 0.99
+# The ways in which updates run that wait for the norm of all gradients.
+_WAYS: dict[Way, tuple[str, str]] = {
+    "next backward": (
+        "updates in the next backward",
+        "a step: each update's values are computed in the next forward, and again in its backward, which writes them",
+    ),
+    "next forward": ("updates in the next forward", "a step: each update is made in the next forward"),
+    "early": ("updates in the same backward", "a step while no step is clipped: each update begins before the norm"),
+}
 _NO_BF16 = "; it has no units for bfloat16: with --dtype fp16"
 
 
@@ -132,10 +143,10 @@ def _total_in_words(run: Total) -> str:
     return f"{_counted(run.steps, 'step')}, {took}{written} written"
 
 
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
+def _hours(took: float) -> str:
+    hours = took / 3600
     if hours < 1:
-        return f"{seconds / 60:,.2g} minutes"
+        return f"{took / 60:,.2g} minutes"
     return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
 
 
@@ -271,9 +282,14 @@ def _time(question: Question, found: Answer) -> list[Row]:
         parts = ", ".join(
             f"{part} {seconds_shown(value)}" for part, value in sorted(phase.parts.items(), key=lambda one: -one[1])
         )
-        after = f"; {seconds_shown(phase.tail)} of it not overlapped, for the last gradient"
+        which = "the last gradient" if "backward" in phase.name else "the first unit"
+        after = f"; {seconds_shown(phase.tail)} of it not overlapped, for {which}"
         rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
+    if found.ways is not None and len(found.ways) > 1:
+        rows += [
+            (f"  {_WAYS[way][0]}", seconds_shown(seconds(steps)), _WAYS[way][1]) for way, steps in found.ways.items()
+        ]
     more = "raised by more tokens in a step (--tokens, --accumulation-steps)" if found.bound == "disk" else ""
     return [*rows, ("tokens a second", f"{found.tokens_per_second:,.0f}", more)]
 
@@ -290,23 +306,23 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 def _ram_tier(question: Question, found: Answer) -> list[Row]:
     """The seconds without parameters kept in RAM, and with larger budgets."""
-    plan, seconds = found.plan, forecast_of(question, found)
-    if seconds is None:
+    plan, forecast = found.plan, forecast_of(question, found)
+    if forecast is None:
         return []
     what = "a step" if found.phases is not None else "the disk's part"
     note = f"{what}, {bytes_shown(plan.without.total)}"
-    rows = [("  with no parameter kept in RAM", seconds_shown(seconds.without), note)]
-    for budget, took in seconds.larger.items():
-        if took > _FASTER * seconds.now:
+    rows = [("  with no parameter kept in RAM", seconds_shown(forecast.without), note)]
+    for budget, took in forecast.larger.items():
+        if took > _FASTER * forecast.now:
             continue
-        instead = f"{what} instead of {seconds_shown(seconds.now)}, {bytes_shown(plan.larger[budget].total)}"
+        instead = f"{what} instead of {seconds_shown(forecast.now)}, {bytes_shown(plan.larger[budget].total)}"
         rows.append((f"  host_memory={size_option(budget)}", seconds_shown(took), instead))
     return rows if plan.ram_tier else rows[1:]
 
 
 def _disk(question: Question, found: Answer) -> Row:
     what = "the disk's part of a step"
-    took = disk_seconds(question, found.plan)
+    took = disk_seconds(question, found)
     if took is None:
         return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
     if question.drive_assumed:
