@@ -101,11 +101,12 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds both, and by layer it moves what one micro-batch does.
+    # The disk bounds both, and by layer it moves what one micro-batch does; unclipped updates begin early in both.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
-    assert turns["seconds_per_step"] > 2 * four["step"]["seconds_per_step"]
+    assert turns["updates"] == "early"
+    assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
     # Each keeps the input of each block, of which the first micro-batch's are counted already.
     kept = traced(config, 1, 256).kept
     assert kept >= LAYERS * 256 * HIDDEN * 2
@@ -118,6 +119,54 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     assert "4 micro-batches one after the other" in shown(
         capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", 4
     )
+
+
+def test_clipped_updates_wait_for_the_next_step(capsys):
+    asked = (*EIGHT, "--accumulation-steps", 32, "--activations", "ssd")
+    plain, clipped = told(capsys, *asked), told(capsys, *asked, "--max-grad-norm", 1)
+    assert plain["step"]["updates_seconds"].keys() == {"fused"}
+    step, plan = clipped["step"], clipped["plan"]
+    assert step["updates"] == "next backward"
+    took = step["updates_seconds"]
+    assert took.keys() == {"next forward", "next backward", "early"}
+    assert plain["step"]["seconds_per_step"] <= took["early"] < took["next backward"] < took["next forward"]
+    assert step["seconds_per_step"] == took["next backward"]
+    # The table has the bytes of this way, and so have the seconds of the disk.
+    read = sum(plan["read_bytes"].values())
+    assert "last step's update, forward" in plan["read_bytes"]
+    stored = clipped["read_bytes_per_step"] - read
+    moved = read / 5e9 + sum(plan["written_bytes"].values()) / 4e9 + stored / 5e9 + stored / 4e9
+    assert clipped["disk_seconds_per_step"] == pytest.approx(moved)
+    out = shown(capsys, *asked, "--max-grad-norm", 1)
+    for words in (
+        "  forward and last step's values ", "  updates in the next backward ", "a step while no step is clipped",
+        "read: last step's update, forward",
+    ):  # fmt: skip
+        assert words in out, words
+    assert "updates in the" not in shown(capsys, *asked)
+
+
+def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
+    def ways(*words):
+        step = told(capsys, config, *MACHINE, "--tokens", 256, *words)["step"]
+        assert step["updates"] in step["updates_seconds"]
+        return step["updates_seconds"].keys()
+
+    clip = ("--max-grad-norm", 1)
+    deferred = {"next forward", "next backward"}
+    assert ways(*clip) == deferred | {"early"}
+    assert ways(*clip, "--optimizer", "SGD") == deferred | {"early"}
+    assert ways(*clip, "--gradients", "ssd") == ways(*clip, "--ranks", 2) == deferred
+    # These run other code than the engine's own, or keep all gradients in memory.
+    assert ways(*clip, "--optimizer", "RMSprop") == ways(*clip, "--gradients", "ram") == {"at once"}
+
+
+def test_without_a_gpu_the_drive_decides_when_updates_run(capsys, config):
+    clip = ("--device", "cuda", "--drive", "5,4", "--max-grad-norm", 1)
+    found = told(capsys, config, *clip)
+    read, written = (sum(found["plan"][f"{what}_bytes"].values()) for what in ("read", "written"))
+    assert "values, forward" not in found["plan"]["read_bytes"]
+    assert found["disk_seconds_per_step"] == pytest.approx(read / 5e9 + written / 4e9)
 
 
 def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
@@ -255,7 +304,7 @@ def test_five_lines_decide(capsys):
     assert "bound by the drive" in lines[step]
     assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 311 GiB on the drive"
     asked, larger = lines[run].split("; by layer with ")
-    assert asked == "1,250 steps, 14 hours, 88.8 TB written"
+    assert asked == "1,250 steps, 13 hours, 88.8 TB written"
     assert found["run"]["written"] == 1250 * found["written_bytes_per_step"]
     assert found["run"]["seconds"] == pytest.approx(1250 * found["step"]["seconds_per_step"])
     assert larger.startswith("--accumulation-steps 32 --activations ssd: 313 steps, ")

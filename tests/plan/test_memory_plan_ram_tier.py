@@ -7,7 +7,7 @@ from plan.test_memory_plan import PAGE, model, sizes_of
 
 from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
 from memascend.plan.memory_plan import Requirements, make_plan
-from memascend.text import size_option
+from memascend.text import bytes_shown, size_option
 
 
 def run_of(units, update_values="resident", **more):
@@ -131,6 +131,39 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     if applies:
         values = sum(each.nbytes for each in run.units)
         assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
+
+
+def test_updates_in_the_next_step_read_values_for_its_modules():
+    units = model()
+    run = dataclasses.replace(run_of(units), gradients="ssd")
+    names = run.gradient_bytes.keys()
+    values = sum(run.gradient_bytes.values())
+    assert make_plan(run).spared is None
+    assert make_plan(dataclasses.replace(run, deferrable=names - {"rest.weight"})).spared is None
+    deferring = dataclasses.replace(run, deferrable=names)
+    plan = make_plan(deferring)
+    back = plan.read_bytes["values, backward"]
+    assert plan.spared == (values, back)
+    forward, backward, early = (plan.by(way) for way in ("next forward", "next backward", "early"))
+    update = {"values, update": values, "state": 5 * values, "gradients": values}
+    assert forward.read_bytes == {"values, backward": back, **update}
+    assert backward.read_bytes == {**update, "last step's update, forward": 7 * values}
+    assert early.read_bytes == {"values, forward": values, "values, backward": back, "state": 5 * values}
+    for way in (forward, backward, early):
+        assert way.written_bytes == plan.written_bytes
+        # It is of the plan's own way, and another is of the plan.
+        assert way.by("next backward") == way
+    assert f"read: last step's update, forward  {bytes_shown(7 * values)}" in str(backward)
+    # Parameters in RAM have nothing to read, and larger budgets move bytes in the same way.
+    budget = list(plan.larger)[1]
+    half = make_plan(deferring, budget=budget).by("next backward")
+    streams = sum(nbytes for name, nbytes in run.gradient_bytes.items() if name not in half.ram_tier)
+    assert 0 < streams < values
+    assert half.read_bytes["last step's update, forward"] == 7 * streams
+    assert half.moved_bytes <= backward.larger[budget].total < backward.moved_bytes
+    assert half.without.total == backward.moved_bytes
+    # All of them are updated in step().
+    assert make_plan(deferring, budget=plan.all_in_ram).spared is None
 
 
 def test_what_is_streamed_is_in_ram_by_no_budget():
