@@ -139,6 +139,8 @@ def test_the_first_of_several_micro_batches_waits_for_the_last_update():
     assert back.parts["disk"] == pytest.approx((4 * 6 + 3 * 8 + 20) / 5 + 4 * 8 / 4)
     values, update, other, back = found["next backward"]
     assert [phase.parts["compute"] for phase in (values, update, other, back)] == [2, 4, 6, 12]
+    assert [phase.parts["network"] for phase in (values, update, other, back)] == [1, 3, 3, 9]
+    assert [phase.parts["PCIe"] for phase in (update, back)] == pytest.approx([(6 + 10) / 2, (18 + 30) / 2])
     assert values.parts["disk"] == pytest.approx(UPDATE / 5 + 5 / 4)
     assert update.parts["disk"] == pytest.approx((UPDATE + 5) / 5 + 56 / 4)
     # Each of the others reads the gradients that are there, and adds to them.
