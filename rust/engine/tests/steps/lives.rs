@@ -58,6 +58,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
             durability: if rng.below(3) > 0 { Durability::Step } else { Durability::None },
             held: ALL.into_iter().filter(|_| rng.below(4) > 0).collect(),
             log_steps: u32::try_from(rng.below(5)).unwrap_or(0),
+            deferred: vec![],
         };
         let mut now = plan();
         let mut life = Life::new(&now);

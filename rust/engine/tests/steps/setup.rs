@@ -221,17 +221,24 @@ pub(crate) struct RunPlan {
     pub(crate) durability: Durability,
     pub(crate) held: Vec<usize>,
     pub(crate) log_steps: u32,
+    /// Records whose updates may be left to the next step.
+    pub(crate) deferred: Vec<usize>,
 }
 
 impl RunPlan {
     /// Every step is durable, and nothing is in RAM.
     pub(crate) fn streamed() -> Self {
-        Self { durability: Durability::Step, held: vec![], log_steps: 0 }
+        Self { durability: Durability::Step, held: vec![], log_steps: 0, deferred: vec![] }
     }
 
     /// All is in RAM.
     pub(crate) fn held(durability: Durability, log_steps: u32) -> Self {
-        Self { durability, held: ALL.to_vec(), log_steps }
+        Self { durability, held: ALL.to_vec(), log_steps, deferred: vec![] }
+    }
+
+    /// Nothing is in RAM, and every update may be left to the next step.
+    pub(crate) fn deferring(durability: Durability) -> Self {
+        Self { durability, deferred: ALL.to_vec(), ..Self::streamed() }
     }
 }
 
@@ -261,6 +268,7 @@ pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<En
     let engine = Engine::new(Arc::clone(&store), &options)?;
     engine.replay(&mut |_, _| true)?;
     store.refresh(&plan.held, &mut |_, _| true)?;
+    assert_eq!(store.keep_places(&plan.deferred)?, !plan.deferred.is_empty());
     if plan.durability != Durability::None && plan.log_steps > 0 {
         let spill = |&record: &usize| Some((record, store.description().records[record].spill?));
         let records: Vec<_> = plan.held.iter().filter_map(spill).collect();

@@ -1,0 +1,293 @@
+//! Tests updates that a step leaves to the next one: the bits of updates that are made at once, whatever comes between.
+
+use std::collections::BTreeSet;
+
+use memascend_engine::{By, Engine};
+use memascend_mem::Wait;
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{Buffer, Durability, Shared, Store};
+
+use crate::setup::{ALL, Contents, Life, RunPlan, contents, first, gradient, kinds, many, ok, opened, rule, size};
+
+/// Memory that a test looks at once an engine is done with it.
+fn memory(nbytes: u64) -> Shared<Vec<u8>> {
+    Shared::new(vec![0xee; size(nbytes)])
+}
+
+fn bytes(memory: &Shared<Vec<u8>>) -> Vec<u8> {
+    // SAFETY: the tests look when nothing is on its way to it.
+    unsafe { std::slice::from_raw_parts(memory.as_ptr().as_ptr(), memory.len()) }.to_vec()
+}
+
+/// The values of a unit.
+fn unit(engine: &Engine, unit: usize, settles: bool) -> memascend_engine::Result<Vec<u8>> {
+    let into = memory(engine.store().layout().unit_bytes(unit));
+    engine.fetch(unit, into.clone(), settles)?.wait(Wait::forever())?;
+    Ok(bytes(&into))
+}
+
+fn units(store: &Store) -> usize {
+    store.description().units.len()
+}
+
+/// What a process that is killed now leaves.
+fn left(disk: &SimDisk) -> Contents {
+    let store = ok(opened(&SimDisk::of(disk.bytes()), &Faults::default(), Durability::Step));
+    memascend_engine::apply_logs(&store);
+    ok(store.verify(&mut |_, _| true));
+    contents(&store)
+}
+
+/// A life whose updates are made at once, and one that leaves some of the same to the next step.
+struct Twins {
+    plan: RunPlan,
+    plain: Life,
+    late: Life,
+    /// What the last commit left of `plain`, and which records that of `late` left behind.
+    wanted: Contents,
+    behind: BTreeSet<usize>,
+    /// What was done of each kind.
+    seen: [u64; SEEN.len()],
+}
+
+const SEEN: [&str; 8] = ["deferred", "at once", "added", "taken back", "discarded", "caught up", "computed", "killed"];
+
+/// How a record gets its update in `late`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum When {
+    Now,
+    Later,
+}
+
+impl Twins {
+    fn new(plan: RunPlan) -> Self {
+        let (plain, late) = (Life::new(&RunPlan::streamed()), Life::new(&plan));
+        let wanted = plain.contents();
+        Self { plan, plain, late, wanted, behind: BTreeSet::new(), seen: [0; SEEN.len()] }
+    }
+
+    fn both(&self, work: impl Fn(&Engine) -> memascend_engine::Result<()>) {
+        ok(work(&self.plain.engine));
+        ok(work(&self.late.engine));
+    }
+
+    fn note(&mut self, what: &str) {
+        let at = SEEN.iter().position(|name| *name == what);
+        self.seen[at.unwrap_or_else(|| panic!("{what}"))] += 1;
+    }
+
+    /// Spills the same of a record in both.
+    fn spill(&mut self, record: usize, seed: u64, rng: &mut Rng) {
+        let adds = rng.below(3) == 0 && self.plain.engine.spilled(record, Wait::forever()).is_ok();
+        self.both(|engine| engine.spill(record, gradient(record, seed), adds, Wait::forever()));
+        if rng.below(3) == 0 {
+            self.both(|engine| engine.spill(record, gradient(record, seed + 1), true, Wait::forever()));
+            self.note("added");
+        }
+    }
+
+    fn update(&mut self, record: usize, factors: &[f32], when: When) {
+        let numbers = rule(record, ok(self.plain.store().record_state(record)).step + 1);
+        assert_eq!(ok(self.plain.store().record_state(record)).step, ok(self.late.store().record_state(record)).step);
+        let at_once = |engine: &Engine| {
+            engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever())
+        };
+        ok(at_once(&self.plain.engine));
+        if when == When::Later && ok(self.late.engine.defer(record, numbers, factors, Wait::forever())) {
+            self.note("deferred");
+        } else {
+            assert!(!self.behind.contains(&record), "it was left behind, so it can be left behind again");
+            ok(at_once(&self.late.engine));
+            self.note("at once");
+        }
+    }
+
+    /// What each record gets in a step.
+    fn record(&mut self, record: usize, seed: u64, rng: &mut Rng) {
+        let may_be_now = !self.behind.contains(&record);
+        let when = if may_be_now && rng.below(3) == 0 { When::Now } else { When::Later };
+        let factors: Vec<f32> = [0.3, 1.7, 0.9].into_iter().take(rng.below(4)).collect();
+        match rng.below(8) {
+            0 => return,
+            1 if may_be_now => {
+                let tensors = kinds().records[record].state.len();
+                let step = ok(self.plain.store().record_state(record)).step + 1;
+                let values = gradient_bytes(record, seed);
+                return self.both(|engine| engine.fill(record, first(values.clone(), tensors, step), Wait::forever()));
+            }
+            2 => {
+                self.spill(record, seed + 7, rng);
+                self.update(record, &factors, when);
+                self.both(|engine| engine.take_back(record, Wait::forever()));
+                self.note("taken back");
+            }
+            3 => {
+                self.spill(record, seed + 7, rng);
+                self.update(record, &factors, when);
+                // What lies there of the gradient is the chance of the moment.
+                self.both(|engine| {
+                    engine.discard_record(record, Wait::forever())?;
+                    engine.drop_spilled(record, Wait::forever())
+                });
+            }
+            _ => {}
+        }
+        self.spill(record, seed, rng);
+        self.update(record, &factors, when);
+    }
+
+    /// Reads some of what the last commit left, in every way, and compares it.
+    fn look(&mut self, place: &str, rng: &mut Rng) {
+        let (late, store) = (&self.late.engine, self.late.store());
+        let before = late.counters().computed;
+        let (number, record, settles) = (rng.below(units(store)), rng.below(ALL.len()), rng.below(3) == 0);
+        match rng.below(7) {
+            0 => {
+                let mut tensors: Vec<Vec<u8>> =
+                    ok(store.tensor_bytes(record)).into_iter().map(|bytes| vec![0; bytes]).collect();
+                ok(store.read_record(record, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
+                assert!(tensors == self.wanted[record].1, "{place}: record {record}");
+            }
+            1 => ok(late.settle_later(record, &mut Wait::forever())),
+            2 => drop(ok(late.fetch(number, memory(store.layout().unit_bytes(number)), settles))),
+            3 | 4 => {
+                let wanted = ok(unit(&self.plain.engine, number, false));
+                let parts = ok(late.parts(number, 8192, settles));
+                for (index, (start, nbytes)) in parts.places().enumerate() {
+                    if rng.below(4) > 0 {
+                        let into = memory(nbytes);
+                        ok(ok(parts.begin(index, into.clone(), None)).wait(Wait::forever()));
+                        let of_part = &wanted[size(start)..size(start + nbytes)];
+                        assert!(bytes(&into) == of_part, "{place}: part {index} of unit {number}, {settles}");
+                    }
+                }
+            }
+            5 if self.plan.durability == Durability::Step => {
+                assert!(left(&self.late.disk) == self.wanted, "{place}: as a kill leaves it");
+            }
+            _ => {
+                let (wanted, got) =
+                    (ok(unit(&self.plain.engine, number, false)), ok(unit(late, number, settles)));
+                assert!(got == wanted, "{place}: unit {number}, {settles}");
+            }
+        }
+        if self.late.engine.counters().computed > before {
+            self.note("computed");
+        }
+    }
+
+    fn catch_up(&mut self) {
+        let is_behind = self.late.engine.is_behind();
+        assert_eq!(is_behind, !self.behind.is_empty());
+        assert_eq!(ok(self.late.engine.catch_up(Wait::forever())), is_behind);
+        assert!(!self.late.engine.is_behind() && self.late.engine.behind() == 0);
+        if is_behind {
+            self.note("caught up");
+        }
+        self.behind.clear();
+    }
+
+    fn looks(&mut self, place: &str, rng: &mut Rng) {
+        for _ in 0..rng.below(4) {
+            self.look(place, rng);
+        }
+    }
+
+    fn step(&mut self, number: u64, rng: &mut Rng) {
+        let place = format!("step {number}, {:?}", self.plan);
+        self.looks(&place, rng);
+        if rng.below(4) == 0 {
+            self.catch_up();
+            self.looks(&place, rng);
+        }
+        let mut seed = number << 4;
+        loop {
+            for record in ALL {
+                self.record(record, seed, rng);
+                if rng.below(6) == 0 {
+                    self.look(&place, rng);
+                }
+            }
+            self.looks(&place, rng);
+            if rng.below(4) > 0 {
+                break;
+            }
+            self.both(|engine| engine.finish(Wait::forever()));
+            self.both(|engine| engine.discard(Wait::forever()));
+            self.note("discarded");
+            self.looks(&place, rng);
+            if rng.below(3) == 0 {
+                self.catch_up();
+            }
+            seed += 1 << 3;
+        }
+        let named = |life: &Life| ALL.into_iter().filter(|&record| life.store().is_behind(record)).collect();
+        ok(self.plain.commit(number));
+        ok(self.late.commit(number));
+        self.behind = named(&self.late);
+        self.wanted = self.plain.contents();
+        assert_eq!(self.late.spilled(), self.plain.spilled(), "{place}");
+    }
+
+    /// Ends `late`, and begins it anew in another way.
+    fn begin_anew(mut self, plan: RunPlan, seed: u64, rng: &mut Rng) -> Self {
+        let by = if self.plan.durability == Durability::None { 0 } else { rng.below(3) };
+        if by == 0 {
+            ok(self.late.engine.discard(Wait::forever()));
+            self.catch_up();
+            self.late.engine.close();
+            ok(self.late.store().write_applied(&mut |_, _| true));
+            ok(self.late.store().close(Wait::forever()));
+        }
+        let disk = self.late.killed();
+        let disk = if by == 1 { disk.after_power_loss(seed) } else { disk };
+        self.late = Life::opened(disk, &plan);
+        assert!(self.late.contents() == self.wanted, "ended by {by}: {:?}", self.plan);
+        for record in ALL {
+            ok(self.plain.engine.drop_spilled(record, Wait::forever()));
+        }
+        (self.plan, self.behind) = (plan, BTreeSet::new());
+        self.note("killed");
+        self
+    }
+}
+
+fn gradient_bytes(record: usize, seed: u64) -> Vec<u8> {
+    let described = &kinds().records[record];
+    let element = size(described.dtype.bytes());
+    let pattern = if element == 4 { 0.25_f32.to_le_bytes().to_vec() } else { vec![0x10, 0x3d] };
+    let scale = u8::try_from(seed % 4).unwrap_or(0);
+    let mut all = pattern.repeat(size(described.elements()));
+    all.iter_mut().step_by(element).for_each(|byte| *byte ^= scale);
+    all
+}
+
+#[test]
+fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not() {
+    let mut seen = [0; SEEN.len()];
+    for seed in 0..many(100, 8) {
+        let mut rng = Rng::new(seed);
+        let plan = |rng: &mut Rng| {
+            let held: Vec<usize> = ALL.into_iter().filter(|_| rng.below(5) == 0).collect();
+            let deferred = ALL.into_iter().filter(|_| rng.below(8) > 0).collect();
+            let held = if rng.below(2) == 0 { held } else { vec![] };
+            RunPlan {
+                durability: if rng.below(3) > 0 { Durability::Step } else { Durability::None },
+                log_steps: if held.is_empty() { 0 } else { u32::try_from(rng.below(4)).unwrap_or(0) },
+                held,
+                deferred,
+            }
+        };
+        let mut twins = Twins::new(plan(&mut rng));
+        for number in 1..=16 {
+            twins.step(number, &mut rng);
+            if rng.below(4) == 0 {
+                let plan = plan(&mut rng);
+                twins = twins.begin_anew(plan, seed << 8 | number, &mut rng);
+            }
+        }
+        assert!(twins.late.contents() == twins.wanted, "seed {seed}");
+        seen.iter_mut().zip(twins.seen).for_each(|(all, one)| *all += one);
+    }
+    assert!(seen.iter().all(|&count| count > 10), "{SEEN:?}: {seen:?}");
+}
