@@ -1,7 +1,7 @@
 //! Leaves updates of streamed records to the next step: a commit names their gradients, and later what slots lack is settled.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -109,10 +109,12 @@ impl Engine {
         rule.check()?;
         self.will_be_spilled(record)?;
         let logged = rule::rule_of(described, &rule, factors)?;
-        let before = self.shared.deferred.lock().named.insert(record, (rule.step(), logged));
-        if before.is_some() {
-            let name = &described.name;
-            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+        match self.shared.deferred.lock().named.entry(record) {
+            Entry::Vacant(place) => drop(place.insert((rule.step(), logged))),
+            Entry::Occupied(_) => {
+                let name = &described.name;
+                return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+            }
         }
         self.settle_later(record, &mut wait)?;
         Ok(true)
