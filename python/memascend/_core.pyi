@@ -53,6 +53,7 @@ __all__ = [
     "store_commits",
     "store_examine",
     "store_log_bytes",
+    "store_places_bytes",
     "store_sizes",
     "store_state_in",
 ]
@@ -696,6 +697,9 @@ def store_state_in(
 ) -> list[tuple[str, str, list[int]]]: ...
 def store_log_bytes(
     records: list[Any], units: list[str], chunk_elements: int, logged: list[int], steps: int
+) -> int: ...
+def store_places_bytes(
+    records: list[Any], units: list[str], chunk_elements: int, deferred: list[int]
 ) -> int: ...
 def store_sizes(
     records: Sequence[_Described],

@@ -292,6 +292,7 @@ def test_torchs_own_clipping(tmp_path, way, dtype):
 
 
 def test_a_checkpoint_has_what_was_left(tmp_path, way):
+    (tmp_path / "ram").mkdir()
     run(tmp_path / "s", before=saves(tmp_path))
     run(tmp_path / "t", "ram", before=saves(tmp_path / "ram"))
     for name in ("1", "3", "5"):

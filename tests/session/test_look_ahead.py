@@ -60,9 +60,9 @@ def test_nothing_is_read_that_the_commit_makes_old(run):
     residency = optimizer._session.run.residency
     begin, read = residency._memory.begin, []
 
-    def noted(name, base):
+    def noted(name, base, **options):
         read.append(name)
-        return begin(name, base)
+        return begin(name, base, **options)
 
     residency._memory.begin = noted
     train(model, optimizer, read.clear)

@@ -20,7 +20,7 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
         def wait(self):
             raise KeyboardInterrupt
 
-    def blank(_, into):
+    def blank(_, into, **__):
         into.zero_()
         return Interrupted(None)
 

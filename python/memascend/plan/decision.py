@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -179,6 +180,7 @@ def _requirements(facts: Facts, sizes: engines.Sizes) -> Requirements:
         gradient_bytes=facts.gradient_bytes,
         streamed=facts.streamed,
         deferrable=facts.replayed,
+        places=partial(engines.places_bytes, facts.records),
         applied=facts.replayed if facts.durability == "none" else (),
         log=_log(facts, sizes),
     )

@@ -124,6 +124,8 @@ class Requirements:
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
     # The parameters whose updates may be deferred to the next step, where gradients wait for the norm of all.
     deferrable: Collection[str] = ()
+    # The bytes behind the store for second places of the gradients of some of these; None: there are none.
+    places: Callable[[Collection[str]], int] | None = None
     # The parameters whose updates in the RAM tier are applied in memory, and written only at the end.
     applied: Collection[str] = ()
     # The options of their gradient log, where each step is durable; None: there is no log.
@@ -462,6 +464,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         logged_bytes=ram_tier.logged_bytes,
         log_steps=log_steps,
         log_bytes=log_bytes,
+        places_bytes=_places_bytes(run, ram_tier.names),
         log_wanted=0 if run.log is None else run.log.wanted(ram_tier.logged),
         read_bytes=moved.read,
         written_bytes=moved.written,
@@ -508,6 +511,12 @@ def _too_small(option: str, budget: int, smallest: int, owners: str) -> BudgetEr
 def _owners_shown(split: Mapping[str, int]) -> str:
     ranked = sorted(split.items(), key=lambda item: -item[1])
     return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
+
+
+def _places_bytes(run: Requirements, in_ram: Collection[str]) -> int:
+    if run.places is None or run.gradients not in ("auto", "ssd"):
+        return 0
+    return run.places(frozenset(run.deferrable) - frozenset(in_ram))
 
 
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: RamTier) -> Traffic:

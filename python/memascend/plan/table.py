@@ -160,6 +160,7 @@ class Plan(MemorySplit):
     # Steps of gradients in the log: each of these records is written whole once in as many steps; 0: in each step.
     log_steps: int = 0
     log_bytes: int = 0  # the space of the log behind the store
+    places_bytes: int = 0  # the same of second places for gradients, with which updates are deferred
     log_wanted: int = 0  # the steps that the log would have with enough space
     spared: tuple[int, int] | None = None  # see `Traffic`
 
@@ -175,8 +176,8 @@ class Plan(MemorySplit):
 
     @property
     def storage_bytes(self) -> int:
-        """The store, and the log behind it."""
-        return self.disk_bytes + self.log_bytes
+        """The store, and what lies behind it: second places for gradients, and the log."""
+        return self.disk_bytes + self.places_bytes + self.log_bytes
 
     @property
     def moved_bytes(self) -> int:
@@ -273,9 +274,11 @@ def _table(plan: Plan) -> str:
 
 def _log_shown(plan: Plan) -> str:
     less = f" (no disk space for {plan.log_wanted})" if plan.log_steps < plan.log_wanted else ""
+    places = f"; behind it second places for gradients: {bytes_shown(plan.places_bytes)}" if plan.places_bytes else ""
     if plan.log_steps:
-        return f"; behind it a gradient log of {plan.log_steps} steps{less}: {bytes_shown(plan.log_bytes)}"
-    return "; no disk space for a gradient log, so parameters kept in RAM are written whole each step" if less else ""
+        return f"{places}; behind it a gradient log of {plan.log_steps} steps{less}: {bytes_shown(plan.log_bytes)}"
+    none = "; no disk space for a gradient log, so parameters kept in RAM are written whole each step" if less else ""
+    return f"{places}{none}"
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from memascend.errors import ConfigError
 from memascend.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
@@ -155,6 +155,13 @@ def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
         return _core.store_log_bytes(described, units, chunk, [numbers[name] for name in names], steps)
 
     return taken
+
+
+def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
+    """The bytes behind a store for second places of gradients, where updates of `deferred` are left to the next step."""
+    units, described = description(records)
+    numbers = [number for number, record in enumerate(records) if record.name in deferred]
+    return _core.store_places_bytes(described, units, chunk_elements_of(records), numbers)
 
 
 def chunk_elements_of(records: Sequence[Record]) -> int:

@@ -8,7 +8,8 @@ use crate::errors::{OrRaise as _, config_error};
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_state_in, module)?)?;
     module.add_function(wrap_pyfunction!(store_sizes, module)?)?;
-    module.add_function(wrap_pyfunction!(store_log_bytes, module)?)
+    module.add_function(wrap_pyfunction!(store_log_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(store_places_bytes, module)?)
 }
 
 /// A tensor of the description: name, dtype, shape.
@@ -54,6 +55,18 @@ fn store_log_bytes(
     let description = described(py, records, units, String::new(), chunk_elements)?;
     let spills = |&record: &usize| Some((record, description.records.get(record)?.spill?));
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
+}
+
+/// Bytes behind a store for second places of gradients, where updates of some of these records are left to the next step.
+#[pyfunction]
+fn store_places_bytes(
+    py: Python<'_>,
+    records: Vec<Described>,
+    units: Vec<String>,
+    chunk_elements: u32,
+    deferred: Vec<usize>,
+) -> PyResult<u64> {
+    Ok(described(py, records, units, String::new(), chunk_elements)?.places_bytes(&deferred))
 }
 
 pub(crate) fn described(
