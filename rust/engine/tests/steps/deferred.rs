@@ -1,13 +1,24 @@
 //! Tests updates that a step leaves to the next one: the bits of updates that are made at once, whatever comes between.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+};
 
 use memascend_engine::{By, Engine};
 use memascend_mem::Wait;
-use memascend_nvme::sim::{Faults, Rng, SimDisk};
-use memascend_store::{Buffer, Durability, Shared, Store};
+use memascend_nvme::{
+    Action,
+    sim::{Faults, Rng, SimDisk},
+};
+use memascend_store::{Buffer, Commit, Create, Durability, Existing, Shared, Store};
 
-use crate::setup::{ALL, Contents, Life, RunPlan, contents, first, gradient, kinds, many, ok, opened, rule, size};
+use crate::{
+    replay::resumed,
+    setup::{
+        ALL, Contents, Life, RunPlan, begun, contents, first, gradient, kinds, many, ok, opened, rule, size, volume,
+    },
+};
 
 /// Memory that a test looks at once an engine is done with it.
 fn memory(nbytes: u64) -> Shared<Vec<u8>> {
@@ -89,9 +100,8 @@ impl Twins {
     fn update(&mut self, record: usize, factors: &[f32], when: When) {
         let numbers = rule(record, ok(self.plain.store().record_state(record)).step + 1);
         assert_eq!(ok(self.plain.store().record_state(record)).step, ok(self.late.store().record_state(record)).step);
-        let at_once = |engine: &Engine| {
-            engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever())
-        };
+        let at_once =
+            |engine: &Engine| engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever());
         ok(at_once(&self.plain.engine));
         if when == When::Later && ok(self.late.engine.defer(record, numbers, factors, Wait::forever())) {
             self.note("deferred");
@@ -166,8 +176,7 @@ impl Twins {
                 assert!(left(&self.late.disk) == self.wanted, "{place}: as a kill leaves it");
             }
             _ => {
-                let (wanted, got) =
-                    (ok(unit(&self.plain.engine, number, false)), ok(unit(late, number, settles)));
+                let (wanted, got) = (ok(unit(&self.plain.engine, number, false)), ok(unit(late, number, settles)));
                 assert!(got == wanted, "{place}: unit {number}, {settles}");
             }
         }
@@ -290,4 +299,324 @@ fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not(
         seen.iter_mut().zip(twins.seen).for_each(|(all, one)| *all += one);
     }
     assert!(seen.iter().all(|&count| count > 10), "{SEEN:?}: {seen:?}");
+}
+
+/// A step with some of everything: its forward, gradients, sums, a discard; its updates made at once where it says so.
+fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascend_engine::Result<()> {
+    let (store, mut rng) = (engine.store(), Rng::new(number));
+    for of in 0..units(store) {
+        let settles = rng.below(2) == 0;
+        unit(engine, of, settles)?;
+    }
+    let caught_up = number.is_multiple_of(3);
+    if caught_up {
+        engine.catch_up(Wait::forever())?;
+    }
+    for turn in 0..=u64::from(number.is_multiple_of(4)) {
+        for record in ALL {
+            if rng.below(6) == 0 {
+                continue;
+            }
+            let numbers = rule(record, store.record_state(record)?.step + 1);
+            engine.spill(record, gradient(record, number * 2 + turn), false, Wait::forever())?;
+            if rng.below(3) == 0 {
+                engine.spill(record, gradient(record, number), true, Wait::forever())?;
+            }
+            let factors = &[0.3, 1.7][..rng.below(3)];
+            let now = rng.below(4) == 0 && caught_up;
+            if now || at_once || !engine.defer(record, numbers, factors, Wait::forever())? {
+                engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever())?;
+            }
+        }
+        if turn == 0 && number.is_multiple_of(4) {
+            engine.finish(Wait::forever())?;
+            engine.discard(Wait::forever())?;
+        }
+    }
+    engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
+}
+
+/// What each step leaves.
+fn steps(steps: u64) -> Vec<Contents> {
+    let plain = Life::new(&RunPlan::streamed());
+    let mut left = vec![plain.contents()];
+    for number in 1..=steps {
+        ok(some_step(&plain.engine, number, true));
+        left.push(plain.contents());
+    }
+    left
+}
+
+#[test]
+fn power_that_fails_at_any_request_leaves_a_whole_step() {
+    const STEPS: u64 = 6;
+    let wanted = steps(STEPS);
+    for plan in [
+        RunPlan::deferring(Durability::Step),
+        RunPlan { held: vec![0, 2, 4], log_steps: 3, ..RunPlan::deferring(Durability::Step) },
+    ] {
+        let begin = Life::new(&plan).killed();
+        let mut died = 0;
+        for point in (0..).step_by(many(1, 41)) {
+            let disk = begin.after_power_loss(0);
+            let faults = Faults { dies_after: Some(point), ..Faults::default() };
+            let lived = (|| {
+                let engine = begun(opened(&disk, &faults, plan.durability).ok()?, &plan).ok()?;
+                let failed = (1..=STEPS).find(|&number| some_step(&engine, number, false).is_err());
+                failed.map_or(Some(STEPS), |failed| Some(failed - 1))
+            })();
+            let said = lived.unwrap_or(0);
+            for left in [disk.after_power_loss(point), SimDisk::of(disk.bytes())] {
+                let found = Life::opened(left, &plan);
+                let contents = found.contents();
+                // What was said to be committed is there, or the commit whose answer never came.
+                let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == contents);
+                assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
+                ok(found.store().verify(&mut |_, _| true));
+                // It goes on from there.
+                if said == STEPS - 1 && found.store().info().step == said {
+                    ok(some_step(&found.engine, STEPS, false));
+                    assert!(found.contents() == wanted[size(STEPS)], "point {point}, gone on");
+                }
+            }
+            if lived == Some(STEPS) {
+                break;
+            }
+            died += 1;
+        }
+        assert!(died > 10, "{died}");
+    }
+}
+
+/// A life that has left all of its second step to the third one; what each left, and where the gradients lie that the
+/// last commit names.
+fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
+    let plan = RunPlan::deferring(Durability::Step);
+    let (life, plain) = (Life::new(&plan), Life::new(&RunPlan::streamed()));
+    let (mut left, mut places) = (vec![plain.contents()], Vec::new());
+    for step in 1..=2 {
+        places.clear();
+        for record in ALL {
+            ok(plain.engine.spill(record, gradient(record, step), false, Wait::forever()));
+            let before = life.disk.operations().len();
+            ok(life.engine.spill(record, gradient(record, step), false, Wait::forever()));
+            ok(life.engine.finish(Wait::forever()));
+            let begun = life.disk.operations();
+            let written = begun[before..].iter().filter(|(action, _)| *action == Action::Write);
+            places.extend(written.map(|&(_, at)| (record, at)));
+        }
+        for record in ALL {
+            let numbers = rule(record, step);
+            ok(plain.engine.update(record, By::Spilled(vec![0.3]), None, numbers, Wait::forever()));
+            assert!(ok(life.engine.defer(record, numbers, &[0.3], Wait::forever())));
+        }
+        ok(plain.commit(step));
+        ok(life.commit(step));
+        left.push(plain.contents());
+    }
+    (life, left, places)
+}
+
+/// What an error says; nothing where there is none.
+fn said<T, E: std::fmt::Display>(result: Result<T, E>) -> String {
+    result.map_or_else(|error| error.to_string(), |_| String::new())
+}
+
+/// That an error says that the gradient of a record is damaged, and where.
+fn names(error: &str, record: usize, at: u64) {
+    let name = &kinds().records[record].name;
+    assert!(error.contains(&format!("gradient of {name:?}")) && error.contains("damaged"), "{name} at {at}: {error}");
+    assert!(error.contains(&at.to_string()), "{error}, not at {at}");
+}
+
+#[test]
+fn a_flipped_bit_in_a_gradient_that_a_commit_names_is_named() {
+    let (life, left, places) = left_behind();
+    let image = life.killed().bytes();
+    assert!(places.len() > 20, "{places:?}");
+    for (record, at) in places {
+        let disk = SimDisk::of(image.clone());
+        disk.flip(size(at) + 1, 4);
+        let damaged = disk.bytes();
+        let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
+        names(&said(looked.verify(&mut |_, _| true)), record, at);
+        drop(looked);
+        names(&said(resumed(Existing::Resume, &disk)), record, at);
+        assert!(disk.bytes() == damaged, "a refusal changes nothing");
+        assert!(resumed(Existing::Previous, &disk).as_ref() == Ok(&left[1]), "{record} at {at}");
+        assert!(resumed(Existing::Resume, &disk).as_ref() == Ok(&left[1]), "{record} at {at}: gone back to");
+    }
+    assert!(resumed(Existing::Resume, &SimDisk::of(image)).as_ref() == Ok(&left[2]));
+}
+
+#[test]
+fn a_flipped_bit_is_named_where_the_update_is_made_and_nothing_is_lost_by_that() {
+    let places = left_behind().2;
+    for (turn, &(record, at)) in places.iter().enumerate().step_by(many(1, 4)) {
+        let (life, left, _) = left_behind();
+        let (engine, store) = (&life.engine, life.store());
+        life.disk.flip(size(at) + 1, 4);
+        let of = size(u64::from(kinds().records[record].unit));
+        names(&said(unit(engine, of, turn % 2 == 0)), record, at);
+        let mut tensors: Vec<Vec<u8>> =
+            ok(store.tensor_bytes(record)).into_iter().map(|bytes| vec![0; bytes]).collect();
+        let mut tensors: Vec<&mut [u8]> = tensors.iter_mut().map(Vec::as_mut_slice).collect();
+        names(&said(store.read_record(record, &mut tensors)), record, at);
+        names(&said(engine.catch_up(Wait::forever())), record, at);
+        life.disk.flip(size(at) + 1, 4);
+        ok(engine.discard(Wait::forever()));
+        assert!(ok(engine.catch_up(Wait::forever())));
+        assert!(life.contents() == left[2]);
+        assert!(resumed(Existing::Resume, &life.killed()).as_ref() == Ok(&left[2]));
+    }
+}
+
+#[test]
+fn the_commit_before_is_whole_until_something_is_written() {
+    type Write = fn(&Engine);
+    let writes: [(&str, Write); 3] = [
+        ("settled", |engine| {
+            ok(engine.settle_later(0, &mut Wait::forever()));
+            ok(engine.finish(Wait::forever()));
+        }),
+        ("fetched", |engine| drop(ok(unit(engine, 0, true)))),
+        ("spilled", |engine| {
+            ok(engine.spill(0, gradient(0, 9), false, Wait::forever()));
+            ok(engine.finish(Wait::forever()));
+        }),
+    ];
+    for (name, write) in writes {
+        let (life, left, _) = left_behind();
+        let of_disk = |existing| resumed(existing, &SimDisk::of(life.disk.bytes()));
+        // Looking writes nothing.
+        for of in 0..units(life.store()) {
+            ok(unit(&life.engine, of, false));
+        }
+        assert!(of_disk(Existing::Previous).as_ref() == Ok(&left[1]), "{name}");
+        write(&life.engine);
+        let refused = said(of_disk(Existing::Previous));
+        assert!(refused.contains("belongs to the commit before"), "{name}: {refused}");
+        assert!(of_disk(Existing::Resume).as_ref() == Ok(&left[2]), "{name}");
+        ok(life.engine.discard(Wait::forever()));
+        assert!(life.contents() == left[2], "{name}");
+    }
+}
+
+#[test]
+fn without_room_for_second_places_nothing_changes_and_updates_are_made_at_once() {
+    let whole =
+        ok(Store::create_on(volume(&[SimDisk::new(4 << 20)], &Faults::default()), 8192, kinds(), &Create::default()));
+    let (total, needed) = (whole.info().total_bytes, whole.description().places_bytes(&ALL));
+    drop(whole);
+    let mut made = Vec::new();
+    for extra in [0, 4096, needed / 2, needed - 4096, needed + (64 << 10)] {
+        let disk = SimDisk::new(size(total + extra));
+        let there = volume(std::slice::from_ref(&disk), &Faults::default());
+        let store = ok(Store::create_on(there, 8192, kinds(), &Create::default()));
+        let engine = ok(begun(store, &RunPlan::streamed()));
+        for record in ALL {
+            let tensors = kinds().records[record].state.len();
+            ok(engine.fill(record, first(gradient_bytes(record, 1), tensors, 0), Wait::forever()));
+        }
+        ok(engine.commit(Commit::default(), Wait::forever()));
+        let (store, before) = (engine.store(), disk.bytes());
+        let (size_before, log) = (store.volume().size_bytes(), store.log_state());
+        let has = ok(store.keep_places(&ALL));
+        made.push(has);
+        assert_eq!(ok(store.damaged()).len(), 0);
+        if !has {
+            assert!(disk.bytes() == before, "{extra} bytes more");
+            assert_eq!((store.volume().size_bytes(), store.log_state()), (size_before, log));
+        }
+        ok(engine.spill(0, gradient(0, 1), false, Wait::forever()));
+        assert_eq!(store.defers(0), has);
+        assert_eq!(ok(engine.defer(0, rule(0, 1), &[], Wait::forever())), has);
+        if !has {
+            ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 1), Wait::forever()));
+        }
+        ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
+        let step = contents(store);
+        drop(engine);
+        assert!(resumed(Existing::Resume, &disk).as_ref() == Ok(&step));
+    }
+    assert_eq!(made, [false, false, false, false, true]);
+}
+
+#[test]
+fn a_refused_call_changes_nothing() {
+    let (life, left, _) = left_behind();
+    let engine = &life.engine;
+    ok(engine.discard(Wait::forever()));
+    ok(engine.drop_spilled(0, Wait::forever()));
+    assert!(said(engine.defer(0, rule(0, 3), &[], Wait::forever())).contains("no gradient of"));
+    ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
+    assert!(!ok(engine.defer(0, rule(0, 3), &[1.0; 17], Wait::forever())), "more factors than the log keeps");
+    assert!(said(engine.defer(0, rule(4, 3), &[], Wait::forever())).contains("does not have the state of SGD"));
+    assert!(ok(engine.defer(0, rule(0, 3), &[0.5], Wait::forever())));
+    assert!(said(engine.defer(0, rule(0, 4), &[0.7], Wait::forever())).contains("is staged already"));
+    assert!(said(engine.catch_up(Wait::forever())).contains("a step is staged"));
+    ok(life.commit(3));
+    let plain = Life::new(&RunPlan::streamed());
+    for step in 1..=3 {
+        for record in if step < 3 { &ALL[..] } else { &ALL[..1] } {
+            let factor = if step < 3 { 0.3 } else { 0.5 };
+            ok(plain.engine.spill(*record, gradient(*record, step), false, Wait::forever()));
+            let numbers = rule(*record, step);
+            ok(plain.engine.update(*record, By::Spilled(vec![factor]), None, numbers, Wait::forever()));
+        }
+        ok(plain.commit(step));
+    }
+    assert!(life.contents() == plain.contents());
+    assert!(life.contents()[1] == left[2][1]);
+}
+
+#[test]
+fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
+    const STEPS: u64 = 9;
+    let plain = Life::new(&RunPlan::streamed());
+    let of_units = |engine: &Engine| (0..units(engine.store())).map(|of| ok(unit(engine, of, false))).collect();
+    let mut wanted: Vec<Vec<Vec<u8>>> = vec![of_units(&plain.engine)];
+    for number in 1..=STEPS {
+        ok(some_step(&plain.engine, number, true));
+        wanted.push(of_units(&plain.engine));
+    }
+    let mut fetched = 0;
+    for round in 0..many(40, 4) {
+        let life = Life::new(&RunPlan::deferring(Durability::Step));
+        let (engine, store) = (&life.engine, life.store());
+        let ended = AtomicBool::new(false);
+        fetched += std::thread::scope(|scope| {
+            let reader = |seed: u64| {
+                let (ended, wanted) = (&ended, &wanted);
+                move || {
+                    let (mut rng, mut fetched) = (Rng::new(seed), 0);
+                    while !ended.load(Relaxed) {
+                        let (of, settles) = (rng.below(units(store)), rng.below(2) == 0);
+                        let before = store.info().step;
+                        let got = unit(engine, of, settles);
+                        let after = store.info().step;
+                        match got {
+                            Ok(got) => {
+                                let mut of_steps = (before..=after).map(|step| &wanted[size(step)][of]);
+                                assert!(of_steps.any(|one| *one == got), "unit {of}, {before} to {after}, {settles}");
+                                fetched += 1;
+                            }
+                            // A commit was made meanwhile.
+                            Err(error) => assert!(error.to_string().contains("begin anew"), "{error}"),
+                        }
+                    }
+                    fetched
+                }
+            };
+            let readers = [scope.spawn(reader(round)), scope.spawn(reader(round + 1000))];
+            for number in 1..=STEPS {
+                ok(some_step(engine, number, false));
+            }
+            ended.store(true, Relaxed);
+            readers.into_iter().map(|reader| reader.join().unwrap_or_else(|_| panic!("a reader"))).sum::<u64>()
+        });
+        ok(engine.catch_up(Wait::forever()));
+        assert!(of_units(engine) == wanted[size(STEPS)]);
+    }
+    assert!(fetched > 100, "{fetched}");
 }

@@ -42,7 +42,7 @@ fn found_as(existing: Existing, disk: &SimDisk, faults: &Faults) -> memascend_st
 }
 
 /// Opens a store and ends its log.
-fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, String> {
+pub(crate) fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, String> {
     let engine = found_as(existing, disk, &Faults::default()).map_err(|why| why.to_string())?;
     engine.replay(&mut |_, _| true).map_err(|why| why.to_string())?;
     Ok(contents(engine.store()))
