@@ -32,10 +32,10 @@ impl Room {
         let full = u64::from(description.chunk_elements) * description.records[record].dtype.bytes();
         let start = (number * full) as usize;
         assert!(start + values.len() <= self.nbytes, "values past the end of their memory");
-        // SAFETY: inside the memory.
-        let to = unsafe { self.first.as_ptr().add(start) };
-        // SAFETY: as above; nobody else uses the memory.
-        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len()) };
+        // SAFETY: inside the memory, as is all that is copied.
+        let first = unsafe { self.first.as_ptr().add(start) };
+        // SAFETY: nobody else uses this part of the memory, which is not the staging chunk.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), first, values.len()) };
     }
 }
 
