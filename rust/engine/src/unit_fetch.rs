@@ -158,7 +158,8 @@ impl<B: Buffer + Sync> UnitFetch<B> {
     /// Whether all of it is there. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        let computed = locked(&self.computed);
+        // Whoever has it locked waits for it.
+        let Ok(computed) = self.computed.try_lock() else { return false };
         let state = self.shared.queue.lock();
         let is_computed = computed.iter().all(|one| !state.holds(&one.mark));
         is_computed && self.part.as_ref().is_none_or(Checking::is_done)
