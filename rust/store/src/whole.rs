@@ -45,6 +45,7 @@ impl Store {
     /// Reads a whole live record into its values and its state tensors. All of it is of one version, which is returned.
     pub fn read_record(&self, record: usize, tensors: &mut [&mut [u8]]) -> Result<u64> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
+        self.settled([record])?;
         let version = self.record_state(record)?.version;
         self.scan(&[record], &mut |_, parts| {
             for Part { tensor, start, memory } in parts {
