@@ -76,7 +76,8 @@ impl Store {
     #[must_use]
     pub fn defers(&self, record: usize) -> bool {
         let dtype = self.description.records.get(record).and_then(|record| record.spill);
-        self.spill.has_places() && dtype.is_some_and(is_gradient) && !self.is_in_ram(record)
+        let has_place = || self.index.lock().log.deferred.binary_search(&record).is_ok();
+        dtype.is_some_and(is_gradient) && has_place() && !self.is_in_ram(record)
     }
 
     /// Whether the log is for gradients of this record.

@@ -19,7 +19,7 @@ pub(crate) struct GradientLog {
     /// How many steps it takes until all of them were written whole.
     pub(crate) steps: u32,
     pub(crate) head_bytes_max: u64,
-    /// Records whose updates may be left to the next step.
+    /// Records whose updates may be left to the next step, in their order.
     pub(crate) deferred: Vec<usize>,
     /// Steps with a head since the store was opened.
     pub(crate) turn: u64,

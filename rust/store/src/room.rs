@@ -49,8 +49,7 @@ impl Description {
             extent = extent.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
         }
         let named = || records.iter().map(|&(record, _)| record).chain(deferred.iter().copied());
-        let chunks =
-            named().map(|record| self.records[record].elements().div_ceil(u64::from(self.chunk_elements))).sum();
+        let chunks = named().map(|record| self.records[record].elements().div_ceil(u64::from(self.chunk_elements))).sum();
         let head = head_bytes_max(named().count() as u64, chunks);
         StepBytes { all: all + head, extent: extent.max(head), head }
     }
@@ -125,11 +124,14 @@ impl Store {
         for &record in deferred {
             self.known(record)?;
         }
+        let mut deferred = deferred.to_vec();
+        deferred.sort_unstable();
+        deferred.dedup();
         let is_needed = !self.index.lock().log.live.ahead.is_empty();
         if is_needed || deferred.is_empty() || self.spill.has_places() {
             return Ok(false);
         }
-        let StepBytes { all, extent, head } = self.description.log_step(&[], deferred);
+        let StepBytes { all, extent, head } = self.description.log_step(&[], &deferred);
         let heads = Ring::bytes_for(1, all, extent).ok_or_else(|| Error::Invalid("heads are too large".into()))?;
         let (start, second) = (self.layout.end(), self.layout.spill_area_bytes());
         if self.room_for_log(second + heads, second + heads)?.bytes == 0 {
@@ -139,7 +141,7 @@ impl Store {
         let mut index = self.index.lock();
         let log = &mut index.log;
         (log.ring, log.live.next) = (Ring { offset: start + second, bytes: heads }, 0);
-        (log.head_bytes_max, log.deferred) = (head, deferred.to_vec());
+        (log.head_bytes_max, log.deferred) = (head, deferred);
         Ok(true)
     }
 
