@@ -5,7 +5,7 @@ use crate::{
     buffer::bytes_of,
     checksum::{Subject, checksum},
     head::is_gradient,
-    index::Index,
+    index::{Index, Pending},
     log::{Appended, Live},
     places::paged,
 };
@@ -65,6 +65,12 @@ impl Store {
         }
         let mut index = self.index.lock();
         index.writable()?;
+        let is_staged = matches!(index.records[record].pending, Pending::Staged);
+        if is_staged || index.is_behind(record) {
+            let name = &self.description.records[record].name;
+            let why = if is_staged { "is staged already; commit or discard that" } else { "lacks its last update; settle it" };
+            return Err(Error::Usage(format!("{name:?} {why} first")));
+        }
         let (laid, dtype) = (self.laid_spill(record, index.generation + 1), self.description.records[record].spill);
         let (Some(laid), Some(dtype)) = (laid, dtype) else { return Ok(false) };
         let chunks = laid.iter().map(|&(place, sum)| (place, Some(sum))).collect();
