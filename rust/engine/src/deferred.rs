@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, btree_map::Entry},
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
 
@@ -50,6 +50,14 @@ pub(crate) struct Behind {
     dtype: Dtype,
     /// Checksums of the values of each chunk, once they were computed; 0 before.
     sums: Box<[AtomicU64]>,
+    /// Another commit was made since, so that the slot has it, or another record than that one's.
+    over: AtomicBool,
+}
+
+impl Behind {
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
+    }
 }
 
 impl Deferred {
@@ -72,13 +80,16 @@ impl Deferred {
         let mut state = self.lock();
         let named = std::mem::take(&mut state.named);
         state.settling.clear();
-        state.behind.clear();
+        for behind in std::mem::take(&mut state.behind).values() {
+            behind.over.store(true, Relaxed);
+        }
         for (record, (_, rule)) in named {
             let chunks = store.layout().chunks_of(record);
             let behind = Behind {
                 rule: fitting(store, record, &rule)?,
                 dtype: spill_dtype(store, record)?,
                 sums: (0..chunks).map(|_| AtomicU64::new(0)).collect(),
+                over: AtomicBool::new(false),
             };
             state.behind.insert(record, Arc::new(behind));
         }
@@ -151,7 +162,8 @@ impl Engine {
             return Ok(false);
         }
         self.settle_rest(&mut wait)?;
-        self.shared.queue.wait(&mut wait, "updates that are settled", QueueState::is_idle)?.failure()?;
+        let _pause = self.shared.queue.paused(&mut wait, "updates that are settled", QueueState::is_idle)?;
+        self.shared.queue.lock().failure()?;
         let store = &self.shared.store;
         if store.is_staging() || self.ram_tier.has_waiting() || !self.shared.deferred.named().is_empty() {
             return Err(Error::Usage("a step is staged; commit or discard that first".into()));
@@ -214,15 +226,19 @@ impl Shared {
     }
 
     /// A job that computes values of some chunks of a record, and copies them somewhere; it settles these, too, if it is to
-    /// write them. `None` where the last commit left nothing behind.
-    pub(crate) fn computing(&self, record: usize, (first, count): (u32, u32), into: Room, writes: bool) -> Option<Job> {
-        let mut state = self.deferred.lock();
-        let behind = state.behind.get(&record).cloned()?;
+    /// write them.
+    pub(crate) fn computing(
+        &self,
+        (record, behind): (usize, Arc<Behind>),
+        (first, count): (u32, u32),
+        into: Room,
+        writes: bool,
+    ) -> Job {
         let job = Job::urgent(record, Settle { behind, first, count, into: Some(into), writes });
         if writes {
-            state.settling.entry(record).or_default().push(Arc::clone(&job.mark));
+            self.deferred.lock().settling.entry(record).or_default().push(Arc::clone(&job.mark));
         }
-        Some(job)
+        job
     }
 
     /// Settles those of some records that are behind, and waits for that.
@@ -240,6 +256,12 @@ impl Shared {
         }
         Ok(())
     }
+}
+
+/// Values of a commit are asked for, and another one was made.
+pub(crate) fn overwritten(store: &Store, record: usize) -> Error {
+    let name = &store.description().records[record].name;
+    Error::Usage(format!("the values of {name:?} that these parts are of are overwritten now; begin anew"))
 }
 
 /// Applies the update that a record lacks: writes the record whole, or computes values of some chunks alone.
@@ -280,11 +302,15 @@ impl Settle {
 
 impl Work for Settle {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
+        if self.behind.is_over() {
+            // Others waited for no more than that it is settled, and it is.
+            return if self.into.is_some() { Err(overwritten(bench.store, record)) } else { Ok(()) };
+        }
         if self.writes { bench.begin_settling(record) } else { Ok(()) }
     }
 
     fn turns(&self, _bench: &Workbench<'_>, _record: usize) -> u32 {
-        self.count
+        if self.behind.is_over() { 0 } else { self.count }
     }
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {

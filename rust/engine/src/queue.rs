@@ -26,6 +26,8 @@ pub(crate) struct QueueState {
     pub(crate) queued_bytes: usize,
     /// The pipeline has something in hand or in flight.
     busy: bool,
+    /// Callers that change what urgent jobs read: none of these is begun meanwhile.
+    pauses: u32,
     pub(crate) closing: bool,
     /// The first error of the step, until a caller has heard of it; then the step only can be discarded.
     pub(crate) failed: Option<Error>,
@@ -59,6 +61,10 @@ impl QueueState {
             }
             Some(error) => Err(Error::Usage(format!("this step failed, so it can only be discarded: {error}"))),
         }
+    }
+
+    fn take_urgent(&mut self) -> Option<Job> {
+        if self.pauses == 0 { self.urgent.pop_front() } else { None }
     }
 
     /// A job that was taken has ended.
@@ -121,6 +127,16 @@ impl QueueState {
         self.jobs = kept.into();
         self.queued_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
         dropped
+    }
+}
+
+/// While it lives, urgent jobs wait.
+pub(crate) struct Pause<'a>(&'a Queue);
+
+impl Drop for Pause<'_> {
+    fn drop(&mut self) {
+        self.0.lock().pauses -= 1;
+        self.0.notify();
     }
 }
 
@@ -202,10 +218,23 @@ impl Queue {
         Ok(())
     }
 
+    /// Waits until `ready`; from then on no urgent job is begun until what this gives is dropped.
+    pub(crate) fn paused(
+        &self,
+        wait: &mut Wait<'_>,
+        what: &'static str,
+        ready: impl Fn(&QueueState) -> bool,
+    ) -> Result<Pause<'_>> {
+        let mut state = self.wait(wait, what, ready)?;
+        state.pauses += 1;
+        drop(state);
+        Ok(Pause(self))
+    }
+
     /// The next of those jobs, if there is one.
     pub(crate) fn next_urgent(&self) -> Option<Job> {
         let mut state = self.lock();
-        let job = state.urgent.pop_front()?;
+        let job = state.take_urgent()?;
         state.busy = true;
         state.running.push(Arc::clone(&job.mark));
         Some(job)
@@ -216,7 +245,7 @@ impl Queue {
     pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
         let mut state = self.lock();
         loop {
-            let job = state.urgent.pop_front();
+            let job = state.take_urgent();
             if let Some(job) = job.or_else(|| state.jobs.pop_front()) {
                 state.busy = true;
                 state.running.push(Arc::clone(&job.mark));

@@ -123,8 +123,11 @@ impl Engine {
         }
         workers.check(&applying)?;
         let log = self.ram_tier.head(self.shared.deferred.named());
+        // What fetches of other threads compute with is of one commit.
+        let pause = self.shared.queue.paused(&mut wait, "updates", QueueState::is_idle)?;
         let generation = store.commit_agreed(Commit { log, ..commit }, wait, agree)?;
         self.shared.deferred.committed(store)?;
+        drop(pause);
         let began = Instant::now();
         let (ours, calls) = self.ram_tier.take_applying();
         let updates = ours.len() as u64;
@@ -164,10 +167,12 @@ impl Engine {
         self.cancel(None);
         self.ram_tier.discard(None);
         self.shared.deferred.discard(None);
-        let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
-        state.failed = None;
-        state.told = false;
-        drop(state);
+        let _pause = self.shared.queue.paused(&mut wait, "updates", QueueState::is_idle)?;
+        {
+            let mut state = self.shared.queue.lock();
+            state.failed = None;
+            state.told = false;
+        }
         Ok(self.shared.store.discard(wait)?)
     }
 
@@ -177,14 +182,14 @@ impl Engine {
         self.cancel(Some(record));
         self.ram_tier.discard(Some(record));
         self.shared.deferred.discard(Some(record));
-        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
+        let _pause = self.shared.queue.paused(&mut wait, "updates", |state| !state.has(record))?;
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
     /// As [`Engine::discard_record`], but what was begun of the record ends first: a gradient that it spills stays.
     pub fn take_back(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
-        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(record))?);
+        let _pause = self.shared.queue.paused(&mut wait, "updates", |state| !state.has(record))?;
         self.ram_tier.discard(Some(record));
         self.shared.deferred.discard(Some(record));
         Ok(self.shared.store.discard_record(record, wait)?)

@@ -7,9 +7,16 @@ use std::{
 };
 
 use memascend_mem::{Wait, locked};
-use memascend_store::{Buffer, Checkers, Checking, Lacking, Parts, Shared as Memory, Store};
+use memascend_store::{Buffer, Checkers, Checking, Lacking, Parts, Shared as Memory};
 
-use crate::{Engine, Error, Result, engine::Shared, queue::QueueState, turn::Mark, workbench::Workbench};
+use crate::{
+    Engine, Error, Result,
+    deferred::{Behind, overwritten},
+    engine::Shared,
+    queue::QueueState,
+    turn::Mark,
+    workbench::Workbench,
+};
 
 /// Memory that values are copied to, which is kept until then.
 pub(crate) struct Room {
@@ -43,6 +50,8 @@ impl Room {
 pub struct UnitParts {
     shared: Arc<Shared>,
     parts: Arc<Parts>,
+    /// Of records that are computed, what they lack.
+    behind: Vec<(usize, Arc<Behind>)>,
     settles: bool,
 }
 
@@ -59,6 +68,7 @@ pub struct UnitFetch<B: Buffer + Sync> {
 /// Values that a job computes.
 struct Computed {
     lacking: Lacking,
+    behind: Arc<Behind>,
     mark: Arc<Mark>,
 }
 
@@ -68,9 +78,10 @@ impl Engine {
     pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
         self.here()?;
         let shared = &self.shared;
-        let lacking = shared.lacking(unit);
+        let behind = shared.lacking(unit);
+        let lacking: Vec<usize> = behind.iter().map(|&(record, _)| record).collect();
         let parts = Arc::new(shared.store.parts_lacking(unit, bytes_max, &lacking)?);
-        Ok(UnitParts { shared: Arc::clone(shared), parts, settles })
+        Ok(UnitParts { shared: Arc::clone(shared), parts, behind, settles })
     }
 
     /// Begins to fetch the values of all records of a unit into memory of its size, ahead of all other work; see
@@ -88,29 +99,33 @@ impl Engine {
 }
 
 impl Shared {
-    /// The records of a unit that are behind.
-    fn lacking(&self, unit: usize) -> Vec<usize> {
+    /// The records of a unit that are behind, and what they lack.
+    fn lacking(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
         if unit >= self.store.description().units.len() {
             return Vec::new();
         }
-        self.store.records_of(unit).filter(|&record| self.deferred.behind(&self.store, record).is_some()).collect()
+        let behind = |record| Some((record, self.deferred.behind(&self.store, record)?));
+        self.store.records_of(unit).filter_map(behind).collect()
     }
 
     /// Queues what computes values that a slot lacks, and copies them to memory.
-    fn compute<B: Buffer + Sync>(&self, lacking: Lacking, memory: &Memory<B>, settles: bool) -> Result<Computed> {
+    fn compute<B: Buffer + Sync>(
+        &self,
+        (lacking, behind): (Lacking, Arc<Behind>),
+        memory: &Memory<B>,
+        settles: bool,
+    ) -> Result<Computed> {
         let Lacking { record, first, count, at, bytes } = lacking;
+        if behind.is_over() {
+            return Err(overwritten(&self.store, record));
+        }
         let part = memory.part(at as usize, bytes as usize);
         let room = part.map(Room::new).ok_or_else(|| Error::Invalid("values do not fit their memory".into()))?;
-        let job = self.computing(record, (first, count), room, settles).ok_or_else(|| gone(&self.store, record))?;
+        let job = self.computing((record, Arc::clone(&behind)), (first, count), room, settles);
         let mark = Arc::clone(&job.mark);
         self.queue.push_urgent(job)?;
-        Ok(Computed { lacking, mark })
+        Ok(Computed { lacking, behind, mark })
     }
-}
-
-fn gone(store: &Store, record: usize) -> Error {
-    let name = &store.description().records[record].name;
-    Error::Usage(format!("the values of {name:?} that these parts are of are overwritten now; begin anew"))
 }
 
 impl UnitParts {
@@ -147,7 +162,14 @@ impl UnitParts {
         };
         let part = index.map(begin).transpose()?;
         let lacking = index.map_or_else(Vec::new, |index| self.parts.lacking(index));
-        let compute = |lacking| self.shared.compute(lacking, &memory, self.settles);
+        let compute = |lacking: Lacking| {
+            let (_, behind) = self
+                .behind
+                .iter()
+                .find(|&&(record, _)| record == lacking.record)
+                .ok_or_else(|| Error::Invalid("values that nobody reads, of a record that lacks nothing".into()))?;
+            self.shared.compute((lacking, Arc::clone(behind)), &memory, self.settles)
+        };
         let computed = lacking.into_iter().map(compute).collect::<Result<_>>()?;
         let (shared, settles) = (Arc::clone(&self.shared), self.settles);
         Ok(UnitFetch { shared, part, computed: Mutex::new(computed), memory, settles, counts_wait })
@@ -187,7 +209,8 @@ impl<B: Buffer + Sync> UnitFetch<B> {
                     break;
                 }
                 // What it was queued with has come to nothing.
-                *one = self.shared.compute(one.lacking, &self.memory, self.settles)?;
+                let what = (one.lacking, Arc::clone(&one.behind));
+                *one = self.shared.compute(what, &self.memory, self.settles)?;
             }
         }
         let Some(part) = &self.part else { return Ok(()) };

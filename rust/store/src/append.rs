@@ -68,7 +68,11 @@ impl Store {
         let is_staged = matches!(index.records[record].pending, Pending::Staged);
         if is_staged || index.is_behind(record) {
             let name = &self.description.records[record].name;
-            let why = if is_staged { "is staged already; commit or discard that" } else { "lacks its last update; settle it" };
+            let why = if is_staged {
+                "is staged already; commit or discard that"
+            } else {
+                "lacks its last update; settle it"
+            };
             return Err(Error::Usage(format!("{name:?} {why} first")));
         }
         let (laid, dtype) = (self.laid_spill(record, index.generation + 1), self.description.records[record].spill);

@@ -31,6 +31,12 @@ impl Store {
     pub(crate) fn not_ahead(&self, record: usize) -> Result<()> {
         self.known(record)?;
         let index = self.index.lock();
+        if index.is_behind(record) {
+            let name = &self.description.records[record].name;
+            return Err(Error::Usage(format!(
+                "a commit has left the last update of {name:?} to the step after it, and nobody has made it; begin anew"
+            )));
+        }
         let lacks = index.log.is_ahead(record) && !index.records[record].is_settled();
         drop(index);
         if lacks { Err(self.not_applied(record)) } else { Ok(()) }

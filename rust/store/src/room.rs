@@ -49,7 +49,8 @@ impl Description {
             extent = extent.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
         }
         let named = || records.iter().map(|&(record, _)| record).chain(deferred.iter().copied());
-        let chunks = named().map(|record| self.records[record].elements().div_ceil(u64::from(self.chunk_elements))).sum();
+        let chunks =
+            named().map(|record| self.records[record].elements().div_ceil(u64::from(self.chunk_elements))).sum();
         let head = head_bytes_max(named().count() as u64, chunks);
         StepBytes { all: all + head, extent: extent.max(head), head }
     }
