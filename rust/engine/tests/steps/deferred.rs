@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeSet,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Duration,
 };
 
 use memascend_engine::{By, Engine};
@@ -619,4 +620,113 @@ fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
         assert!(of_units(engine) == wanted[size(STEPS)]);
     }
     assert!(fetched > 100, "{fetched}");
+}
+
+#[test]
+fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
+    let (mut anew, mut fetched) = (0, 0);
+    for round in 0..many(40, 6) {
+        let (life, left, _) = left_behind();
+        let plan = RunPlan::deferring(Durability::Step);
+        let faults = Faults { seed: round, delay: Duration::from_millis(2), reorder: true, ..Faults::default() };
+        // What was left behind is replayed, so that it is left anew, by a step that nobody else has made.
+        let disk = life.killed();
+        let engine = ok(begun(ok(opened(&disk, &faults, plan.durability)), &plan));
+        let defer_all = |step: u64| {
+            for record in ALL {
+                ok(engine.spill(record, gradient(record, step), false, Wait::forever()));
+                assert!(ok(engine.defer(record, rule(record, step), &[], Wait::forever())));
+            }
+        };
+        assert!(contents(engine.store()) == left[2]);
+        defer_all(3);
+        ok(engine.commit(Commit { step: 3, ..Commit::default() }, Wait::forever()));
+        let of_units = || (0..units(engine.store())).map(|of| ok(unit(&engine, of, false))).collect::<Vec<_>>();
+        let before = of_units();
+        defer_all(4);
+        let mut begun = Vec::new();
+        let agree = &mut || {
+            for of in 0..units(engine.store()) {
+                let into = memory(engine.store().layout().unit_bytes(of));
+                begun.push((of, ok(engine.fetch(of, into.clone(), round % 2 == 0)), into));
+            }
+            true
+        };
+        ok(engine.commit_agreed(Commit { step: 4, ..Commit::default() }, Wait::forever(), agree));
+        let after = of_units();
+        for (of, fetch, into) in begun {
+            match fetch.wait(Wait::forever()) {
+                Ok(()) => {
+                    let got = bytes(&into);
+                    assert!(got == before[of] || got == after[of], "unit {of}, round {round}");
+                    fetched += 1;
+                }
+                Err(error) => {
+                    assert!(error.to_string().contains("begin anew"), "{error}");
+                    anew += 1;
+                }
+            }
+        }
+    }
+    assert!(anew + fetched > 0, "{anew} {fetched}");
+}
+
+#[test]
+fn parts_that_are_begun_after_a_commit_are_not_of_another_one() {
+    let (life, ..) = left_behind();
+    let engine = &life.engine;
+    let parts = ok(engine.parts(0, 8192, true));
+    let nbytes = parts.places().next().map_or(0, |(_, nbytes)| nbytes);
+    let first_part = memory(nbytes);
+    ok(ok(parts.begin(0, first_part, None)).wait(Wait::forever()));
+    for record in ALL {
+        ok(engine.spill(record, gradient(record, 3), false, Wait::forever()));
+        assert!(ok(engine.defer(record, rule(record, 3), &[], Wait::forever())));
+    }
+    ok(life.commit(3));
+    let (index, (_, nbytes)) = parts.places().enumerate().nth(1).unwrap_or_else(|| panic!("a part"));
+    let later = parts.begin(index, memory(nbytes), None).and_then(|part| part.wait(Wait::forever()));
+    assert!(said(later).contains("begin anew"));
+}
+
+#[test]
+fn what_is_read_of_a_record_that_was_behind_has_the_version_that_it_has_then() {
+    let (life, left, _) = left_behind();
+    let store = life.store();
+    for record in ALL {
+        let mut tensors: Vec<Vec<u8>> =
+            ok(store.tensor_bytes(record)).into_iter().map(|bytes| vec![0; bytes]).collect();
+        let mut slices: Vec<&mut [u8]> = tensors.iter_mut().map(Vec::as_mut_slice).collect();
+        let version = ok(store.read_record(record, &mut slices));
+        assert_eq!(version, ok(store.record_state(record)).version);
+        assert!(tensors == left[2][record].1);
+    }
+}
+
+#[test]
+fn only_updates_that_there_is_room_to_name_are_deferred() {
+    let life = Life::new(&RunPlan { deferred: vec![3, 1], ..RunPlan::streamed() });
+    for record in ALL {
+        ok(life.engine.spill(record, gradient(record, 1), false, Wait::forever()));
+        assert_eq!(ok(life.engine.defer(record, rule(record, 1), &[], Wait::forever())), [1, 3].contains(&record));
+    }
+    ok(life.commit(1));
+    assert_eq!(life.engine.behind(), 2);
+}
+
+#[test]
+fn a_record_is_updated_by_one_gradient_in_a_step_and_by_one_that_a_slot_lacks() {
+    let (life, ..) = left_behind();
+    let (engine, store) = (&life.engine, life.store());
+    ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
+    ok(engine.finish(Wait::forever()));
+    assert!(said(store.append_spilled(0)).contains("lacks its last update; settle it first"));
+    assert!(ok(engine.catch_up(Wait::forever())));
+    ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
+    ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
+    assert!(ok(engine.defer(0, rule(0, 3), &[], Wait::forever())));
+    assert!(said(life.commit(3)).contains("staged already"));
+    ok(engine.discard(Wait::forever()));
+    ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
+    ok(life.commit(3));
 }
