@@ -537,10 +537,10 @@ class Store:
         """
 
     def keep_places(self, names: Sequence[str]) -> bool:
-        """Make room in which updates of these records may be left to the next step (`Engine.defer`); whether there is any.
+        """Make room in which updates of these records are left to the next step (`Engine.defer`); whether there is any.
 
-        Each record that may spill gets a second place for its gradient. Files grow by that, and by what heads of the log
-        take. To be called once, before `keep_log` and after `Engine.replay`.
+        Each record that may spill gets a second place for its gradient. Files grow by that, and by what heads of the
+        log take. To be called once, before `keep_log` and after `Engine.replay`.
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
@@ -698,9 +698,7 @@ def store_state_in(
 def store_log_bytes(
     records: list[Any], units: list[str], chunk_elements: int, logged: list[int], steps: int
 ) -> int: ...
-def store_places_bytes(
-    records: list[Any], units: list[str], chunk_elements: int, deferred: list[int]
-) -> int: ...
+def store_places_bytes(records: list[Any], units: list[str], chunk_elements: int, deferred: list[int]) -> int: ...
 def store_sizes(
     records: Sequence[_Described],
     units: Sequence[str],
@@ -896,9 +894,7 @@ class Engine:
             StorageError: the device refused; or the store is closed (UsageError).
         """
 
-    def parts(
-        self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False
-    ) -> UnitParts:
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False) -> UnitParts:
         """The same in parts of at most so many bytes; reads nothing yet.
 
         `checkers` check them as they come; without, whoever waits for one does.

@@ -123,17 +123,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_bits_are_those_of_updates_at_once(tmp_path, way, options):
+@pytest.mark.usefixtures("way")
+def test_bits_are_those_of_updates_at_once(tmp_path, options):
     report = both(tmp_path, **options)
     assert report.left == STEPS
     assert report.to_dict()["left"]["steps"] == STEPS
     assert f"{STEPS} steps left updates" in str(report)
 
 
-def test_beside_the_ram_tier(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_beside_the_ram_tier(tmp_path):
     """Gradients in the log's ring, and in place."""
     options = {"make": lambda: stack(layers=40), "steps": 20}
-    some = chains.smallest(offloaded, tmp_path / "s", **{"make": options["make"]}) + (400 << 10)
+    some = chains.smallest(offloaded, tmp_path / "s", make=options["make"]) + (400 << 10)
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "t", host_memory=some, **options)
     require_same(at_once, left)
     assert left[2].ram_tier
@@ -168,7 +170,8 @@ def of_blocks(model, optimizer, index):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_of_every_kind(tmp_path, way, reentrant):
+@pytest.mark.usefixtures("way")
+def test_blocks_of_every_kind(tmp_path, reentrant):
     def thaws(model, _, index):
         model.blocks[1].requires_grad_(index < 2 or index > 3)
 
@@ -190,7 +193,8 @@ LOOPS = {"two backwards": two, "accumulate": gathered(False), "by layer": gather
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_several_micro_batches(tmp_path, way, loop):
+@pytest.mark.usefixtures("way")
+def test_several_micro_batches(tmp_path, loop):
     both(tmp_path, loop=loop)
 
 
@@ -245,7 +249,8 @@ BEFORE = {one.__name__: one for one in (evaluates, reads, schedules, edits, load
 
 
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_what_a_loop_does_between_steps(tmp_path, way, before):
+@pytest.mark.usefixtures("way")
+def test_what_a_loop_does_between_steps(tmp_path, before):
     both(tmp_path, before=before)
 
 
@@ -278,12 +283,14 @@ BETWEEN = {"looks": looks, "changes": changes}
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
-def test_what_a_loop_does_before_step(tmp_path, way, between):
+@pytest.mark.usefixtures("way")
+def test_what_a_loop_does_before_step(tmp_path, between):
     both(tmp_path, between=between)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_torchs_own_clipping(tmp_path, way, dtype):
+@pytest.mark.usefixtures("way")
+def test_torchs_own_clipping(tmp_path, dtype):
     options = {"between": by_torch, "max_grad_norm": None, "make": lambda: stack(dtype)}
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "ssd", **options)
     assert left[2].left == STEPS
@@ -291,7 +298,8 @@ def test_torchs_own_clipping(tmp_path, way, dtype):
     assert same_states(at_once[0], left[0])
 
 
-def test_a_checkpoint_has_what_was_left(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_a_checkpoint_has_what_was_left(tmp_path):
     (tmp_path / "ram").mkdir()
     run(tmp_path / "s", before=saves(tmp_path))
     run(tmp_path / "t", "ram", before=saves(tmp_path / "ram"))
@@ -301,7 +309,8 @@ def test_a_checkpoint_has_what_was_left(tmp_path, way):
         assert [one.read_bytes() for one in mine] == [one.read_bytes() for one in other]
 
 
-def test_gradients_that_stay_are_added_to(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_gradients_that_stay_are_added_to(tmp_path):
     """Without zero_grad() the next backward adds to gradients that the last commit names where they lie."""
 
     def keeps(folder, gradients):
@@ -368,7 +377,7 @@ def test_a_killed_process_resumes_at_its_last_step(tmp_path):
             training.send_signal(signal.SIGKILL)
     steps = 14
     resumed = run(tmp_path / "s", steps=steps, host_memory="4MiB")
-    model, optimizer = offloaded(tmp_path / "s")
+    _, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         assert optimizer.steps >= steps
     whole = run(tmp_path / "ram", "ram", steps=optimizer.steps)
@@ -407,10 +416,10 @@ def test_a_flipped_bit_of_a_gradient_is_named(tmp_path):
 
 
 def test_another_budget_or_mode_goes_on(tmp_path):
-    for number, options in enumerate(({"host_memory": "64MiB"}, {"gradients": "ram"}, {"gradients": "auto"})):
+    changes = {"gradients": "ssd", "host_memory": "64MiB"}, {"gradients": "ram"}, {"gradients": "auto"}
+    for number, options in enumerate(changes):
         folder = tmp_path / str(number)
         killed_after(folder, 3)
-        options = {"gradients": "ssd", **options}
         resumed = run(folder, **options)
         assert same_states(resumed[0], run(tmp_path / f"ram {number}", "ram")[0])
 
@@ -431,7 +440,8 @@ def test_a_store_that_was_closed_has_no_log(tmp_path):
     assert same_states(found, run(tmp_path / "ram", "ram", steps=5)[0])
 
 
-def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path):
     """Options that the engine's arithmetic does not have, for a step: torch's own code runs then, at once."""
 
     def fuses(_, optimizer, index):
@@ -441,7 +451,8 @@ def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path, way)
     both(tmp_path, optimizer=momentum, make=lambda: stack(torch.float32), before=fuses)
 
 
-def test_options_of_a_step_are_those_that_it_had(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_options_of_a_step_are_those_that_it_had(tmp_path):
     """A scheduler's later rate is not in an earlier update."""
 
     def later(_, optimizer, index):
@@ -453,7 +464,8 @@ def test_options_of_a_step_are_those_that_it_had(tmp_path, way):
     both(tmp_path / "after", loop=lambda *given: (walk(*given), later(*given)))
 
 
-def test_a_step_in_the_midst_of_which_something_fails(tmp_path, way):
+@pytest.mark.usefixtures("way")
+def test_a_step_in_the_midst_of_which_something_fails(tmp_path):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         walk(model, optimizer, 0)
@@ -515,5 +527,3 @@ def test_both_ways_move_what_they_should(tmp_path, way):
     assert report.written["gradients"] >= 2 * 12 * parameters
     low, high = (0.9, 1.1) if way == "forward" else (1.6, 2.1)
     assert low < state_reads < high
-
-

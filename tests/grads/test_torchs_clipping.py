@@ -303,7 +303,8 @@ def one_way(monkeypatch):
 
 @pytest.mark.parametrize("loop", ["one backward", "by layer"])
 @pytest.mark.parametrize("limit", [1e9, 1e-9])
-def test_the_norm_of_gradients_that_arrive_whole_reads_none(tmp_path, one_way, loop, limit):
+@pytest.mark.usefixtures("one_way")
+def test_the_norm_of_gradients_that_arrive_whole_reads_none(tmp_path, loop, limit):
     ours, report = traffic(tmp_path, loop, limit)
     exact, other = traffic(tmp_path, loop, limit, max_grad_norm=limit)
     assert ours == exact
@@ -311,7 +312,8 @@ def test_the_norm_of_gradients_that_arrive_whole_reads_none(tmp_path, one_way, l
     assert (report.early, report.anew) == (other.early, other.anew) == ((STEPS - 1, 0) if limit > 1 else (0, 0))
 
 
-def test_the_norm_of_sums_reads_each_gradient_once_more(tmp_path, one_way):
+@pytest.mark.usefixtures("one_way")
+def test_the_norm_of_sums_reads_each_gradient_once_more(tmp_path):
     (read, written), _ = traffic(tmp_path, "sums", 1e9)
     (exact, as_much), _ = traffic(tmp_path, "sums", 1e9, max_grad_norm=1e9)
     assert written == as_much

@@ -112,8 +112,8 @@ class Staging:
         """Start its thread.
 
         `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of` gives the parts of a unit by
-        its name, of at most so many bytes each, as `Engine.parts` does. `after` gives the work that has to be over before a lease is written
-        to; it is called once for a lease, on the thread.
+        its name, of at most so many bytes each, as `Engine.parts` does. `after` gives the work that has to be over
+        before a lease is written to; it is called once for a lease, on the thread.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes

@@ -27,7 +27,7 @@ class Settling:
     | way | first fetch after the step | second one, or the next gradient | pays where |
     |---|---|---|---|
     | "forward" | reads state and gradient, computes, writes | reads values | the drive bounds the step |
-    | "backward" | reads state and gradient, computes values | reads and computes again, writes | computation bounds it |
+    | "backward" | reads state and gradient, computes values | the same again, and writes | computation bounds it |
 
     Both give the same bits. The first steps try both in turn, and the faster one stays until steps become of another
     kind, as with another size of batches. Time outside of steps, as for an evaluation, counts for its step; so medians

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.plan.decision import Decision
     from memascend.plan.options import Options
+    from memascend.plan.table import Plan
     from memascend.plan.units import Unit
     from memascend.storage import Record, Store
 

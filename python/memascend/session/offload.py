@@ -195,7 +195,9 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.log_began(begin_log(store, assembly.decision.plan, deferrable(subject, assembly.decision.plan)))
+        session.measurements.log_began(
+            begin_log(store, assembly.decision.plan, deferrable(subject, assembly.decision.plan))
+        )
         if subject.earlier is not None:
             # From here on no rank drops its new store, so the earlier stores can go.
             exchange.everyone(None)

@@ -113,8 +113,8 @@ class Report:
         """All figures as JSON values. Some keys appear only where they apply.
 
         "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "left": steps left updates to the next step's "forward" or "backward". "ranks": there are several. "log" has "wanted" where it is shorter, and "unlogged" where
-        that is not 0.
+        began before `step()`. "left": steps left updates to the next step's "forward" or "backward". "ranks": there are
+        several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),

@@ -32,8 +32,8 @@ from memascend.storage.records import Sizes as Sizes
 from memascend.storage.records import adam_state as adam_state
 from memascend.storage.records import chunk_elements_of as chunk_elements_of
 from memascend.storage.records import log_bytes as log_bytes
-from memascend.storage.records import places_bytes as places_bytes
 from memascend.storage.records import order_of as order_of
+from memascend.storage.records import places_bytes as places_bytes
 from memascend.storage.records import sizes as sizes
 from memascend.storage.store import Commit as Commit
 from memascend.storage.store import NamedCommit as NamedCommit

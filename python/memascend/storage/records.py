@@ -158,7 +158,7 @@ def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
 
 
 def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
-    """The bytes behind a store for second places of gradients, where updates of `deferred` are left to the next step."""
+    """The bytes behind a store for second places of gradients, where updates of `deferred` wait for the next step."""
     units, described = description(records)
     numbers = [number for number, record in enumerate(records) if record.name in deferred]
     return _core.store_places_bytes(described, units, chunk_elements_of(records), numbers)

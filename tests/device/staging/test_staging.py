@@ -36,7 +36,7 @@ def test_parts_that_cannot_be(updates):
         updates.parts("first", 1 << 20).begin(0, pages(4096))
 
 
-def test_all_parts_are_of_one_commit(store, updates):
+def test_all_parts_are_of_one_commit(updates):
     """A commit between two parts changes neither; the slots are written again once the parts are gone."""
     before, parts = in_one(updates, "first"), updates.parts("first", 8 << 10)
     for step in (1, 2):

@@ -17,7 +17,7 @@ from memascend.storage.records import CHUNK_ELEMENTS
 
 
 @EITHER
-def test_gradients_are_lent_in_windows(store, updates, device, tmp_path):
+def test_gradients_are_lent_in_windows(store, device, tmp_path):
     """Five windows a gradient, and the bits of one that is in memory."""
     gradient = torch.randn(ELEMENTS // 2)
     values = store.read("first.0")[0]
@@ -41,7 +41,7 @@ def test_gradients_are_lent_in_windows(store, updates, device, tmp_path):
 
 
 @EITHER
-def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, updates, device):
+def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, device):
     gradient, given = torch.randn(ELEMENTS // 2), store.read("first.0")[0]
     found = torch.empty_like(gradient)
 
@@ -60,7 +60,7 @@ def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, updates
             lent.commit(2)
 
 
-def test_python_is_asked_for_few_windows(device, tmp_path, updates):
+def test_python_is_asked_for_few_windows(device, tmp_path):
     """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
     elements = 2_600_000
     values = torch.zeros(elements, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_python_is_asked_for_few_windows(device, tmp_path, updates):
     assert device.taken == 2 * elements
 
 
-def test_a_gradient_is_let_go_when_it_was_used(store, updates, device):
+def test_a_gradient_is_let_go_when_it_was_used(store, device):
     gradient = torch.randn(ELEMENTS // 2)
     with engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
@@ -90,7 +90,7 @@ def test_a_gradient_is_let_go_when_it_was_used(store, updates, device):
         assert uses <= 2, "something holds the gradient"
 
 
-def test_a_copy_that_fails_fails_the_step(store, updates, device):
+def test_a_copy_that_fails_fails_the_step(store, device):
     before = store.read("first.0")
     with engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
