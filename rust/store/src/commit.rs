@@ -166,6 +166,7 @@ impl Store {
             let hyperparameters =
                 commit.hyperparameters.map(|text| std::mem::replace(&mut index.hyperparameters, text));
             self.mark_dirty(&mut index, user.is_some(), hyperparameters.is_some());
+            index.log.digest = head.as_ref().map_or(0, |head| self.digest_of_left(&index, head));
             let run = commit.run.map(|run| std::mem::replace(&mut index.run, run));
             (user, hyperparameters, run)
         };

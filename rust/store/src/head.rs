@@ -105,7 +105,7 @@ impl LoggedRule {
         Ok(())
     }
 
-    fn encode(&self, bytes: &mut Vec<u8>) {
+    pub(crate) fn encode(&self, bytes: &mut Vec<u8>) {
         push_text(bytes, &self.name);
         bytes.extend(self.arithmetic.to_le_bytes());
         bytes.push(self.numbers.len() as u8);

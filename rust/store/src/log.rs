@@ -29,6 +29,8 @@ pub(crate) struct GradientLog {
     /// What was appended since the last commit, and where the next one goes.
     pub(crate) appended: BTreeMap<usize, Appended>,
     pub(crate) next: Option<u64>,
+    /// Where stores are compared: a sum over the updates that the commit that is being made leaves to the next step.
+    pub(crate) digest: u64,
 }
 
 /// What the newest root names.
@@ -116,6 +118,7 @@ impl GradientLog {
     pub(crate) fn discard(&mut self) {
         self.appended.clear();
         self.next = None;
+        self.digest = 0;
     }
 
     pub(crate) fn is_ahead(&self, record: usize) -> bool {

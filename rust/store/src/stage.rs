@@ -3,7 +3,7 @@
 use memascend_mem::Wait;
 
 use crate::{
-    Buffer, Error, Result, StepWrite, Store,
+    Buffer, Error, Head, LoggedGradient, Result, StepWrite, Store,
     buffer::bytes_of,
     checksum::{Subject, checksum},
     index::{Index, Pending, Slots},
@@ -148,7 +148,21 @@ impl Store {
         let index = self.index.lock();
         let is_compared = |slots: &&Slots| matches!(slots.pending, Pending::Staged | Pending::Settled);
         let staged = index.records.iter().filter(is_compared);
-        staged.fold(0, |sum: u64, slots| sum.wrapping_add(slots.digest))
+        staged.fold(index.log.digest, |sum: u64, slots| sum.wrapping_add(slots.digest))
+    }
+
+    /// The same of the updates that a commit leaves to the next step: by which numbers they are made.
+    pub(crate) fn digest_of_left(&self, index: &Index, head: &Head) -> u64 {
+        let Some(compared) = self.compared.get() else { return 0 };
+        let is_left = |logged: &&LoggedGradient| {
+            compared[logged.record] && index.log.appended.get(&logged.record).is_some_and(|one| one.is_spilled)
+        };
+        head.logged_gradients.iter().filter(is_left).fold(0, |sum: u64, logged| {
+            let mut rule = Vec::new();
+            head.rules[logged.rule as usize].encode(&mut rule);
+            let place = (logged.record as u64, logged.step);
+            sum.wrapping_add(checksum(&[0; 16], Subject::Gradient, place, 0, &rule))
+        })
     }
 
     fn digest_of(&self, record: usize, extent: u32, bytes: &[u8]) -> u64 {
