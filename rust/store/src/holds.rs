@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use crate::{Error, Result, Store, index::Index};
+use crate::{Error, Result, Store, index::Index, log::Ahead};
 
 /// A hold on one slot of a record: nothing is staged into it meanwhile. What is needed to check bytes that were read
 /// under it is in it, and outlives it.
@@ -16,6 +16,8 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
     pub(crate) version: u64,
     /// Only memory has this version: nothing is to be read from the slot.
     pub(crate) alone: bool,
+    /// What the slot lacked of the last commit when it was taken.
+    lacks: Option<Ahead>,
     /// The first of the extents that may be checked, and their checksums.
     first: u32,
     sums: Box<[u64]>,
@@ -29,7 +31,10 @@ impl<S: Deref<Target = Store>> Hold<S> {
         let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
         let slot = slots.seen_slot();
-        Self::on(store, index, (record, extents, slot), of)
+        let lacks = index.log.live.ahead.get(&record).copied().filter(|_| !slots.is_settled());
+        let mut hold = Self::on(store, index, (record, extents, slot), of);
+        hold.lacks = lacks;
+        hold
     }
 
     /// The same, of what the slot holds, though memory or the log has something newer.
@@ -49,7 +54,19 @@ impl<S: Deref<Target = Store>> Hold<S> {
         index.records[record].reads[slot] += 1;
         let (first, start) = (extents.start, store.layout.record(record).first_extent);
         let sums = extents.map(|extent| index.sum(slot, (start + extent) as usize)).collect();
-        Self { store, record, slot, version, alone, first, sums, open: AtomicBool::new(true) }
+        Self { store, record, slot, version, alone, lacks: None, first, sums, open: AtomicBool::new(true) }
+    }
+
+    /// Refuses to take for a record what its slot holds, where gradients that a commit names come after it.
+    pub(crate) fn require_newest(&self) -> Result<()> {
+        let Some(lacks) = self.lacks else { return Ok(()) };
+        if !lacks.is_spilled {
+            return Err(self.store.not_applied(self.record));
+        }
+        let name = &self.store.description.records[self.record].name;
+        Err(Error::Usage(format!(
+            "a commit has left the last update of {name:?} to the step after it, and nobody had made it; begin anew"
+        )))
     }
 
     /// Compares an extent that was read with its checksum.

@@ -207,7 +207,7 @@ impl Parts {
             if hold.alone {
                 return Err(self.store.lost(hold.record));
             }
-            self.store.not_ahead(hold.record)?;
+            hold.require_newest()?;
             from_storage += bytes;
             match runs.last_mut() {
                 Some((_, start, length)) if *start + *length == from => *length += bytes,

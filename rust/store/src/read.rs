@@ -24,22 +24,10 @@ impl Store {
     /// Begins to read a live extent into a buffer of whole pages; from memory, where it is in RAM.
     pub fn read<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let read = self.read_from(self.ram_tier().as_deref(), record, extent, buffer)?;
-        if matches!(read.source, Source::Storage(_)) { self.not_ahead(record).map(|()| read) } else { Ok(read) }
-    }
-
-    /// Refuses to take for a record what its slot holds, where the log has gradients that come after it.
-    pub(crate) fn not_ahead(&self, record: usize) -> Result<()> {
-        self.known(record)?;
-        let index = self.index.lock();
-        if index.is_behind(record) {
-            let name = &self.description.records[record].name;
-            return Err(Error::Usage(format!(
-                "a commit has left the last update of {name:?} to the step after it, and nobody has made it; begin anew"
-            )));
+        if matches!(read.source, Source::Storage(_)) {
+            read.hold.require_newest()?;
         }
-        let lacks = index.log.is_ahead(record) && !index.records[record].is_settled();
-        drop(index);
-        if lacks { Err(self.not_applied(record)) } else { Ok(()) }
+        Ok(read)
     }
 
     pub(crate) fn not_applied(&self, record: usize) -> Error {
