@@ -475,3 +475,40 @@ fn an_engine_that_is_closed_ends_what_is_fetched_and_settled() {
     }
     assert!(fetched > 10 && refused > 0, "{fetched} {refused}");
 }
+
+#[test]
+fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
+    let (life, left, _) = left_behind();
+    let (engine, store) = (&life.engine, life.store());
+    ok(engine.settle_later(0, &mut Wait::forever()));
+    ok(engine.finish(Wait::forever()));
+    ok(unit(engine, 1, true));
+    let settled: Vec<usize> = ALL.into_iter().filter(|&record| !store.is_behind(record)).collect();
+    assert_eq!(settled, [0, 3, 4, 5]);
+    // What is open of the settled slot stays so.
+    let parts = ok(store.parts(1, 1 << 20));
+    let before = engine.counters();
+    ok(engine.discard_record(0, Wait::forever()));
+    ok(engine.discard(Wait::forever()));
+    assert!(settled.iter().all(|&record| !store.is_behind(record)));
+    assert_eq!(engine.behind(), ALL.len() - settled.len());
+    assert!(ok(engine.catch_up(Wait::forever())));
+    let rest = (ALL.len() - settled.len()) as u64;
+    assert_eq!(engine.counters().updates - before.updates, rest, "each is written once");
+    drop(parts);
+    assert!(life.contents() == left[2]);
+}
+
+#[test]
+fn a_slot_that_lacked_an_update_when_it_was_taken_is_not_read_once_that_is_made() {
+    let (life, ..) = left_behind();
+    let store = life.store();
+    // Somebody who looked before the commit takes the slots after it.
+    let parts = std::sync::Arc::new(ok(store.parts_lacking(0, 1 << 20, &[])));
+    for record in store.records_of(0) {
+        ok(life.engine.settle_later(record, &mut Wait::forever()));
+    }
+    ok(life.engine.finish(Wait::forever()));
+    let nbytes = parts.places().map(|(_, nbytes)| nbytes).sum();
+    assert!(said(parts.begin(0, memory(nbytes))).contains("begin anew"));
+}
