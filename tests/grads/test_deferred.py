@@ -100,7 +100,7 @@ def both(tmp_path, **options):
     """The report of a run that leaves updates, whose bits are those of one that does not."""
     at_once = run(tmp_path / "ram", "ram", **options)
     left = run(tmp_path / "ssd", "ssd", **options)
-    assert at_once[2].left == 0
+    assert at_once[2].deferred == 0
     require_same(at_once, left)
     return left[2]
 
@@ -126,9 +126,9 @@ KINDS = {
 @pytest.mark.usefixtures("way")
 def test_bits_are_those_of_updates_at_once(tmp_path, options):
     report = both(tmp_path, **options)
-    assert report.left == STEPS
-    assert report.to_dict()["left"]["steps"] == STEPS
-    assert f"{STEPS} steps left updates" in str(report)
+    assert report.deferred == STEPS
+    assert report.to_dict()["deferred"]["steps"] == STEPS
+    assert f"{STEPS} steps deferred updates" in str(report)
 
 
 @pytest.mark.usefixtures("way")
@@ -139,7 +139,7 @@ def test_beside_the_ram_tier(tmp_path):
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "t", host_memory=some, **options)
     require_same(at_once, left)
     assert left[2].ram_tier
-    assert left[2].left == 20
+    assert left[2].deferred == 20
 
 
 class Blocks(nn.Module):
@@ -293,7 +293,7 @@ def test_what_a_loop_does_before_step(tmp_path, between):
 def test_torchs_own_clipping(tmp_path, dtype):
     options = {"between": by_torch, "max_grad_norm": None, "make": lambda: stack(dtype)}
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "ssd", **options)
-    assert left[2].left == STEPS
+    assert left[2].deferred == STEPS
     # What step() says of the norm is of clipped gradients, rounded or not.
     assert same_states(at_once[0], left[0])
 
@@ -336,13 +336,13 @@ def test_a_step_that_clips_nothing_ends_it(tmp_path):
     at_once, auto = run(tmp_path / "ram", "ram", **options), run(tmp_path / "auto", "auto", **options)
     require_same(at_once, auto)
     assert auto[2].early > 0
-    assert 0 < auto[2].left < len(scales)
+    assert 0 < auto[2].deferred < len(scales)
 
 
 def test_a_budget_is_kept(tmp_path):
     smallest = chains.smallest(offloaded, tmp_path / "s")
     report = run(tmp_path / "t", host_memory=smallest)[2]
-    assert report.left == STEPS
+    assert report.deferred == STEPS
     assert report.peak <= smallest
     require_same(run(tmp_path / "ram", "ram"), run(tmp_path / "u", host_memory=smallest))
 
@@ -424,7 +424,8 @@ def test_another_budget_or_mode_goes_on(tmp_path):
         assert same_states(resumed[0], run(tmp_path / f"ram {number}", "ram")[0])
 
 
-def test_a_store_that_was_closed_has_no_log(tmp_path):
+def test_a_store_that_was_closed_goes_on(tmp_path):
+    """With its last updates in the log, or made at the end where nothing else has them."""
     run(tmp_path / "s", steps=3)
     for durability in ("step", "none"):
         model, optimizer = offloaded(tmp_path / "s", durability=durability)
@@ -441,6 +442,49 @@ def test_a_store_that_was_closed_has_no_log(tmp_path):
 
 
 @pytest.mark.usefixtures("way")
+def test_an_exception_loses_no_step_of_a_store_that_is_not_durable(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "s", durability="none", steps=4, before=lambda _, __, index: 1 / (3 - index))
+    resumed = run(tmp_path / "s", steps=5)
+    assert same_states(resumed[0], run(tmp_path / "ram", "ram", steps=5)[0])
+
+
+def test_the_commit_before_is_there_after_close(tmp_path):
+    run(tmp_path / "s", steps=3)
+    model, optimizer = offloaded(tmp_path / "s", existing="previous")
+    with optimizer:
+        assert optimizer.steps == 2
+        assert same_states(everything(model, optimizer), run(tmp_path / "ram", "ram", steps=2)[0])
+
+
+def divides(model, optimizer, index):
+    """Arithmetic that the engine's kernels do not have, and a step that has to be made again."""
+    model[0].weight.grad.div_(3)
+    if index == 2:
+        right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], float("nan")
+        with pytest.raises(memascend.errors.MemascendError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = right
+
+
+@pytest.mark.usefixtures("way")
+def test_arithmetic_on_gradients_is_done_once(tmp_path):
+    both(tmp_path, between=divides)
+
+
+def test_a_changed_gradient_that_stays_is_what_it_was_changed_to(tmp_path):
+    def keeps(folder, gradients):
+        model, optimizer = offloaded(folder, gradients)
+        with optimizer:
+            for index in range(3):
+                walk(model, optimizer, index)
+                model[0].weight.grad.div_(3)
+                optimizer.step()
+            return everything(model, optimizer), model[0].weight.grad.clone()
+
+    assert same_states(*({**found, "grad": grad} for found, grad in (keeps(tmp_path / g, g) for g in ("ram", "ssd"))))
+
+
 def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path):
     """Options that the engine's arithmetic does not have, for a step: torch's own code runs then, at once."""
 

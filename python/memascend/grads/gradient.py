@@ -193,12 +193,14 @@ class Gradient:
         """Leave the update to the next step, where this one does so; the gradient lies on storage then."""
         if not self._gradients.defers(self) or (gradient is not None and gradient.is_sparse):
             return False
-        after = moved(self.name, self.state, "stage")
+        after, engine = moved(self.name, self.state, "stage"), self._gradients.engine
+        options = self.rule.options()
+        numbers = self.rule.numbers(options, self.step, self._gradients.scale.inverse * factor)
+        if numbers is None:
+            return False
         if gradient is not None:
-            self._gradients.engine.spill(self.name, gradient)
-        scale = self._gradients.scale.inverse * factor
-        options = self.rule.defer(self._gradients.engine, self.step, scale, factors)
-        if options is None:
+            engine.spill(self.name, gradient)
+        if not engine.defer(self.name, numbers, factors=factors):
             return False
         self.options, self.state = options, after
         self._gradients.deferred.add(self.name)

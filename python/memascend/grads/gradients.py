@@ -60,6 +60,8 @@ class Gradients:
         # By the names of the parameters, in their order.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
+        # Parameters whose updates may be left to the next step, which the store has room for.
+        self.deferrable: frozenset[str] = frozenset()
         # Parameters whose updates this step leaves to the next one, and those of which the last one did.
         self.deferred: set[str] = set()
         self.behind: set[str] = set()
@@ -224,11 +226,14 @@ class Gradients:
 
     def defers(self, gradient: Gradient) -> bool:
         """Whether the step that is made leaves the update of a parameter to the next one, if that is possible."""
-        return self._defers and gradient.name not in self.ram_tier
+        return self._defers and gradient.name in self.deferrable
 
     def catch_up(self) -> None:
         """Make and commit the updates that the last step left, before anything of their parameters is staged."""
-        self.engine.catch_up()
+        if self.engine.is_behind:
+            # Parts of units that are on their way are of the commit that this one replaces.
+            self.residency.units.drop_reads()
+            self.engine.catch_up()
         self.behind.clear()
 
     def _note_arrival(self, gradient: Gradient) -> None:
@@ -431,8 +436,9 @@ class Gradients:
                 gradient.stage(factor, factors=factors)
                 continue
             changed = gradient.handle.gradient.materialize()
-            if gradient.name in self.ram_tier:
-                # In place of the gradient that it was made of: memory is planned for one of them.
+            if gradient.name in self.ram_tier or self.defers(gradient):
+                # In place of the gradient that it was made of: memory is planned for one of them, and the commit names
+                # the one on storage.
                 gradient.handle.gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)

@@ -118,19 +118,6 @@ class _Rule:
             (engine.update_spilling if early else engine.update)(self.name, gradient, numbers, values=values)
         return options
 
-    def defer(self, engine: Engine, done: int, scale: float, factors: Sequence[float]) -> dict[str, Any] | None:
-        """Leave the update after `done` ones by the spilled gradient to the next step; returns its options.
-
-        None: it cannot be left, and nothing has begun.
-        """
-        if not self.is_replayed:
-            return None
-        options = self.options()
-        numbers = self.numbers(options, done, scale)
-        if numbers is None or not engine.defer(self.name, numbers, factors=factors):
-            return None
-        return options
-
     def _run(self, *_: Any, **__: Any) -> None:
         """Begin a run of the optimizer's own code, which only `OwnRule` has."""
         raise UsageError(

@@ -415,6 +415,13 @@ class CachedUnits:
                     self.evict(home)
                     home.forget()
 
+    def drop_reads(self) -> None:
+        """Drop what is being read, in parts perhaps: a commit comes, after which parts are of another one."""
+        with self._lock:
+            for home in self.homes:
+                if home.state is Bytes.READING and not home.holders:
+                    self.evict(home)
+
     def end_step(self) -> None:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
         with self._lock:

@@ -26,7 +26,7 @@ from memascend.plan.decision import folders_of
 from memascend.plan.options import Options
 from memascend.session.build import Assembly
 from memascend.session.decide import Subject, decide, deferrable
-from memascend.session.open_store import RUNS, FirstValues, begin_log, end_log, open_store
+from memascend.session.open_store import RUNS, FirstValues, begin_log, begin_places, end_log, open_store
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
 from memascend.session.schedule import options_set
@@ -195,9 +195,12 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.log_began(
-            begin_log(store, assembly.decision.plan, deferrable(subject, assembly.decision.plan))
-        )
+        plan = assembly.decision.plan
+        left = begin_places(store, deferrable(subject, plan))
+        # Replicas compare what they stage, so all ranks do the same.
+        if all(exchange.everyone(left is not None)):
+            session.run.gradients.deferrable = frozenset(left or ())
+        session.measurements.log_began(begin_log(store, plan))
         if subject.earlier is not None:
             # From here on no rank drops its new store, so the earlier stores can go.
             exchange.everyone(None)

@@ -212,17 +212,23 @@ def end_log(store: Store, engine: Engine) -> None:
         engine.replay(progress.reached)
 
 
-def begin_log(store: Store, plan: Plan, deferred: Sequence[str]) -> Plan:
-    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits.
+def begin_places(store: Store, names: Sequence[str]) -> Sequence[str] | None:
+    """Allocate second places for the gradients of parameters, so that their updates may be left to the next step.
 
-    Also second places for the gradients of those whose updates may be `deferred`.
+    Returns the names, or None where there is no space for that.
     """
-    if deferred and not store.keep_places(deferred):
-        _log.warning(
-            "no disk space for a second place of %d gradients: where the norm of all comes first, their updates wait "
-            "for it and then run alone",
-            len(deferred),
-        )
+    if not names or store.keep_places(names):
+        return names
+    _log.warning(
+        "no disk space for second places of %d gradients: where the norm of all comes first, their updates wait for it "
+        "and then run alone",
+        len(names),
+    )
+    return None
+
+
+def begin_log(store: Store, plan: Plan) -> Plan:
+    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
         instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"

@@ -64,8 +64,8 @@ class Report:
     early: int = 0  # steps whose updates began before `step()`, since few of their gradients are clipped or changed
     anew: int = 0  # of these, the steps whose gradients were clipped or changed, so that their updates were repeated
     # Steps that left updates to the next one, since the norm of all gradients came first; and where that wrote them.
-    left: int = 0
-    left_to: str = ""
+    deferred: int = 0
+    deferred_to: str = ""
     log_steps: int = 0  # steps of gradients that fit into the store's gradient log; 0: there is no log
     log_bytes: int = 0  # its space on storage
     log_wanted: int = 0  # the steps that it would have with enough space
@@ -113,8 +113,8 @@ class Report:
         """All figures as JSON values. Some keys appear only where they apply.
 
         "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "left": steps left updates to the next step's "forward" or "backward". "ranks": there are
-        several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
+        began before `step()`. "deferred": steps left updates to the next one's "forward" or "backward". "ranks":
+        there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -130,8 +130,8 @@ class Report:
             found["ram_tier"] = self.ram_tier
         if self.early:
             found["early"] = {"steps": self.early, "anew": self.anew}
-        if self.left:
-            found["left"] = {"steps": self.left, "to": self.left_to}
+        if self.deferred:
+            found["deferred"] = {"steps": self.deferred, "to": self.deferred_to}
         if self.ranks is not None:
             found["ranks"] = asdict(self.ranks)
         if self.log_wanted:
@@ -176,10 +176,10 @@ class Report:
             parts.append(self.advice)
         if self.early:
             parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
-        if self.left:
+        if self.deferred:
             parts.append(
-                f"{self.left} steps left updates of streamed parameters to the next step, which now writes them in its "
-                f"{self.left_to}."
+                f"{self.deferred} steps deferred updates of streamed parameters to the next one, which now writes them "
+                f"in its {self.deferred_to}."
             )
         return "\n\n".join(parts)
 
@@ -336,8 +336,8 @@ class Measurements:
             steps=self._run.metadata.made,
             early=self._run.gradients.speculation.early,
             anew=self._run.gradients.speculation.anew,
-            left=self._run.residency.units.settling.steps,
-            left_to=self._run.residency.units.settling.way,
+            deferred=self._run.residency.units.settling.steps,
+            deferred_to=self._run.residency.units.settling.way,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory,
             ranks=self._all_ranks,

@@ -300,6 +300,8 @@ class Run:
         """
         store = self.resources.store
         generation = store.info()["generation"]
+        if self.resources.engine.is_behind:
+            self.residency.units.drop_reads()
         try:
             yield
         except BaseException:

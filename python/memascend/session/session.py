@@ -415,20 +415,11 @@ class Session:
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
 
     def _catch_up(self) -> None:
-        """Make the updates that the last step left; a store whose log has them may be left to do so at its resume."""
-        run, engine = self.run, self.run.resources.engine
-        if run.resources.temporary or not engine.is_behind:
-            return
-        is_logged = run.resources.store.info()["log_steps"] > 0
-        if is_logged and (sys.exc_info()[0] is not None or self._is_suspect):
-            return
-        try:
+        """Make the updates that the last step left, where nothing else has them; else the log has, for a resume."""
+        store, engine = self.run.resources.store, self.run.resources.engine
+        if engine.is_behind and not (self.run.resources.temporary or store.info()["log_steps"]):
             engine.discard()
-            run.gradients.catch_up()
-        except MemascendError as error:
-            if not is_logged:
-                raise
-            _log.info("the updates of the last step stay in the log, and are made at a resume: %s", error)
+            self.run.gradients.catch_up()
 
     def _takes_buffers(self) -> bool:
         """Whether close() commits buffers; warns of those that changed and are lost, but for those of a staged step."""

@@ -89,7 +89,6 @@ class Edits:
         """
         with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
-            self.run.gradients.catch_up()
             buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
             edit.undo.callback(lambda: [targets(name).copy_(values) for name, values in before.items()])
@@ -225,6 +224,8 @@ class Edits:
             )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
         if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
+            if not edit.names:
+                self.run.gradients.catch_up()
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
             self.run.gradients.rewrite(place.name, given)

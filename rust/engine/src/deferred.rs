@@ -120,6 +120,7 @@ impl Engine {
         rule.check()?;
         self.will_be_spilled(record)?;
         let logged = rule::rule_of(described, &rule, factors)?;
+        self.settle_later(record, &mut wait)?;
         match self.shared.deferred.lock().named.entry(record) {
             Entry::Vacant(place) => drop(place.insert((rule.step(), logged))),
             Entry::Occupied(_) => {
@@ -127,7 +128,6 @@ impl Engine {
                 return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
             }
         }
-        self.settle_later(record, &mut wait)?;
         Ok(true)
     }
 
@@ -162,6 +162,7 @@ impl Engine {
             return Ok(false);
         }
         self.settle_rest(&mut wait)?;
+        // What fetches of other threads compute with is of one commit.
         let _pause = self.shared.queue.paused(&mut wait, "updates that are settled", QueueState::is_idle)?;
         self.shared.queue.lock().failure()?;
         let store = &self.shared.store;
@@ -173,15 +174,21 @@ impl Engine {
         Ok(true)
     }
 
-    /// Queues what settles the records that are behind.
+    /// Settles the records that are behind, and waits for that and for all other jobs.
     pub(crate) fn settle_rest(&self, wait: &mut Wait<'_>) -> Result<()> {
-        let records: Vec<usize> = self.shared.deferred.lock().behind.keys().copied().collect();
-        for record in records {
-            if let Some(job) = self.shared.settling(record, false) {
-                self.push_of_step(job, wait)?;
+        loop {
+            let records: Vec<usize> = self.shared.deferred.lock().behind.keys().copied().collect();
+            for record in records {
+                if let Some(job) = self.shared.settling(record, false) {
+                    self.push_of_step(job, wait)?;
+                }
+            }
+            self.shared.queue.wait(wait, "records to be written", QueueState::is_idle)?.failure()?;
+            // What was on its way may have been some chunks of a record alone, or have come to nothing.
+            if self.behind() == 0 {
+                return Ok(());
             }
         }
-        Ok(())
     }
 
     /// Has the step name the spilled gradients of what it defers. One that lies where it cannot be named is spilled again.

@@ -86,7 +86,6 @@ impl Engine {
             self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
         }
         self.settle_rest(wait)?;
-        self.shared.queue.wait(wait, "records to be written", QueueState::is_idle)?.failure()?;
         self.name_deferred(wait)
     }
 
@@ -94,11 +93,11 @@ impl Engine {
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.begin_through(&mut wait)?;
-        self.settle(wait)
+        self.drain(wait)
     }
 
     /// As [`Engine::finish`], but for updates of records in RAM, which begin with that or with the commit.
-    pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
+    pub fn drain(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failure()

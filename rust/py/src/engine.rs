@@ -268,7 +268,7 @@ impl Engine {
 
     /// As `finish`, but for updates of records in RAM, which begin with that or with the commit.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.settle(wait))
+        waiting(py, None, |wait| self.inner.drain(wait))
     }
 
     /// Commits, with the values as JSON; `agree` is called when all is flushed, and ends it by raising.

@@ -179,7 +179,10 @@ impl Store {
     pub fn log_state(&self) -> LogState {
         let index = self.index.lock();
         let live = &index.log.live;
-        let steps = if live.ahead.is_empty() { 0 } else { live.heads.len() as u64 };
-        LogState { offset: index.log.ring.offset, bytes: index.log.ring.bytes, steps, records: live.ahead.len() as u64 }
+        // With durability "none" there is nothing on storage.
+        let is_logged = self.durability == Durability::Step && !live.ahead.is_empty();
+        let (steps, records) = if is_logged { (live.heads.len(), live.ahead.len()) } else { (0, 0) };
+        let Ring { offset, bytes } = index.log.ring;
+        LogState { offset, bytes, steps: steps as u64, records: records as u64 }
     }
 }

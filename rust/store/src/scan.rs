@@ -37,9 +37,10 @@ impl Store {
     /// `visit` gets the record and ends the walk by `false`. Memory is taken again after the call, and must not be kept.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
-        self.settled(records.iter().copied())?;
         for &record in records {
-            versions.push(self.record_state(record)?.version);
+            let version = self.record_state(record)?.version;
+            // What it is settled to has the version of the next commit.
+            versions.push(if self.is_behind(record) { self.info().generation + 1 } else { version });
         }
         let (state, values) = self.description.staging_bytes();
         let values_at = state as usize;
@@ -53,6 +54,8 @@ impl Store {
             if visit(turn.record, parts) { Ok(()) } else { Err(Error::Interrupted("a walk over the store")) }
         };
         for (&record, &version) in records.iter().zip(&versions) {
+            // One after the other, so that a walk can be interrupted.
+            self.settled([record])?;
             let lacking = self.lacking(record);
             for extents in self.turns(record) {
                 if flying.len() == DEPTH {
