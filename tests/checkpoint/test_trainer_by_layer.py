@@ -237,4 +237,5 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, caplog, monkeypatch, 
     want, others, more, _ = trained(tmp_path, CASES[name], layers=False, gradients="ssd")
     assert logs == want
     assert all(same_bits(one, other) for one, other in zip(weights, others, strict=True))
-    assert read < more if went else read == more
+    # Of the next step some units have come already, or have not.
+    assert read < 0.9 * more if went else abs(read - more) < 0.05 * more
