@@ -415,11 +415,24 @@ class Session:
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
 
     def _catch_up(self) -> None:
-        """Make the updates that the last step left, where nothing else has them; else the log has, for a resume."""
+        """Make the updates that the last step left, so that the store has no log.
+
+        Where its log has them, they are left to a resume after an exception, after an error of storage, and where the
+        commit before would be dropped.
+        """
         store, engine = self.run.resources.store, self.run.resources.engine
-        if engine.is_behind and not (self.run.resources.temporary or store.info()["log_steps"]):
+        if not engine.is_behind or self.run.resources.temporary:
+            return
+        is_logged = store.info()["log_steps"] > 0
+        if is_logged and (sys.exc_info()[0] is not None or self._is_suspect):
+            return
+        try:
             engine.discard()
             self.run.gradients.catch_up()
+        except MemascendError as error:
+            if not is_logged:
+                raise
+            _log.info("the updates of the last step stay in the log, and are made at a resume: %s", error)
 
     def _takes_buffers(self) -> bool:
         """Whether close() commits buffers; warns of those that changed and are lost, but for those of a staged step."""
