@@ -59,6 +59,7 @@ fn store_log_bytes(
 
 /// Bytes behind a store for second places of gradients, where updates of some of these records are left to the next step.
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(
     py: Python<'_>,
     records: Vec<Described>,
