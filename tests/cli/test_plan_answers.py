@@ -302,7 +302,7 @@ def test_five_lines_decide(capsys):
     seconds = f"{found['step']['seconds_per_step']:.3g} s"
     assert lines[step].startswith(f"{seconds} for 16,384 tokens in 8 micro-batches by layer, ")
     assert "bound by the drive" in lines[step]
-    assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 311 GiB on the drive"
+    assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 326 GiB on the drive"
     asked, larger = lines[run].split("; by layer with ")
     assert asked == "1,250 steps, 13 hours, 88.8 TB written"
     assert found["run"]["written"] == 1250 * found["written_bytes_per_step"]
