@@ -27,7 +27,6 @@ __all__ = [
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
-    "PartFetch",
     "Region",
     "Store",
     "Ticket",
@@ -629,7 +628,9 @@ def checksum_of(tensor: torch.Tensor) -> str:
 
 @final
 class Fetch:
-    """A unit on its way into memory; `Engine.fetch` makes it. Any thread may use it.
+    """A unit, or a part of one, on its way into memory: `Engine.fetch` and `UnitParts.begin` make it.
+
+    Any thread may use it.
 
     Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
     that. Dropping it waits for the device.
@@ -659,22 +660,12 @@ class UnitParts:
     def places(self) -> list[tuple[int, int]]:
         """Where each part begins in the unit, and its bytes."""
 
-    def begin(self, index: int, into: torch.Tensor) -> PartFetch:
+    def begin(self, index: int, into: torch.Tensor) -> Fetch:
         """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
 
         The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
         `Fetch.wait` does, and `done()`; dropping it waits for the device.
         """
-
-@final
-class PartFetch:
-    """A part on its way into memory. Dropping it waits for the device."""
-
-    def wait(self) -> None:
-        """Wait for the device, and check every byte; raises as `Fetch.wait` does."""
-
-    def done(self) -> bool:
-        """Whether the device is done with it, well or not. Never waits."""
 
 @final
 class Checkers:

@@ -310,20 +310,22 @@ def test_a_checkpoint_has_what_was_left(tmp_path):
         assert [one.read_bytes() for one in mine] == [one.read_bytes() for one in other]
 
 
+def kept(folder, gradients, between=nothing):
+    """A run without zero_grad(): its state, and the gradient of its first layer."""
+    model, optimizer = offloaded(folder, gradients)
+    with optimizer:
+        for index in range(4):
+            walk(model, optimizer, index)
+            between(model, optimizer, index)
+            optimizer.step()
+            assert model[0].weight.grad.float().norm() > 0
+        return {**everything(model, optimizer), "grad": model[0].weight.grad.clone()}
+
+
 @pytest.mark.usefixtures("way")
 def test_gradients_that_stay_are_added_to(tmp_path):
     """Without zero_grad() the next backward adds to gradients that the last commit names where they lie."""
-
-    def keeps(folder, gradients):
-        model, optimizer = offloaded(folder, gradients)
-        with optimizer:
-            for index in range(4):
-                walk(model, optimizer, index)
-                optimizer.step()
-                assert model[0].weight.grad.float().norm() > 0
-            return everything(model, optimizer)
-
-    assert same_states(keeps(tmp_path / "ram", "ram"), keeps(tmp_path / "ssd", "ssd"))
+    assert same_states(kept(tmp_path / "ram", "ram"), kept(tmp_path / "ssd", "ssd"))
 
 
 def test_a_step_that_clips_nothing_ends_it(tmp_path):
@@ -467,16 +469,10 @@ def test_arithmetic_on_gradients_is_done_once(tmp_path):
 
 
 def test_a_changed_gradient_that_stays_is_what_it_was_changed_to(tmp_path):
-    def keeps(folder, gradients):
-        model, optimizer = offloaded(folder, gradients)
-        with optimizer:
-            for index in range(3):
-                walk(model, optimizer, index)
-                model[0].weight.grad.div_(3)
-                optimizer.step()
-            return everything(model, optimizer), model[0].weight.grad.clone()
+    def thirds(model, *_):
+        model[0].weight.grad.div_(3)
 
-    assert same_states(*({**found, "grad": grad} for found, grad in (keeps(tmp_path / g, g) for g in ("ram", "ssd"))))
+    assert same_states(*(kept(tmp_path / gradients, gradients, thirds) for gradients in ("ram", "ssd")))
 
 
 def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path):

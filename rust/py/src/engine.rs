@@ -16,7 +16,7 @@ use crate::{
     function::applied,
     kernels::summed,
     nvme::TensorMemory,
-    parts::{Checkers, UnitParts},
+    parts::{Checkers, Fetch, UnitParts},
     slow_drop::Detached,
     store::Store,
     tensors::{self, bytes_into},
@@ -24,8 +24,7 @@ use crate::{
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Engine>()?;
-    module.add_class::<Fetch>()
+    module.add_class::<Engine>()
 }
 
 /// Address and bytes of a tensor, and what keeps them valid.
@@ -244,7 +243,7 @@ impl Engine {
             return Err(config_error(py, message));
         }
         let inner = py.detach(|| self.inner.fetch(unit, memory, settle)).or_raise(py)?;
-        Ok(Fetch { inner: Detached::new(inner) })
+        Ok(inner.into())
     }
 
     /// The same in parts of at most so many bytes; nothing is read yet.
@@ -378,28 +377,6 @@ impl Engine {
 #[expect(clippy::cast_possible_truncation, reason = "that is what torch does")]
 fn single(factors: Vec<f64>) -> Vec<f32> {
     factors.into_iter().map(|factor| factor as f32).collect()
-}
-
-/// A unit on its way into memory; `Engine.fetch` makes it. Any thread may use it.
-///
-/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
-/// that. Dropping it waits for the device.
-#[pyclass(frozen, module = "memascend.engine")]
-pub(crate) struct Fetch {
-    inner: Detached<memascend_engine::UnitFetch<TensorMemory>>,
-}
-
-#[pymethods]
-impl Fetch {
-    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
-    fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.wait(wait))
-    }
-
-    /// Whether the device is done with it, well or not. Never waits.
-    fn done(&self) -> bool {
-        self.inner.is_done()
-    }
 }
 
 fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {

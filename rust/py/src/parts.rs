@@ -1,5 +1,6 @@
 //! Translates reads of units in parts for Python.
 
+use memascend_engine::UnitFetch;
 use memascend_store::{Buffer, Shared};
 use pyo3::{exceptions::PyIndexError, prelude::*};
 
@@ -14,7 +15,7 @@ use crate::{
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Checkers>()?;
     module.add_class::<UnitParts>()?;
-    module.add_class::<PartFetch>()
+    module.add_class::<Fetch>()
 }
 
 /// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
@@ -35,7 +36,7 @@ impl UnitParts {
     }
 
     /// Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
-    fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<PartFetch> {
+    fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let py = into.py();
         let Some((_, nbytes)) = self.inner.places().nth(index) else {
             return Err(PyIndexError::new_err(format!("there is no part {index}")));
@@ -47,7 +48,7 @@ impl UnitParts {
         }
         let checkers = self.checkers.as_ref().map(|checkers| &*checkers.get().inner);
         let part = py.detach(|| self.inner.begin(index, memory, checkers)).or_raise(py)?;
-        Ok(PartFetch { inner: Detached::new(part) })
+        Ok(part.into())
     }
 }
 
@@ -79,15 +80,24 @@ impl Checkers {
     }
 }
 
-/// A part on its way into memory; `UnitParts.begin` makes it. Dropping it waits for the device.
+/// A unit, or a part of one, on its way into memory; `Engine.fetch` and `UnitParts.begin` make it. Any thread may use it.
+///
+/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
+/// that. Dropping it waits for the device.
 #[pyclass(frozen, module = "memascend.engine")]
-struct PartFetch {
-    inner: Detached<memascend_engine::UnitFetch<TensorMemory>>,
+pub(crate) struct Fetch {
+    inner: Detached<UnitFetch<TensorMemory>>,
+}
+
+impl From<UnitFetch<TensorMemory>> for Fetch {
+    fn from(inner: UnitFetch<TensorMemory>) -> Self {
+        Self { inner: Detached::new(inner) }
+    }
 }
 
 #[pymethods]
-impl PartFetch {
-    /// Wait for the device, and check every byte, as `Fetch.wait` does.
+impl Fetch {
+    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))
     }

@@ -57,7 +57,7 @@ impl Store {
     /// ([`Store::begin_settling`]) before the next gradient is named.
     ///
     /// `false` where it cannot be named as it lies: it lies where the last commit has one, or was spilled before that
-    /// commit; spilling it again helps. Or no room was made for that ([`Store::keep_log`]).
+    /// commit; spilling it again helps. Or no room was made for that ([`Store::keep_places`]).
     pub fn append_spilled(&self, record: usize) -> Result<bool> {
         self.known(record)?;
         if !self.defers(record) {

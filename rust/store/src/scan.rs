@@ -37,10 +37,11 @@ impl Store {
     /// `visit` gets the record and ends the walk by `false`. Memory is taken again after the call, and must not be kept.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
+        // What a record is settled to has the version of the next commit.
+        let next = self.index.lock().generation + 1;
         for &record in records {
             let version = self.record_state(record)?.version;
-            // What it is settled to has the version of the next commit.
-            versions.push(if self.is_behind(record) { self.info().generation + 1 } else { version });
+            versions.push(if self.is_behind(record) { next } else { version });
         }
         let (state, values) = self.description.staging_bytes();
         let values_at = state as usize;
