@@ -173,7 +173,8 @@ def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
 def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """All processes take a turn in each round, in the opposite order in every other round."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
-    warm = {name: {**work, "warm": options.warm} for name, work in works.items()}
+    # Training in memory has nothing to learn.
+    warm = {name: {**work, "warm": 1 if work.get("in_memory") else options.warm} for name, work in works.items()}
     with at_work("clipped", warm, steps=1) as processes:
         for number in range(options.rounds):
             for name in list(works)[:: -1 if number % 2 else 1]:

@@ -113,9 +113,9 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
         progress.add(1)
         bind, hand = _parameter_seconds(folder)
         progress.add(1)
-        update = _update_seconds()
+        update = update_seconds()
         progress.add(1)
-        check, copied = _byte_seconds()
+        check, copied = byte_seconds()
         progress.add(1)
     return Processor(
         forward_seconds=forward,
@@ -249,7 +249,7 @@ def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return statistics.median(forward), statistics.median(rest)
 
 
-def _update_seconds() -> dict[str, float]:
+def update_seconds() -> dict[str, float]:
     """Of one thread for one parameter, beside as many as torch has: together they may wait for memory."""
     threads = torch.get_num_threads()
     numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "threads": threads}
@@ -272,7 +272,7 @@ def _update_seconds() -> dict[str, float]:
     return {state: threads * took / _ELEMENTS for state, took in found.items()}
 
 
-def _byte_seconds() -> tuple[float, float]:
+def byte_seconds() -> tuple[float, float]:
     """Of one thread for a byte: its checksum, and its copy."""
     given, taken = torch.rand(_ELEMENTS), torch.empty(_ELEMENTS)
     threads = torch.get_num_threads()

@@ -39,13 +39,12 @@ class Process:
 
 @contextmanager
 def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> Iterator[dict[str, Process]]:
-    """A process for each case, ended afterwards. All have answered a first question: none is still being made."""
+    """A process for each case, ended afterwards. Each is made when the one before has answered a first question."""
     processes: dict[str, Process] = {}
     try:
         for name, work in works.items():
             processes[name] = Process(module, work)
-        for process in processes.values():
-            process.ask(**first)
+            processes[name].ask(**first)
         yield processes
     finally:
         for process in processes.values():

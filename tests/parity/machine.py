@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         self.staged = False
         # Views of weights that user code keeps, by the names of their parameters.
         self.kept = {}
-        self.checks = 0
+        self.checks = self.unseen = 0
         FUSE.left = 0
         FUSE.kill = self._be_killed
 
@@ -77,6 +77,7 @@ class Machine(RuleBasedStateMachine):
         report = self.optimizer.report()
         self.seen["early"] += report.early
         self.seen["anew"] += report.anew
+        self.seen[f"deferred, {self.life.settles}"] += report.deferred
         self.optimizer.close()
 
     # --- processes -----------------------------------------------------------------------
@@ -576,6 +577,11 @@ class Machine(RuleBasedStateMachine):
 
     # --- always ----------------------------------------------------------------------------------
 
+    @rule(rules=st.integers(1, 5))
+    def look_away(self, rules):
+        """For so many rules: looking at values makes the updates that a step left."""
+        self.unseen = rules + 1
+
     @invariant()
     def values_are_equal(self):
         if self.optimizer is None:
@@ -583,6 +589,11 @@ class Machine(RuleBasedStateMachine):
         if self.corpse is not None:
             note(f"killed {self.died} a call of the engine")
             self._die(self.next_life)
+        self.unseen = max(0, self.unseen - 1)
+        if not self.unseen:
+            self._require_all()
+
+    def _require_all(self):
         self.checks += 1
         if self.checks % 2:
             with memascend.materialized(self.model):

@@ -132,6 +132,8 @@ class Life:
     """From the smallest (0) to the one that holds all state in memory (1); None: the library chooses."""
     durability: str
     log_steps: int | None
+    settles: str | None
+    """Where updates are written that a step left to the next one; None: the library chooses."""
 
     def options(self, setup, storage):
         """The arguments of offload()."""
@@ -153,6 +155,9 @@ def opened(setup, life, file, seed=1, **options):
     model, optimizer = memascend.offload(model, one_or_list(members), **{**life.options(setup, file), **options})
     if schedulers:
         optimizer.schedule(*schedulers)
+    if life.settles is not None:
+        settling = optimizer._session.run.residency.units.settling
+        settling.way, settling._choose = life.settles, lambda: None
     return model, optimizer
 
 
@@ -191,6 +196,7 @@ def lives(draw, gradients, durabilities=("step", "step", "none")):
         draw(st.sampled_from((None, 0.0, 0.3, 0.7, 1.0, 1.5))),
         draw(st.sampled_from(durabilities)),
         draw(st.sampled_from((None, 1, 2, 5))),
+        draw(st.sampled_from((None, "forward", "backward"))),
     )
 
 

@@ -1,15 +1,17 @@
-"""Tests the room of the log of gradients: what is asked for, what there is, what is told where it lacks."""
+"""Tests the room of the log of gradients and of their second places: what is asked for, what there is, what is told."""
 
+import contextlib
 import logging
 import os
 import shutil
 
 import pytest
 import torch
+from grads.test_deferred import run as deferred_run
 from session.test_log import ALL, begun, stepped
 from support.bits import same_states
 from support.chains import everything
-from support.disks import loop  # noqa: F401 - a fixture
+from support.disks import loop, small_ext4  # noqa: F401 - fixtures
 
 import memascend
 from memascend.plan import decision
@@ -158,3 +160,23 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         with optimizer:
             assert same_states(everything(model, optimizer), expected)
         (tmp_path / "left").unlink()
+
+
+@pytest.mark.root
+def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
+    """A store without second places, on a file system that has no room for them until something else is removed."""
+    store, filler, scratch = small_ext4 / "s", small_ext4 / "filler", {"scratch": tmp_path}
+    deferred_run(store, "ram", steps=2, durability="none", **scratch)
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as full:
+        while full.write(bytes(1 << 12)):
+            pass
+    with caplog.at_level(logging.WARNING, "memascend"):
+        at_once = deferred_run(store, steps=4, **scratch)[2]
+    assert "no disk space for second places of" in caplog.text
+    assert at_once.deferred == 0
+    filler.unlink()
+    caplog.clear()
+    left = deferred_run(store, steps=6, **scratch)
+    assert not caplog.text
+    assert left[2].deferred == 2
+    assert same_states(left[0], deferred_run(tmp_path / "ram", "ram", steps=6)[0])

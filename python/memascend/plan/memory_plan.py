@@ -188,22 +188,51 @@ class RamTier:
 _NOTHING = RamTier()
 
 
+def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[str]:
+    """Names of records in the order in which they get `room` bytes, as far as that goes.
+
+    The first unit comes first, since nothing overlaps its fetch; then whole units at equal distances, so that storage
+    works for others while these compute; then all that is left.
+    """
+    members = [[name for name in unit.parameters if name in needs] for unit in units]
+    whole = [sum(needs[name] for name in names) for names in members]
+    first, others = whole[0] if whole else 0, sum(whole[1:])
+    taken, left, earned = [0], [], 0
+    for index, nbytes in enumerate(whole[1:], 1):
+        earned += nbytes * max(0, room - first)
+        if earned >= nbytes * others:
+            earned -= nbytes * others
+            taken.append(index)
+        else:
+            left.append(index)
+    return [name for index in (*taken, *left) for name in (members[index] if members else ())]
+
+
 def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
-    """Choose whole records for the RAM tier within `room` bytes, the first units' first; None: all of them."""
-    names: list[str] = []
+    """Choose whole records for the RAM tier within `room` bytes; None: all of them."""
+
+    def waits(name: str) -> int:
+        # In "ram" mode all gradients have memory already.
+        return 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
+
+    needs = {
+        name: sum(run.record_bytes(name)) + waits(name)
+        for unit in run.units
+        for name in unit.parameters
+        if sum(run.record_bytes(name)) and name not in run.streamed
+    }
+    chosen: set[str] = set()
+    left = sum(needs.values()) if room is None else room
+    for name in _spread(run.units, needs, left):
+        if needs[name] <= left:
+            chosen.add(name)
+            left -= needs[name]
+    names = [name for name in needs if name in chosen]
+    nbytes, gradients = sum(map(sum, map(run.record_bytes, names))), sum(map(waits, names))
     by_unit: Counter[str] = Counter()
-    nbytes = gradients = 0
     for unit in run.units:
-        for name in unit.parameters:
-            own = sum(run.record_bytes(name))
-            # In "ram" mode all gradients have memory already.
-            waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
-            fits = room is None or nbytes + gradients + own + waits <= room
-            if own and fits and name not in run.streamed:
-                names.append(name)
-                nbytes += own
-                gradients += waits
-                by_unit[unit.name] += run.record_bytes(name)[0]
+        for name in chosen.intersection(unit.parameters):
+            by_unit[unit.name] += run.record_bytes(name)[0]
     # A device computes with units in its own memory.
     here = [] if run.staging is not None else run.units
     update, state = run.sum_records(name for name in names if name in run.gradient_bytes)

@@ -1,0 +1,244 @@
+"""Compares the seconds of a step that the plan predicts with measured ones, for every way in which updates may run.
+
+The shape is that of an 8 B model on a GPU beside a drive: Llama's blocks, a fortieth of its parameters. The device that
+computes is a pause of as many seconds as are wished for, in the forward and in the backward of each block, which leaves
+the processors alone; a few tokens make the gradients. The drive is this machine's, throttled. What the plan is told of
+both, and of the processor, is measured: the drive as `memascend plan --storage` measures it, computation without
+memascend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.throttled import throttled
+from benchmarks.turns import Process, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Llama 3 8B, each side divided by the root of 40.
+_SHAPE = {
+    "hidden_size": 640,
+    "intermediate_size": 2272,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "vocab_size": 20_480,
+    "tie_word_embeddings": False,
+}
+_TOKENS = 4  # of a micro-batch
+_ONE, _LAYERS, _TURNS = "one batch", "by layer", "one after the other"
+_CASES: dict[str, dict[str, Any]] = {
+    f"{_ONE}, clipped": {"micro_batches": 1, "clips": True},
+    f"{_LAYERS}, clipped": {"micro_batches": 4, "by_layer": True, "clips": True},
+    f"{_TURNS}, clipped": {"micro_batches": 4, "clips": True},
+    f"{_ONE}, not clipped": {"micro_batches": 1, "clips": False},
+    f"{_LAYERS}, not clipped": {"micro_batches": 4, "by_layer": True, "clips": False},
+}
+# The most that a measured step is to be away from the predicted one.
+_NEAR = 0.1
+
+
+def main() -> None:
+    """Measure all cases, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
+    parser.add_argument("--drive", default="0.6,0.48", metavar="READ,WRITE", help="GB/s of each (%(default)s)")
+    parser.add_argument(
+        "--compute", default="1.5,4.1", metavar="FORWARD,BACKWARD", help="seconds of a step's (%(default)s)"
+    )
+    parser.add_argument("--held", type=int, default=35, help="percent of the parameters in RAM (%(default)s)")
+    parser.add_argument("--warm", type=int, default=10, help="steps before those that are measured (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="that are measured (%(default)s)")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to throttle")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write predicted.txt and .json there")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work = json.loads(options.work)
+        with throttled(Path(work["folder"]), *(1e9 * speed for speed in work["drive"])):
+            serve(_Worker(work).turn)
+        return
+    from benchmarks.machine import described
+
+    settings = {
+        "drive": [float(part) for part in options.drive.split(",")],
+        "compute": [float(part) for part in options.compute.split(",")],
+        "held": options.held,
+    }
+    cases = {}
+    for name in options.cases:
+        with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-predicted-") as folder:
+            process = Process("predicted", {**settings, **_CASES[name], "folder": folder})
+            try:
+                process.ask(steps=options.warm)
+                cases[name] = process.ask(steps=options.steps)
+            finally:
+                process.end()
+        print(f"{name}: done", flush=True)
+    text = _shown(settings, cases)
+    print(text)
+    if options.write:
+        machine = described()
+        found = {"machine": machine, "settings": settings, "cases": cases}
+        (options.write / "predicted.json").write_text(json.dumps(found, indent=1) + "\n")
+        about = "\n".join(f"{name}: {value}" for name, value in machine.items())
+        (options.write / "predicted.txt").write_text(f"{about}\n{text}\n")
+
+
+def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
+    from memascend.text import table
+
+    rows = []
+    for name, case in cases.items():
+        seconds, way = statistics.median(case["seconds"]), case["way"]
+        said = case["predicted"][way]
+        others = ", ".join(f"{other} {took:.2f}" for other, took in case["predicted"].items() if other != way)
+        verdict = "met" if abs(seconds / said - 1) <= _NEAR else "MISSED"
+        spread = f"{min(case['seconds']):.2f}..{max(case['seconds']):.2f}"
+        of = f"{seconds / said:.3f} ({verdict})"
+        rows.append((name, way, f"{said:.2f}", f"{seconds:.2f}", spread, of, others, f"{case['drive']:.2f}"))
+    columns = (
+        "a step", "its updates", "predicted s", "measured s", "spread", f"of predicted (within {_NEAR:.0%})",
+        "predicted otherwise", "drive, read and write in turn GB/s",
+    )  # fmt: skip
+    first = next(iter(cases.values()))
+    about = (
+        f"{first['parameters'] / 1e6:.0f} M parameters, {first['held']:.0%} of them in RAM, a device that computes for "
+        f"{settings['compute'][0]} and {settings['compute'][1]} s, a drive of {settings['drive'][0]} and "
+        f"{settings['drive'][1]} GB/s"
+    )
+    return f"{about}\n\n{table(columns, rows)}"
+
+
+# --- a case, in its own process --------------------------------------------------------------
+
+
+class _Worker:
+    """Trains when it is told to."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        import memascend
+        from benchmarks.train.cell.systems.ours import held_budget
+
+        torch.set_num_threads(1)
+        self.by_layer, self.clips = work.get("by_layer", False), work["clips"]
+        self.count: int = work["micro_batches"]
+        config = transformers.LlamaConfig(**_SHAPE, use_cache=False)
+        self.model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        blocks = self.model.model.layers
+        for block in blocks:
+            block.mlp.act_fn = _paused(
+                block.mlp.act_fn, *(seconds / len(blocks) / self.count for seconds in work["compute"])
+            )
+        self.batches = [torch.randint(config.vocab_size, (1, _TOKENS)) for _ in range(self.count)]
+        computed = self._computed()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        given = {
+            "storage": f"{work['folder']}/run.store",
+            "device": "cpu",
+            "max_grad_norm": 1.0 if self.clips else None,
+        }
+        budget = held_budget(self.model, optimizer, given, work["held"])
+        self._predict(work["folder"], computed, *memascend.offload(self.model, optimizer, host_memory=budget, **given))
+
+    def _loss(self, batch: Any) -> Any:
+        # Its gradients are far above the limit, or far below.
+        return self.model(input_ids=batch, labels=batch).loss * (1e3 if self.clips else 1.0)
+
+    def _computed(self) -> tuple[float, float]:
+        """Seconds of a micro-batch's forward and backward, without memascend."""
+        found = []
+        for _ in range(3):
+            began = time.perf_counter()
+            loss = self._loss(self.batches[0])
+            between = time.perf_counter()
+            loss.backward()
+            found.append((between - began, time.perf_counter() - between))
+            self.model.zero_grad()
+        return statistics.median(one for one, _ in found), statistics.median(other for _, other in found)
+
+    def _predict(self, folder: str, computed: tuple[float, float], model: Any, optimizer: Any) -> None:
+        from benchmarks.processor import byte_seconds
+        from benchmarks.processor import update_seconds as measured_update
+        from memascend.cli.plan.machine import drive_at
+        from memascend.plan.cost import Work, assumed_host, seconds, update_seconds, ways
+
+        self.model, self.optimizer = model, optimizer
+        drive, _ = drive_at([Path(folder)])
+        assert drive is not None
+        update, (check, _) = measured_update()["fp32"], byte_seconds()
+        plan = optimizer.plan
+        host = replace(assumed_host(None), update=update_seconds(plan, update), check=check, ram_tier_threads=2)
+        work = Work(forward=computed[0], backward=computed[1], backwards=self.count, by_layer=self.by_layer)
+        found = ways(plan, work, drive, host)
+        self.predicted = {way: seconds(phases) for way, phases in found.items()}
+        self.phases = {
+            way: [(one.name, one.seconds, dict(one.parts)) for one in phases] for way, phases in found.items()
+        }
+        self.drive = drive.mixed or 0.0
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Make so many steps."""
+        taken = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._step()
+            taken.append(time.perf_counter() - began)
+        report = self.optimizer.report()
+        return {
+            "seconds": taken,
+            "way": f"next {report.deferred_to}" if report.deferred else "early",
+            "predicted": self.predicted,
+            "phases": self.phases,
+            "drive": self.drive / 1e9,
+            "held": self.optimizer.plan.ram_tier_part,
+            "parameters": self.parameters,
+        }
+
+    def _step(self) -> None:
+        if self.by_layer:
+            self.optimizer.accumulate(self._loss, self.batches, by_layer=True)
+        else:
+            for batch in self.batches:
+                self._loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _paused(function: Any, forward: float, backward: float) -> Any:
+    """A module that also takes so many seconds, in which the processors have nothing to do."""
+    import torch
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, values: Any) -> Any:
+            time.sleep(forward)
+            return values.view_as(values)
+
+        @staticmethod
+        def backward(_: Any, gradient: Any) -> Any:
+            time.sleep(backward)
+            return gradient
+
+    class Paused(torch.nn.Module):
+        def forward(self, values: Any) -> Any:
+            return Pause.apply(function(values))
+
+    return Paused()
+
+
+if __name__ == "__main__":
+    main()

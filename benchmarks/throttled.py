@@ -1,0 +1,65 @@
+"""Slows the drive of this process down, by the kernel: a cgroup whose block I/O is limited. Needs root."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
+    """Within, this process and those that it starts read and write so many bytes a second of a folder's device.
+
+    Reads and writes have a limit each. Nothing that the page cache has is slowed down.
+    """
+    device = _device(folder)
+    first = _GROUPS / "blkio"
+    if first.is_dir():
+        parent, home = first, first
+        limits = {
+            "blkio.throttle.read_bps_device": f"{device} {int(read)}",
+            "blkio.throttle.write_bps_device": f"{device} {int(write)}",
+        }
+    else:
+        parent, home = _GROUPS, _GROUPS / _own_group()
+        limits = {"io.max": f"{device} rbps={int(read)} wbps={int(write)}"}
+    group = parent / f"memascend-bench-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+        for name, limit in limits.items():
+            (group / name).write_text(limit)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        raise SystemExit(
+            f"a drive is throttled by root, in a cgroup with the controller of block I/O: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        (home / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _own_group() -> str:
+    """The cgroup of this process, of version 2, below the root of all."""
+    return Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+
+
+def _device(folder: Path) -> str:
+    """The whole disk that a folder is on, as MAJOR:MINOR: parts of it have no limits of their own."""
+    number = folder.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not device.exists():
+        raise SystemExit(f"{folder} is on no block device of its own: name a folder on one by --storage")
+    whole = device.parent if (device / "partition").exists() else device
+    return (whole / "dev").read_text().strip()
