@@ -111,7 +111,7 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
     with Progress("measuring this processor", 4, unit="parts") as progress:
         forward, backward = _model_seconds(model, trace, shape)
         progress.add(1)
-        bind, hand = _parameter_seconds(folder)
+        bind, hand = parameter_seconds(folder)
         progress.add(1)
         update = update_seconds()
         progress.add(1)
@@ -209,7 +209,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
     return statistics.median(forward), statistics.median(backward)
 
 
-def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
+def parameter_seconds(folder: Path | None) -> tuple[float, float]:
     """What a parameter that streams takes of the thread that computes, beside its bytes: forward, and the rest."""
     model = _small_model()
     plain, count = _step_seconds(model, None), len(list(model.parameters()))
