@@ -1,10 +1,10 @@
 """Compares the seconds of a step that the plan predicts with measured ones, for every way in which updates may run.
 
 The shape is that of an 8 B model on a GPU beside a drive: Llama's blocks, an eightieth of its parameters. The device
-that computes is a pause of as many seconds as are wished for, in the forward and in the backward of each block, which leaves
-the processors alone; a few tokens make the gradients. The drive is this machine's, throttled. What the plan is told of
-both, and of the processor, is measured: the drive as `memascend plan --storage` measures it, computation without
-memascend, and what each parameter takes in Python, as `benchmarks.processor` does.
+that computes is a pause of as many seconds as are wished for, in the forward and in the backward of each block, which
+leaves the processors alone; a few tokens make the gradients. The drive is this machine's, throttled. What the plan is
+told of both, and of the processor, is measured: the drive as `memascend plan --storage` measures it, computation
+without memascend, and what each parameter takes in Python, as `benchmarks.processor` does.
 """
 
 from __future__ import annotations
