@@ -33,6 +33,7 @@ __all__ = [
     "UnitParts",
     "Volume",
     "__version__",
+    "begin_heap_backward",
     "checksum_of",
     "dlpack",
     "end_heap_step",
@@ -319,6 +320,9 @@ def settle_heap() -> None:
 
     `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
     """
+
+def begin_heap_backward() -> None:
+    """Before each backward: the first one's step is measured from here on."""
 
 def end_heap_step(backwards: int, model_bytes: int) -> None:
     """After a step of so many backwards: give free heap back, or keep it for good once the batch was large."""

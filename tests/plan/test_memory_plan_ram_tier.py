@@ -51,12 +51,12 @@ def test_what_a_budget_has_left_holds_the_first_units():
     assert ram_tier_bytes(run, fewer) == fewer.host["records in RAM"] < nbytes
 
 
-@pytest.mark.parametrize("part", [0.2, 0.34, 0.5, 0.7])
-def test_units_in_ram_are_at_equal_distances(part):
+@pytest.mark.parametrize(("part", "has_first"), [(0.06, False), (0.2, True), (0.34, True), (0.5, True), (0.7, True)])
+def test_units_in_ram_are_at_equal_distances(part, has_first):
     run = run_of(model(layers=24))
     first = make_plan(run)
     plan = make_plan(run, budget=int(first.comfortable + part * (first.all_in_ram - first.comfortable)))
-    assert "embedding" in plan.ram_tier_units
+    assert ("embedding" in plan.ram_tier_units) == has_first
     blocks = [index for index in range(24) if f"layers.{index}" in plan.ram_tier_units]
     apart = [later - earlier for earlier, later in itertools.pairwise(blocks)]
     assert max(apart) - min(apart) <= 1

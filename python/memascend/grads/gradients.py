@@ -20,6 +20,7 @@ from memascend.grads.gradient import Gradient, GradientState
 from memascend.grads.lazy_grad import GradientHandle, shares_memory
 from memascend.grads.norms import norm_of
 from memascend.grads.operations import CLIPPING_NORM
+from memascend.memory import begin_heap_backward
 from memascend.optim.shared import give_gradient
 from memascend.tensors import rounded
 
@@ -327,6 +328,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """A backward begins, or a call that makes several at once."""
         self.require_no_failure()
+        begin_heap_backward()
         if self.scale.enabled and not self._scaled:
             raise UsageError(
                 "there is a loss scale, which loss.backward() leaves out: begin the backward by "

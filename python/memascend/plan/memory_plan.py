@@ -196,16 +196,16 @@ def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[
     """
     members = [[name for name in unit.parameters if name in needs] for unit in units]
     whole = [sum(needs[name] for name in names) for names in members]
-    first, others = whole[0] if whole else 0, sum(whole[1:])
-    taken, left, earned = [0], [], 0
+    taken = [0] if whole and whole[0] <= room else []
+    room -= sum(whole[index] for index in taken)
+    others, earned = sum(whole[1:]), 0
     for index, nbytes in enumerate(whole[1:], 1):
-        earned += nbytes * max(0, room - first)
+        earned += nbytes * room
         if earned >= nbytes * others:
             earned -= nbytes * others
             taken.append(index)
-        else:
-            left.append(index)
-    return [name for index in (*taken, *left) for name in (members[index] if members else ())]
+    left = [index for index in range(len(units)) if index not in taken]
+    return [name for index in (*taken, *left) for name in members[index]]
 
 
 def choose_in_ram(run: Requirements, room: int | None) -> RamTier:

@@ -40,7 +40,8 @@ const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 struct Heap {
     /// Addresses that occupy holes.
     occupied: Vec<usize>,
-    /// Bytes of pages that the process had touched anew when the last step ended; none before the first.
+    /// Bytes of pages that the process had touched anew when the last step ended, or the first backward began; none before
+    /// that.
     touched: Option<u64>,
     /// What is freed serves the next step.
     keeps: bool,
@@ -75,12 +76,16 @@ pub fn settle_heap() {
     (heap.touched, heap.keeps) = (None, false);
 }
 
+/// A backward begins. What was touched before the first one may last, and tells nothing of its step's batch.
+pub fn begin_heap_backward() {
+    heap().touched.get_or_insert_with(touched_bytes);
+}
+
 /// A step of so many backwards ended. Once one touched much more than the model's bytes anew, and as much memory is free,
 /// the heap keeps what is freed from then on; else what is free is given back.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();
-    // The first step also touches what lasts.
     if let Some(before) = heap.touched.replace(touched)
         && !heap.keeps
         && !is_chosen()

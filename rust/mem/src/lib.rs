@@ -27,7 +27,7 @@ pub use error::{Error, Holder, Result};
 pub use file_memory::{FileMemory, is_file_memory};
 pub use growing::GrowingArena;
 pub use guarded::{Ended, Guarded, Wait, caught, locked};
-pub use heap::{end_heap_step, settle_heap};
+pub use heap::{begin_heap_backward, end_heap_step, settle_heap};
 pub use layout::{ClassLayout, Layout};
 pub use limits::{Headroom, MemoryLimits, memory_limits};
 pub use living::Maker;

@@ -34,6 +34,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(limits, module)?)?;
     module.add_function(wrap_pyfunction!(regions, module)?)?;
     module.add_function(wrap_pyfunction!(settle_heap, module)?)?;
+    module.add_function(wrap_pyfunction!(begin_heap_backward, module)?)?;
     module.add_function(wrap_pyfunction!(end_heap_step, module)?)
 }
 
@@ -342,6 +343,12 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
 #[pyfunction]
 fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
+}
+
+/// Before each backward: the first one's step is measured from here on.
+#[pyfunction]
+fn begin_heap_backward() {
+    mem::begin_heap_backward();
 }
 
 /// After a step of so many backwards: give free heap back, or keep it for good once the batch was large.
