@@ -23,13 +23,13 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
     device = _device(folder)
     first = _GROUPS / "blkio"
     if first.is_dir():
-        parent, home = first, first
+        parent, home = first, first / _own_group("blkio")
         limits = {
             "blkio.throttle.read_bps_device": f"{device} {int(read)}",
             "blkio.throttle.write_bps_device": f"{device} {int(write)}",
         }
     else:
-        parent, home = _GROUPS, _GROUPS / _own_group()
+        parent, home = _GROUPS, _GROUPS / _own_group("")
         limits = {"io.max": f"{device} rbps={int(read)} wbps={int(write)}"}
     group = parent / f"memascend-bench-{uuid.uuid4().hex[:8]}"
     try:
@@ -50,9 +50,10 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
         group.rmdir()
 
 
-def _own_group() -> str:
-    """The cgroup of this process, of version 2, below the root of all."""
-    return Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+def _own_group(controller: str) -> str:
+    """The cgroup of this process below the root of all that have this controller; "": of version 2."""
+    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    return next(path for _, controllers, path in lines if controller in controllers.split(",")).lstrip("/")
 
 
 def _device(folder: Path) -> str:

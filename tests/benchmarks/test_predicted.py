@@ -2,12 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import predicted
 from benchmarks.throttled import throttled
 from memascend import nvme
+
+GROUPS = Path("/proc/self/cgroup")
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (0.91, "met"), (1.11, "MISSED"), (0.89, "MISSED")])
@@ -25,10 +28,10 @@ def test_a_verdict_is_of_the_way_that_the_run_took(seconds, verdict):
 def test_a_throttled_drive_is_as_slow_as_it_is_told(tmp_path):
     """The seconds can be more, where the machine does other things, but not fewer."""
     nbytes, speed = 4 << 20, 8e6
-    group = open("/proc/self/cgroup").read()
+    group = GROUPS.read_text()
     try:
         with throttled(tmp_path, speed, speed), nvme.open(tmp_path / "volume", size=nbytes) as volume:
-            assert open("/proc/self/cgroup").read() != group
+            assert GROUPS.read_text() != group
             took = []
             for begin in (volume.write, volume.read):
                 began = time.monotonic()
@@ -38,4 +41,4 @@ def test_a_throttled_drive_is_as_slow_as_it_is_told(tmp_path):
         pytest.skip(f"no block I/O to throttle: {error}")
     # What a moment of rest allows comes at once.
     assert min(took) > nbytes / speed / 2
-    assert open("/proc/self/cgroup").read() == group
+    assert GROUPS.read_text() == group
