@@ -51,7 +51,7 @@ def test_what_a_budget_has_left_holds_the_first_units():
     assert ram_tier_bytes(run, fewer) == fewer.host["records in RAM"] < nbytes
 
 
-@pytest.mark.parametrize(("part", "has_first"), [(0.06, False), (0.2, True), (0.34, True), (0.5, True), (0.7, True)])
+@pytest.mark.parametrize(("part", "has_first"), [(0.1, False), (0.2, True), (0.34, True), (0.5, True), (0.7, True)])
 def test_units_in_ram_are_at_equal_distances(part, has_first):
     run = run_of(model(layers=24))
     first = make_plan(run)
