@@ -64,9 +64,7 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work = json.loads(options.work)
-        with throttled(Path(work["folder"]), *(1e9 * speed for speed in work["drive"])):
-            serve(_Worker(work).turn)
+        serve(_Worker(json.loads(options.work)).turn)
         return
     from benchmarks.machine import described
 
@@ -77,7 +75,10 @@ def main() -> None:
     }
     cases = {}
     for name in options.cases:
-        with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-predicted-") as folder:
+        with (
+            tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-predicted-") as folder,
+            throttled(Path(folder), *(1e9 * speed for speed in settings["drive"])),
+        ):
             process = Process("predicted", {**settings, **_CASES[name], "folder": folder})
             try:
                 process.ask(steps=options.warm)

@@ -137,7 +137,7 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     for budget, traffic in first.larger.items():
         own, last = make_plan(run, budget=budget), took(first.moving(traffic))
         # What fits no record keeps units.
-        assert took(own) == pytest.approx(last, rel=0.02)
+        assert 0.98 * last <= took(own) <= 1.01 * last
         assert took(own.moving(own.without)) == pytest.approx(took(first))
     assert took(first) > last
     # All is updated in step(), by two threads; under durability "none" nothing else is left.

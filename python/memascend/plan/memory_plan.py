@@ -228,19 +228,15 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
             chosen.add(name)
             left -= needs[name]
     names = [name for name in needs if name in chosen]
-    nbytes, gradients = sum(map(sum, map(run.record_bytes, names))), sum(map(waits, names))
-    by_unit: Counter[str] = Counter()
-    for unit in run.units:
-        for name in chosen.intersection(unit.parameters):
-            by_unit[unit.name] += run.record_bytes(name)[0]
+    by_unit = {unit.name: run.sum_records(chosen.intersection(unit.parameters))[0] for unit in run.units}
     # A device computes with units in its own memory.
     here = [] if run.staging is not None else run.units
     update, state = run.sum_records(name for name in names if name in run.gradient_bytes)
     logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
     return RamTier(
         names=tuple(names),
-        nbytes=nbytes,
-        gradients=gradients,
+        nbytes=sum(run.sum_records(names)),
+        gradients=sum(map(waits, names)),
         units=frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit[unit.name]),
         values=by_unit,
         update=update,
