@@ -103,6 +103,9 @@ def stages(_, digests):
         agreement.commit(lambda _, agree: agree() or 1)
     except RankError as error:
         return list(error.ranks), str(error)
+    finally:
+        # Otherwise this process may be gone before its last word has left.
+        exchange.close()
     return agreement.number
 
 
