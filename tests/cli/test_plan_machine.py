@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from support.planned import shown, told
 from memascend.cli import main
 from memascend.cli.plan import builtin, model
 from memascend.cli.plan.machine import drive_at, gpu_here, parse_gpu, product_flops
-from memascend.cli.plan.shapes import SHAPES
+from memascend.cli.plan.shapes import SHAPES, shape_named
 from memascend.cli.storage import Speed
 from memascend.errors import ConfigError
 from memascend.plan.decision import TorchBytes
@@ -62,14 +63,48 @@ import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from memascend.cli import main
 assert main(["plan", "lama-8b", "--gpu", "4090"]) == 1
+assert main(["plan", "bert-base", "--gpu", "4090"]) == 1
 words = ["plan", "llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB"]
 for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--activations", "ssd"]):
     assert main([*words, *more]) == 0
 """)
-    assert "lama-8b does not exist: give a config.json" in out
-    assert "one of llama-1b, llama-3b, llama-8b" in out
+    assert "lama-8b does not exist, and plan knows no model of this name: did you mean llama-8b" in out
+    assert "bert-base does not exist, and plan knows no model of this name: it knows llama-1b, llama-3b" in out
     assert "llama-8b: 8,030,261,248 parameters, described by the shape of llama-8b" in out
     assert re.search(r"a step +28\.\d s +mostly disk", out)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-8b"), ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-8b"),
+        ("llama3.2:1b", "llama-1b"), ("unsloth/Llama-3.3-70B-Instruct", "llama-70b"),
+        ("Qwen/Qwen2.5-32B-Instruct", "qwen-32b"), ("qwen2.5-32b", "qwen-32b"), ("Qwen/Qwen2.5-Math-7B", "qwen-7b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"), ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"), ("Mistral-Nemo-Base-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("google/gemma-3-12b-pt", "gemma3-12b"),
+        ("microsoft/Phi-4", "phi-4"), ("allenai/OLMo-2-1124-7B-SFT", "olmo2-7b"),
+        ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"), ("openai/gpt-oss-20b", "gpt-oss-20b"),
+    ],
+)  # fmt: skip
+def test_names_of_the_hub_are_known(name, shape):
+    assert shape_named(Path(name)) == shape
+
+
+def test_each_shape_is_known_by_its_own_name_in_any_case():
+    assert [shape_named(Path(name.upper())) for name in SHAPES] == [*SHAPES]
+
+
+# Of another vocabulary, another size, quantised, or of no shape that is known.
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("mistralai/Mistral-7B-v0.1", "Mistral-7B-v0.3"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
+     ("unsloth/llama-3.1-8b-bnb-4bit", "Llama-3.1-8B")],
+)  # fmt: skip
+def test_other_names_are_refused_with_those_that_are_near(name, near):
+    with pytest.raises(ConfigError, match=f"did you mean .*{near}"):
+        shape_named(Path(name))
 
 
 def test_a_folder_of_that_name_is_asked_first(capsys, config, monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.shapes import SHAPES, named_shape, positive
+from memascend.cli.plan.shapes import SHAPES, positive, shape_named
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ _DRIVE = "gen4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. The options of `offload()` have the same meaning here."""
-    describes = f"config.json of a Hugging Face model, its folder, or one of {', '.join(SHAPES)}"
+    describes = (
+        "config.json of a Hugging Face model, its folder, or a name, as on the hub (meta-llama/Llama-3.1-8B-Instruct, "
+        f"qwen2.5-32b) or short: {', '.join(SHAPES)}"
+    )
     parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
@@ -90,7 +93,7 @@ def _speed(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Print the plan; exit code 1 if it does not fit the GPU, this machine's RAM or the storage."""
     # An error about it needs no torch, whose import takes seconds.
-    named_shape(options.model)
+    shape_named(options.model)
     return print_answer(options, ask(options))
 
 
@@ -178,14 +181,14 @@ def ask(options: argparse.Namespace) -> Question:
 
 def _subject(options: argparse.Namespace) -> Subject:
     """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
-    shape = named_shape(options.model)
+    name = shape_named(options.model)
     # The formulas are of 16 bits.
     dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
-    if shape is not None and plain and dtype != "float32":
+    if name is not None and plain and dtype != "float32":
         from memascend.cli.plan import builtin
 
-        return builtin.subject(str(options.model), shape, dtype)
+        return builtin.subject(name, SHAPES[name], dtype)
     import torch
 
     from memascend.cli.plan import model

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memascend.cli.plan.shapes import SHAPES, named_shape
+from memascend.cli.plan.shapes import SHAPES, shape_named
 from memascend.cli.plan.subject import Subject, Trace
 from memascend.errors import ConfigError
 from memascend.session.decide import planned
@@ -39,7 +39,7 @@ _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
 def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes: bool) -> Subject:
-    """The model of a config.json, of a folder that has it, or of a name in `SHAPES`.
+    """The model of a config.json, of a folder that has it, or of a name that `shape_named` knows.
 
     Its parameters are of `dtype`; None: the dtype of the config, else bfloat16. `optimizer` is a class of torch.optim.
     """
@@ -73,21 +73,21 @@ def _tied_bytes(model: nn.Module) -> int:
 
 def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     """The model on "meta", and the source of its description; see `subject`."""
-    shape = named_shape(path)
+    name = shape_named(path)
     config = path / _CONFIG if path.is_dir() else path
-    if shape is None and (not config.is_file() or config.suffix != ".json"):
+    if name is None and (not config.is_file() or config.suffix != ".json"):
         hidden = f"; it hides the built-in {path}, so go to another folder for that" if str(path) in SHAPES else ""
         raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it{hidden}")
-    values = read_config(config) if shape is None else shape
+    values = read_config(config) if name is None else dict(SHAPES[name])
     try:
         import transformers
     except ImportError as error:
-        what = f"the shape of {path} with these options needs" if shape else f"{config} describes a model of"
+        what = f"the shape of {name} with these options needs" if name else f"{config} describes a model of"
         raise ConfigError(f"{what} transformers, which is not installed: pip install transformers") from error
     tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
     untie(model, _untied(model, tied=tied))
-    return model, f"the shape of {path}" if shape else str(config)
+    return model, f"the shape of {name}" if name else str(config)
 
 
 def untie(model: nn.Module, names: Iterable[str]) -> None:

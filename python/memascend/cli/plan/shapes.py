@@ -1,7 +1,9 @@
-"""Parses what a plan is of without torch: short names of published models (as their config.json), speeds."""
+"""Parses what a plan is of without torch: names of published models, whose shapes are as their config.json; speeds."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
@@ -110,6 +112,43 @@ SHAPES = {
 }
 
 
+# The names that the hub has for the same shapes, without owners and the words of `_VARIANTS`.
+_HUB_NAMES = {
+    "llama-1b": ("Llama-3.2-1B",),
+    "llama-3b": ("Llama-3.2-3B",),
+    "llama-8b": ("Llama-3.1-8B", "Llama-3-8B", "DeepSeek-R1-Distill-Llama-8B"),
+    "llama-70b": ("Llama-3.1-70B", "Llama-3.3-70B", "Llama-3-70B", "DeepSeek-R1-Distill-Llama-70B"),
+    "qwen-0.5b": ("Qwen2.5-0.5B", "Qwen2.5-Coder-0.5B"),
+    "qwen-1.5b": ("Qwen2.5-1.5B", "Qwen2.5-Coder-1.5B", "Qwen2.5-Math-1.5B", "DeepSeek-R1-Distill-Qwen-1.5B"),
+    "qwen-3b": ("Qwen2.5-3B", "Qwen2.5-Coder-3B"),
+    "qwen-7b": ("Qwen2.5-7B", "Qwen2.5-Coder-7B", "Qwen2.5-Math-7B", "DeepSeek-R1-Distill-Qwen-7B"),
+    "qwen-14b": ("Qwen2.5-14B", "Qwen2.5-Coder-14B", "DeepSeek-R1-Distill-Qwen-14B"),
+    "qwen-32b": ("Qwen2.5-32B", "Qwen2.5-Coder-32B", "DeepSeek-R1-Distill-Qwen-32B"),
+    "qwen-72b": ("Qwen2.5-72B",),
+    "qwen3-30b-a3b": ("Qwen3-Coder-30B-A3B",),
+    "mistral-7b": ("Mistral-7B-v0.3",),
+    "mistral-nemo-12b": ("Mistral-Nemo", "Mistral-Nemo-2407"),
+    "mistral-small-24b": ("Mistral-Small-24B-2501",),
+    "mixtral-8x7b": ("Mixtral-8x7B-v0.1",),
+    "olmo2-7b": ("OLMo-2-1124-7B", "OLMo-2-7B"),
+}
+# Words of a name that change no shape.
+_VARIANTS = {"meta", "base", "instruct", "it", "pt", "chat", "thinking", "sft", "dpo", "hf", "bf16", "2507"}
+# Names that a mistaken one is compared with, and how alike they are to be.
+_NEAR_MAX, _NEAR = 3, 0.6
+
+
+def _key(name: str) -> str:
+    """What is left of a name without owner, case, separators and variant."""
+    words = re.split(r"[-_: ]+", name.rpartition("/")[2].lower())
+    return "".join(word for word in words if word not in _VARIANTS)
+
+
+# The shape of each name, and the name as it is shown.
+_NAMES = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
+_NAMES |= {_key(shape): (shape, shape) for shape in SHAPES}
+
+
 # No machine has a larger figure, in any of the units that options take.
 _FIGURE_MAX = 1e9
 
@@ -122,13 +161,20 @@ def positive(text: str) -> float:
     return value
 
 
-def named_shape(path: Path) -> dict[str, Any] | None:
-    """The shape of this name; None where a file or folder has it, which then describes the model."""
+def shape_named(path: Path) -> str | None:
+    """The name in `SHAPES` of the model of this name; None where a file or folder has it, which then describes one.
+
+    Raises:
+        ConfigError: there is neither; it says which names are like it.
+    """
     if path.exists():
         return None
-    shape = SHAPES.get(str(path).lower())
-    if shape is None:
-        raise ConfigError(
-            f"{path} does not exist: give a config.json, the folder that has it, or one of {', '.join(SHAPES)}"
-        )
-    return dict(shape)
+    key = _key(str(path))
+    if key in _NAMES:
+        return _NAMES[key][0]
+    near = [_NAMES[one][1] for one in difflib.get_close_matches(key, _NAMES, n=_NEAR_MAX, cutoff=_NEAR)]
+    known = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(SHAPES)}."
+    raise ConfigError(
+        f"{path} does not exist, and plan knows no model of this name: {known} Of any other model, give its "
+        "config.json or the folder that has it"
+    )
