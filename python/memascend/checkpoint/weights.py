@@ -8,12 +8,13 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from memascend.checkpoint.files import DTYPES, file_errors, read_bounded
+from memascend.checkpoint.quantized import dequantized, method_of
 from memascend.errors import ConfigError, CorruptionError
 from memascend.tensors import same_bits
 from memascend.text import expanded, listed
@@ -30,8 +31,18 @@ _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
+class WeightTensor(Protocol):
+    """One tensor of weights. `dtype` is the one to dequantise to; what is not quantised is as the files have it."""
+
+    def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Its dtype (None where torch has none such) and shape."""
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Its elements."""
+
+
 # Its name in the files, the pattern that it fits, and itself.
-_Named = tuple[str, str, "WeightTensor"]
+_Named = tuple[str, str, WeightTensor]
 
 
 @dataclass(frozen=True)
@@ -48,22 +59,22 @@ class _MergedTensor:
         """The names of all tensors that the conversion makes; this is one of them."""
         return list(self._all(_on_meta))
 
-    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape that the conversion gives for tensors on meta."""
-        made = self._made(_on_meta)
+        made = self._made(lambda source: _on_meta(source, dtype))
         return made.dtype, tuple(made.shape)
 
-    def values(self) -> torch.Tensor:
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its elements, in memory: experts are copied one by one, all else is computed by transformers."""
         stacked = self._stacked()
         if stacked is None:
-            return self._made(lambda source: source.values()).contiguous()
-        dtype, shape = self.described()
-        whole = torch.empty(shape, dtype=dtype)
+            return self._made(lambda source: source.values(dtype)).contiguous()
+        of, shape = self.described(dtype)
+        whole = torch.empty(shape, dtype=of)
         at = 0
         for sources in stacked:
             for number, source in enumerate(sources):
-                piece = source.values()
+                piece = source.values(dtype)
                 whole[number].narrow(0, at, piece.shape[0]).copy_(piece)
             at += sources[0].described()[1][0]
         return whole
@@ -157,9 +168,9 @@ def _names(model: torch.nn.Module) -> list[str]:
     return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
 
 
-def _on_meta(source: WeightTensor) -> torch.Tensor:
-    dtype, shape = source.described()
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _on_meta(source: WeightTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    of, shape = source.described(dtype)
+    return torch.empty(shape, dtype=of, device="meta")
 
 
 _INDEX = "model.safetensors.index.json"
@@ -216,6 +227,10 @@ class Source:
         """Let a parameter on meta know this."""
         setattr(parameter, _SOURCE, self)
 
+    def values(self) -> torch.Tensor:
+        """The elements in this dtype."""
+        return self.files.at(self.key, self.dtype).to(self.dtype)
+
 
 def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
     """A function for `offload(weights=)` where parameters on meta know their source; None where none does.
@@ -243,7 +258,7 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
 
     def values(name: str, like: torch.Tensor) -> torch.Tensor:
         source = found[name]
-        return source.files.at(source.key).to(source.dtype).to(like.dtype)
+        return source.values().to(like.dtype)
 
     return values
 
@@ -253,7 +268,7 @@ def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
     if not parameter.is_meta:
         return parameter.detach()[:count]
     source: Source | None = vars(parameter).get(_SOURCE)
-    return None if source is None else source.files.at(source.key)[:count].to(source.dtype).to(parameter.dtype)
+    return None if source is None else source.values()[:count].to(parameter.dtype)
 
 
 def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
@@ -263,13 +278,16 @@ def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
 
 
 class WeightFiles:
-    """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied."""
+    """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied.
+
+    What is quantised there is dequantised when it is asked for.
+    """
 
     def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
         """Open `path`, or with `names` these files in the folder `path`, with all of their tensors.
 
         Raises:
-            ConfigError: there are no safetensors, or not all of them.
+            ConfigError: there are no safetensors, or not all of them; or they are quantised in a way that is not read.
             CorruptionError: a file is damaged or cut short.
         """
         self.path = path
@@ -284,6 +302,9 @@ class WeightFiles:
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
             self._where.update({key: _FileTensor(opened, key) for key in (there if keys is None else keys)})
+        folder = path if path.is_dir() else path.parent
+        if (method := method_of(folder)) is not None:
+            self._where = dequantized(self._where, method, folder)
 
     @property
     def keys(self) -> list[str]:
@@ -298,7 +319,7 @@ class WeightFiles:
         unfit = []
         for name, like in wanted.items():
             for key in found.of.get(name, ()):
-                dtype, shape = self._where[key].described()
+                dtype, shape = self._where[key].described(like.dtype)
                 if shape != tuple(like.shape) or dtype != like.dtype:
                     named = "of a dtype that torch has no name for" if dtype is None else str(dtype)[len("torch.") :]
                     unfit.append(f"{key} is {named} of shape {list(shape)}, not {_described(like)}")
@@ -338,7 +359,7 @@ class WeightFiles:
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The values, on the mapped file."""
-        values = self.at(self._of[name])
+        values = self.at(self._of[name], like.dtype)
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
                 f"{self._of[name]} is {_described(values)}, not {_described(like)}: give the files of this model, or "
@@ -346,9 +367,9 @@ class WeightFiles:
             )
         return values
 
-    def at(self, key: str) -> torch.Tensor:
-        """A tensor by its name in the files; on the mapped file, unless it is made from several."""
-        return self._where[key].values()
+    def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor by its name in the files; on the mapped file, unless it is made from several, or quantised."""
+        return self._where[key].values(dtype)
 
     def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape of a tensor by its name in the files."""
@@ -366,19 +387,19 @@ class _FileTensor:
     file: Any
     key: str
 
-    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        del dtype
         part = self.file.get_slice(self.key)
         return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
-    def values(self) -> torch.Tensor:
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its elements, on the mapped file."""
+        del dtype
         values: torch.Tensor = self.file.get_tensor(self.key)
         # Files of other programs may begin a tensor at any byte.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
-# One tensor of weights. `described()` is its dtype (None where torch has none such) and shape, `values()` its elements.
-WeightTensor = _FileTensor | _MergedTensor
 # Where the first values of parameters come from.
 Weights = WeightFunction | WeightFiles
 

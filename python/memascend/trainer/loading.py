@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import threading
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from memascend.checkpoint.files import Names
+from memascend.checkpoint.quantized import refusal, require_readable
 from memascend.checkpoint.weights import Source, WeightFiles
 from memascend.errors import ConfigError, UsageError
 from memascend.tensors import same_bits
@@ -43,11 +46,12 @@ def loading() -> Iterator[None]:
     memascend.trainer.offload(trainer, storage="run.store")
     ```
 
-    What the files do not have (the head of a reward model, adapters) gets its first values from the model's own code,
-    in memory, as ever.
+    Weights in MXFP4 and in FP8 with block scales are dequantized as they stream, and the model is one that never was
+    quantized. What the files do not have (the head of a reward model, adapters) gets its first values from the model's
+    own code, in memory, as ever.
 
     Raises:
-        ConfigError: a model is quantized, or its weights are not in safetensors.
+        ConfigError: a model is quantized otherwise, or its weights are not in safetensors.
         UsageError: code in the block needs the values of weights.
     """
     names.require_loader()
@@ -82,7 +86,29 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callab
 def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
     if named.get("key_mapping"):
         raise ConfigError("loading() knows no key_mapping=: load it once without loading(), and save_pretrained() it")
-    return own(*given, **named | {"device_map": None})
+    path = named.get("pretrained_model_name_or_path", given[1] if len(given) > 1 else None)
+    with contextlib.ExitStack() as undo:
+        _replace(undo, HfQuantizer, "__init__", functools.partial(_dequantize, path))
+        try:
+            return own(*given, **named | {"device_map": None})
+        except ImportError as error:
+            # Of the package of another quantisation.
+            if "quantiz" not in str(error):
+                raise
+            raise refusal(path, str(error)) from error
+
+
+def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
+    """Have transformers make the model as if its weights were not quantized, before it looks for kernels."""
+    own(quantizer, config, **named)
+    method = getattr(config.quant_method, "value", config.quant_method)
+    if not quantizer.pre_quantized:
+        raise ConfigError(
+            f"quantization_config= would quantize {path} ({method}) while it is loaded, and loading() streams weights "
+            "as they are: leave it out, or make the model outside of loading()"
+        )
+    require_readable(path, method)
+    config.dequantize = True
 
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
@@ -107,12 +133,6 @@ def _load(
         # The values are there; or they are an adapter's.
         return own(model, state_dict, checkpoint_files, load_config, *rest, **named)
     path = load_config.pretrained_model_name_or_path
-    if load_config.hf_quantizer is not None:
-        method = load_config.hf_quantizer.quantization_config.quant_method
-        raise ConfigError(
-            f"{path} is quantized ({getattr(method, 'value', method)}), and loading() streams weights as they are: "
-            "make the model outside of loading(), or give a model that is not quantized"
-        )
     if not checkpoint_files or any(not str(file).endswith(".safetensors") for file in checkpoint_files):
         raise ConfigError(
             f"{path} has its weights in no safetensors, and others cannot be read one by one: load it once without "
@@ -163,7 +183,7 @@ def _note(model: Any, name: str, source: Source) -> None:
         tensor.data = tensor.data.to(source.dtype)
         source.note(tensor)
     else:
-        tensor = source.files.at(source.key).to(source.dtype, copy=True)
+        tensor = source.values().clone()
         setattr(owner, short, tensor)
     # So transformers does not initialise it.
     tensor._is_hf_initialized = True  # noqa: SLF001

@@ -1,0 +1,207 @@
+"""Reads tensors of quantised checkpoints, in MXFP4 or in FP8 with block scales, as those that they stand for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.checkpoint.files import read_bounded
+from memascend.errors import ConfigError, CorruptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from memascend.checkpoint.weights import WeightTensor
+
+MXFP4, FP8 = "mxfp4", "fp8"
+# What a name of the hub has at its end where somebody quantised the model; the model itself is the name before it.
+_BY = re.compile(
+    r"([-_.](unsloth|bnb|gptq|awq|gguf|int4|int8|4bit|8bit|w4a16|w8a8|w8a16|quantized)\b.*)$", re.IGNORECASE
+)
+# The values of 4 bits (E2M1), and the dtype of tensors whose model asks for none.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_DTYPE = torch.bfloat16
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of exponents that are stored as whole numbers.
+_BIAS = 127
+# Elements that are in memory in float32 at once, beside the result.
+_PART = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Mxfp4Tensor:
+    """The matrices of all experts: two elements of 4 bits in a byte, and an exponent for each 32 of a row."""
+
+    blocks: WeightTensor  # uint8, (experts, rows, groups, 16)
+    exponents: WeightTensor  # uint8, (experts, rows, groups)
+
+    def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape; transformers has these matrices transposed."""
+        experts, rows, groups, width = self.blocks.described()[1]
+        return dtype or _DTYPE, (experts, 2 * groups * width, rows)
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The elements, one expert after the other."""
+        dtype, shape = self.described(dtype)
+        blocks, exponents = self.blocks.values(), self.exponents.values()
+        values = torch.tensor(_FP4, dtype=dtype)
+        found = torch.empty(shape, dtype=dtype)
+        for expert, codes in enumerate(blocks):
+            pairs = torch.stack((values[(codes & 0xF).int()], values[(codes >> 4).int()]), dim=-1)
+            scaled = torch.ldexp(pairs.flatten(2), exponents[expert].int().sub(_BIAS).unsqueeze(-1)).to(dtype)
+            found[expert].copy_(scaled.flatten(1).t())
+        return found
+
+
+@dataclass(frozen=True)
+class _Fp8Tensor:
+    """A matrix, or several, of 8-bit floats, and a scale for each block of them, or for all."""
+
+    name: str
+    codes: WeightTensor
+    scales: WeightTensor
+    block: tuple[int, int] | None  # rows and columns, if the config has them
+
+    def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape."""
+        return dtype or _DTYPE, self.codes.described()[1]
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The elements: products in float32, rounded once."""
+        dtype, shape = self.described(dtype)
+        codes, scales = self.codes.values(), _scales(self.scales.values())
+        grid = (*scales.shape[-2:],) if scales.dim() > 1 else (1, 1)
+        rows, columns = self._block(shape, grid)
+        found = torch.empty(shape, dtype=dtype)
+        matrices = zip(
+            codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *grid), found.view(-1, *shape[-2:]), strict=True
+        )
+        for part, factors, into in (each for matrix in matrices for each in _parts(*matrix, rows)):
+            wide = factors.repeat_interleave(rows, 0)[: len(part)].repeat_interleave(columns, 1)[:, : part.shape[1]]
+            into.copy_(part.float() * wide)
+        return found
+
+    def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of a block: as the config says, where that gives such a grid, or of even parts."""
+        if self.block is not None and grid == tuple(map(_parts_of, shape[-2:], self.block)):
+            return self.block
+        if shape[-2] % grid[0] or shape[-1] % grid[1]:
+            raise CorruptionError(
+                f"{self.name} has {list(shape)} elements and {list(grid)} scales, which divide it into no blocks, and "
+                "the config's weight_block_size does not, either: fetch the model again"
+            )
+        return shape[-2] // grid[0], shape[-1] // grid[1]
+
+
+def _parts_of(whole: int, part: int) -> int:
+    return math.ceil(whole / part)
+
+
+def _scales(stored: torch.Tensor) -> torch.Tensor:
+    """Scales in float32; whole numbers are exponents."""
+    return (stored.float() - _BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
+
+
+def _parts(
+    codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows of a matrix with their scales and place, whole blocks that fit into the memory that this may take."""
+    step = max(1, _PART // max(1, codes.shape[1]) // rows)
+    for first in range(0, len(scales), step):
+        some = slice(first * rows, (first + step) * rows)
+        yield codes[some], scales[first : first + step], into[some]
+
+
+def method_of(folder: Path) -> Mapping[str, Any] | None:
+    """How the weights in a folder are quantised, as the config.json beside them says; None where they are not."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    try:
+        values = json.loads(read_bounded(config, "config of a model: fetch it again"))
+    except (ValueError, RecursionError):
+        # Tensors are then looked for as they are.
+        return None
+    for part in (values, values.get("text_config") if isinstance(values, dict) else None):
+        found = part.get("quantization_config") if isinstance(part, dict) else None
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def require_readable(path: object, method: object) -> None:
+    """Reject other quantisations than those that are dequantised here.
+
+    Raises:
+        ConfigError: it names what to download instead.
+    """
+    if method not in (MXFP4, FP8):
+        raise refusal(path, str(method))
+
+
+def refusal(path: object, how: str) -> ConfigError:
+    """The error of a model that is quantised in another way, for which `how` are words."""
+    name = str(path)
+    plain = _BY.sub("", name)
+    instead = plain if plain != name else "the one that its card calls base_model"
+    return ConfigError(
+        f"{name} is quantized ({how}), and of such weights only MXFP4 and FP8 with block scales are read, which are "
+        f"dequantized as they stream: download the model without quantization ({instead})"
+    )
+
+
+def dequantized(
+    sources: Mapping[str, WeightTensor], method: Mapping[str, Any], folder: Path
+) -> dict[str, WeightTensor]:
+    """The same tensors with one in place of codes and scales, under the name that the model has for it.
+
+    Raises:
+        ConfigError: they are quantised otherwise.
+        CorruptionError: codes have no scales.
+    """
+    require_readable(folder, method.get("quant_method"))
+    whole = _mxfp4(sources) if method["quant_method"] == MXFP4 else _fp8(sources, method)
+    for name, source in whole.items():
+        if source.described()[0] in _FP8 or name.endswith(("_blocks", "_scales")):
+            raise CorruptionError(
+                f"{folder} has no scales for {name}, or no values of which these are the scales: fetch it again",
+                path=str(folder),
+            )
+    return whole
+
+
+def _mxfp4(sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+    found: dict[str, WeightTensor] = {}
+    for key, source in sources.items():
+        name, _, part = key.rpartition("_")
+        both = sources.get(f"{name}_blocks"), sources.get(f"{name}_scales")
+        if part not in ("blocks", "scales") or both[0] is None or both[1] is None:
+            found[key] = source
+        elif part == "blocks":
+            found[name] = _Mxfp4Tensor(both[0], both[1])
+    return found
+
+
+def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict[str, WeightTensor]:
+    size = method.get("weight_block_size")
+    block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(map(_counts, size)) else None
+    # Kernels that multiply 8-bit floats scale activations, too.
+    spare = ("_scale_inv", ".activation_scale", "_activation_scale")
+    found: dict[str, WeightTensor] = {}
+    for key, source in sources.items():
+        scales = sources.get(f"{key}_scale_inv")
+        if scales is not None:
+            found[key] = _Fp8Tensor(key, source, scales, block)
+        elif not key.endswith(spare):
+            found[key] = source
+    return found
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and value > 0
