@@ -128,7 +128,7 @@ def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
     """What the command says."""
     command = ["benchmarks.processor"] if "--storage" in more else ["memascend", "plan"]
     return child(["-m", *command, str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
-                  "--keep-activations", "--gradients", "fused", *more, "--json"])  # fmt: skip
+                  "--keep-activations", "--loss", "full", "--gradients", "fused", *more, "--json"])  # fmt: skip
 
 
 def child(words: list[str]) -> dict[str, Any]:

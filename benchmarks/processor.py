@@ -69,6 +69,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Plan; the options are those of `memascend plan`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
+    # The model's own loss runs.
+    parser.set_defaults(loss="full")
     options = parser.parse_args(words)
     return plans.print_answer(options, _with_processor(plans.ask(options)))
 

@@ -14,12 +14,12 @@ def _a_trace_is_made_once():
     """It takes seconds, and the same config is asked for in many tests."""
     own, found = model.trace, {}
 
-    def trace(of, batch, length, *, recomputes):
+    def trace(of, batch, *, recomputes):
         shapes = str([(name, parameter.shape, parameter.dtype) for name, parameter in of.named_parameters()])
         config = of.config.to_json_string() if hasattr(of, "config") else ""
-        key = (type(of), config, shapes, batch, length, recomputes)
+        key = (type(of), config, shapes, batch, recomputes)
         if key not in found:
-            found[key] = own(of, batch, length, recomputes=recomputes)
+            found[key] = own(of, batch, recomputes=recomputes)
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:

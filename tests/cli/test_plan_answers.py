@@ -11,6 +11,7 @@ from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, shown, tol
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
 from memascend.cli.plan.model import describe, trace
+from memascend.cli.plan.subject import Batch
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
 from memascend.text import bytes_shown
@@ -18,8 +19,9 @@ from memascend.text import bytes_shown
 MACHINE = ("--drive", "5,4", "--gpu", "4090")
 
 
-def traced(config, batch=1, length=128, **options):
-    return trace(describe(config, None)[0], batch, length, **{"recomputes": True, **options})
+def traced(config, sequences=1, length=128, loss="full", **options):
+    batch = Batch(sequences=sequences, length=length, loss=loss)
+    return trace(describe(config, None)[0], batch, **{"recomputes": True, **options})
 
 
 def products(tokens, length):
@@ -108,7 +110,7 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     assert turns["updates"] == "early"
     assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
     # Each keeps the input of each block, of which the first micro-batch's are counted already.
-    kept = traced(config, 1, 256).kept
+    kept = traced(config, 1, 256, "chunked").kept
     assert kept >= LAYERS * 256 * HIDDEN * 2
     assert four["device_bytes"] == one["device_bytes"] + 3 * kept
     # Where compute bounds, it is the same for both.
@@ -173,7 +175,7 @@ def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     config.write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     shared = VOCABULARY * HIDDEN * 2
-    assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256).kept + shared)
+    assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256, "chunked").kept + shared)
 
 
 def test_the_drives_life(capsys, config):
@@ -198,7 +200,7 @@ def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
 
 
 def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, config):
-    small = ("--drive", "5,4", "--gpu", "165,1.09,25")
+    small = ("--drive", "5,4", "--gpu", "165,1.09,25", "--loss", "full")
     found = told(capsys, config, *small, "--tokens", 65536, status=1)
     assert not found["fits"]
     assert "--fit" in found["problems"][0]
@@ -293,35 +295,57 @@ def five(capsys, *words, status=0):
     return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
 
 
-def test_five_lines_decide(capsys):
-    lines = five(capsys, *EIGHT, "--accumulation-steps", 8, "--max-grad-norm", 1, "--examples", 10_000)
-    title, step, memory, run, line = lines
+def test_a_few_lines_decide(capsys):
+    asked = (*EIGHT, "--length", 1024, "--accumulation-steps", 8, "--max-grad-norm", 1, "--examples", 10_000)
+    lines = five(capsys, *asked)
+    title, step, memory, run, larger, trainer, loop = lines
     assert (title, lines[title]) == ("llama-8b, 8.03 B parameters, on RTX 4090", "fits")
-    assert (step, memory, run, line) == ("a step", "memory", "10,000 examples", "write")
-    found = told(capsys, *EIGHT, "--accumulation-steps", 8, "--max-grad-norm", 1)
-    seconds = f"{found['step']['seconds_per_step']:.3g} s"
-    assert lines[step].startswith(f"{seconds} for 16,384 tokens in 8 micro-batches by layer, ")
+    assert (step, memory, run, larger) == ("a step", "memory", "10,000 examples", "a larger step")
+    assert (trainer, loop) == ("write, for a Trainer", "write, in a loop")
+    found = told(capsys, *asked)
+    seconds, turns = (f"{found[what]['seconds_per_step']:.3g} s" for what in ("step", "one_after_the_other"))
+    assert lines[step].startswith(
+        f"{seconds} for 16,384 tokens in 8 micro-batches by layer ({turns} one after the other), "
+    )
     assert "bound by the drive" in lines[step]
-    assert lines[memory] == "49.4 GiB of RAM, 10.6 GiB of 23 GiB on the GPU, 326 GiB on the drive"
-    asked, larger = lines[run].split("; by layer with ")
-    assert asked == "1,250 steps, 13 hours, 88.8 TB written"
-    assert found["run"]["written"] == 1250 * found["written_bytes_per_step"]
-    assert found["run"]["seconds"] == pytest.approx(1250 * found["step"]["seconds_per_step"])
-    assert larger.startswith("--accumulation-steps 32 --activations ssd: 313 steps, ")
-    assert 'host_memory="48GiB", max_grad_norm=1.0' in lines[line]
+    assert lines[memory].startswith("49.4 GiB of RAM, 10.8 GiB of 23 GiB on the GPU with a chunked loss, ")
+    assert lines[run] == "625 steps, 6.5 hours, 44.4 TB written"
+    assert found["run"]["written"] == 625 * found["written_bytes_per_step"]
+    assert found["run"]["seconds"] == pytest.approx(625 * found["step"]["seconds_per_step"])
+    assert lines[larger].startswith("--tokens 32768 --accumulation-steps 4: 79 steps, ")
+    assert lines[larger].endswith(", one after the other")
+    assert lines[trainer].startswith(
+        "per_device_train_batch_size=2, gradient_accumulation_steps=8, max_grad_norm=1.0, gradient_checkpointing=True; "
+        'memascend.trainer.offload(trainer, storage="/mnt/nvme/run", host_memory="48GiB")'
+    )
+    assert 'host_memory="48GiB", max_grad_norm=1.0' in lines[loop]
+    assert "linear_cross_entropy" in lines[loop]
+    assert "linear_cross_entropy" not in five(capsys, *asked, "--loss", "full")[loop]
 
 
-def test_the_proposal_is_the_step_that_it_names(capsys):
-    proposal = told(capsys, *EIGHT, "--accumulation-steps", 8)["proposal"]
-    asked = ("--accumulation-steps", proposal["micro_batches"], "--activations", proposal["activations"])
-    found = told(capsys, *EIGHT, *asked)
-    assert found["step"]["bound"] == proposal["bound"] == "compute"
-    assert found["step"]["seconds_per_step"] == pytest.approx(proposal["seconds_per_step"])
-    assert found["run"]["written"] == proposal["run"]["written"]
-    # It is the first of which compute is the bound, so that there is none beyond it.
-    assert found["proposal"] is None
-    fewer = told(capsys, *EIGHT, "--accumulation-steps", proposal["micro_batches"] // 2, "--activations", "ssd")
-    assert fewer["step"]["bound"] == "disk"
+def test_the_proposal_has_the_largest_micro_batch_that_fits(capsys):
+    words = (*EIGHT, "--length", 1024)
+    proposal = told(capsys, *words)["proposal"]
+    asked = ("--tokens", proposal["tokens"], "--accumulation-steps", proposal["micro_batches"])
+    assert proposal["bound"] == "compute"
+    assert proposal["activations"] == "device"
+    assert told(capsys, *words, "--tokens", proposal["tokens"])["fits"]
+    assert not told(capsys, *words, "--tokens", 2 * proposal["tokens"], status=1)["fits"]
+    turns = told(capsys, *words, *asked, status=None)["one_after_the_other"]
+    assert turns["seconds_per_step"] == pytest.approx(proposal["seconds_per_step"])
+
+
+def test_by_layer_is_proposed_where_it_is_much_faster(capsys):
+    words = ("qwen3-30b-a3b", *EIGHT[1:], "--length", 1024)
+    proposal = told(capsys, *words)["proposal"]
+    layered = proposal["by_layer"]
+    assert layered["run"]["seconds"] < 0.9 * proposal["run"]["seconds"]
+    asked = ("--accumulation-steps", layered["micro_batches"], "--activations", layered["activations"])
+    found = told(capsys, *words, *asked)
+    assert found["step"]["seconds_per_step"] == pytest.approx(layered["seconds_per_step"])
+    assert found["run"]["written"] == layered["run"]["written"]
+    line = five(capsys, *words)["a larger step"]
+    assert f"; by layer with --accumulation-steps {layered['micro_batches']} --activations ssd: " in line
 
 
 def test_nothing_is_proposed_to_several_ranks(capsys):
@@ -332,12 +356,12 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 4096"),
+        ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 8192"),
         # Checkpoints of many micro-batches need no smaller ones, and where that does not do, some.
         ("llama-8b --gpu 4090 --host-memory 48GiB --tokens 4096 --accumulation-steps 64", "--activations ssd"),
         (
-            "llama-8b --gpu 4090 --host-memory 48GiB --tokens 16384 --length 2048 --accumulation-steps 64",
-            "--tokens 8192 --activations ssd",
+            "llama-8b --gpu 4090 --host-memory 48GiB --tokens 65536 --length 2048 --accumulation-steps 64",
+            "--tokens 32768 --activations ssd",
         ),
         # There are no checkpoints.
         ("qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8", "--accumulation-steps 1"),
@@ -349,7 +373,7 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option
     title = next(iter(lines))
     assert lines[title].startswith("does not fit: the RTX ")
     assert lines["what fits"].startswith(f"{option}: ")
-    assert "write" not in lines
+    assert not any(line.startswith("write") for line in lines)
     # The last word of an option counts.
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 

@@ -13,6 +13,7 @@ from memascend.cli import main
 from memascend.cli.plan import builtin, model
 from memascend.cli.plan.machine import drive_at, gpu_here, parse_gpu, product_flops
 from memascend.cli.plan.shapes import SHAPES, shape_named
+from memascend.cli.plan.subject import Batch
 from memascend.cli.storage import Speed
 from memascend.errors import ConfigError
 from memascend.plan.decision import TorchBytes
@@ -20,12 +21,14 @@ from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
-# As their model cards count them; of tied weights once.
+# As their model cards count them; of tied weights once, and of models that also see the language model alone.
 PARAMETERS = {
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
     "llama-8b": 8_030_261_248,
     "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "tinyllama-1.1b": 1_100_048_384,
     "qwen-0.5b": 494_032_768,
     "qwen-1.5b": 1_543_714_304,
     "qwen-3b": 3_085_938_688,
@@ -40,17 +43,42 @@ PARAMETERS = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
     "mistral-7b": 7_248_023_552,
+    "mistral-7b-v0.1": 7_241_732_096,
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
     "mixtral-8x7b": 46_702_792_704,
+    "ministral3-3b": 3_429_006_336,
+    "ministral3-8b": 8_489_553_920,
+    "ministral3-14b": 13_506_073_600,
+    "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
+    "gemma4-e2b": 4_628_569_344,
+    "gemma4-e4b": 7_463_013_376,
+    "gemma4-31b": 30_697_345_280,
+    "gemma4-26b-a4b": 25_233_141_760,
     "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
     "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
+    "glm4-9b": 9_400_279_040,
+    "granite-8b": 8_170_864_640,
+    "exaone4-32b": 32_003_216_384,
+    "gpt-oss-120b": 116_829_156_672,
     "gpt-oss-20b": 20_914_757_184,
 }
 SMALL = ("--tokens", 256, "--drive", "5,4")
@@ -79,13 +107,16 @@ for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--ac
     [
         ("meta-llama/Llama-3.1-8B", "llama-8b"), ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-8b"),
         ("llama3.2:1b", "llama-1b"), ("unsloth/Llama-3.3-70B-Instruct", "llama-70b"),
-        ("Qwen/Qwen2.5-32B-Instruct", "qwen-32b"), ("qwen2.5-32b", "qwen-32b"), ("Qwen/Qwen2.5-Math-7B", "qwen-7b"),
+        ("Qwen/Qwen2.5-32B-Instruct", "qwen-32b"), ("qwen2.5-32b", "qwen-32b"), ("Qwen/Qwen2.5-Coder-7B", "qwen-7b"),
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"), ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"), ("Mistral-Nemo-Base-2407", "mistral-nemo-12b"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("google/gemma-3-12b-pt", "gemma3-12b"),
         ("microsoft/Phi-4", "phi-4"), ("allenai/OLMo-2-1124-7B-SFT", "olmo2-7b"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"), ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b"), ("google/gemma-4-E4B-it", "gemma4-e4b"),
+        ("mistralai/Ministral-3-8B-Reasoning-2512", "ministral3-8b"), ("allenai/Olmo-3-7B-Think", "olmo3-7b"),
+        ("zai-org/GLM-4-9B-0414", "glm4-9b"), ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )  # fmt: skip
 def test_names_of_the_hub_are_known(name, shape):
@@ -99,7 +130,7 @@ def test_each_shape_is_known_by_its_own_name_in_any_case():
 # Of another vocabulary, another size, quantised, or of no shape that is known.
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("mistralai/Mistral-7B-v0.1", "Mistral-7B-v0.3"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
+    [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
      ("unsloth/llama-3.1-8b-bnb-4bit", "Llama-3.1-8B")],
 )  # fmt: skip
 def test_other_names_are_refused_with_those_that_are_near(name, near):
@@ -115,11 +146,17 @@ def test_a_folder_of_that_name_is_asked_first(capsys, config, monkeypatch):
 
 
 def test_shapes_have_the_parameters_of_their_models():
-    assert {name: builtin.subject(name, shape, "bfloat16").parameters for name, shape in SHAPES.items()} == PARAMETERS
+    found = {
+        name: builtin.subject(name, shape, "bfloat16").parameters
+        if shape["model_type"] in builtin.KINDS
+        else sum(parameter.numel() for parameter in model.describe(Path(name), None)[0].parameters())
+        for name, shape in SHAPES.items()
+    }
+    assert found == PARAMETERS
 
 
 # One of each kind, with its own widths but few blocks, experts and words.
-KINDS = {shape["model_type"]: name for name, shape in SHAPES.items()}
+KINDS = {shape["model_type"]: name for name, shape in SHAPES.items() if shape["model_type"] in builtin.KINDS}
 
 
 def reduced(kind):
@@ -177,14 +214,20 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
-    # With so many words that logits take most memory, as they do in all of these models.
+    # With so many words that logits take most memory, as they do in all of these models; or with so many tokens that
+    # blocks do where there are no logits of all of them.
     shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
-    mine, other = (
-        subject.trace(2, 256) for subject in (builtin.subject(kind, shape, "bfloat16"), of_transformers(shape))
-    )
-    assert mine.tokens == other.tokens
-    assert (mine.forward, mine.backward) == pytest.approx((other.forward, other.backward), rel=0.01)
-    assert (mine.peak, mine.kept) == pytest.approx((other.peak, other.kept), rel=0.1)
+    subjects = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
+    for batch in (
+        Batch(sequences=2, length=256, loss="full"),
+        Batch(sequences=4, length=256, loss="chunked", on_host=True),
+        Batch(sequences=16, length=256, loss="chunked"),
+        Batch(sequences=128, length=256, loss="chunked"),
+    ):
+        mine, other = (subject.trace(batch) for subject in subjects)
+        assert (mine.tokens, mine.loss) == (other.tokens, other.loss) == (batch.tokens, batch.loss)
+        assert (mine.forward, mine.backward) == pytest.approx((other.forward, other.backward), rel=0.01)
+        assert (mine.peak, mine.kept) == pytest.approx((other.peak, other.kept), rel=0.1), batch
 
 
 @pytest.mark.parametrize(

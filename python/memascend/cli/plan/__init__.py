@@ -58,11 +58,16 @@ def _add_run(add: Callable[..., Any]) -> None:
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
     activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
     micro_batches = "micro-batches of a step (%(default)s)"
+    loss = (
+        "how the loss is computed: full, from the logits of all tokens, as models of transformers do by themselves; or "
+        "chunked, without them, as TRL's Trainers and torch's linear_cross_entropy do (%(default)s)"
+    )
     examples = "of one pass over the data, each of --length tokens, whose hours and terabytes are counted (%(default)s)"
     add("--examples", metavar="N", type=_count, default=_EXAMPLES, help=examples)
     add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
+    add("--loss", choices=("full", "chunked"), default="chunked", help=loss)
     add("--activations", choices=("device", "host", "ssd"), default="device", help=activations)
     add("--keep-activations", action="store_true", help="without activation checkpointing")
     add("--fit", action="store_true", help="find the largest batches that fit the GPU and the drive")
@@ -171,6 +176,7 @@ def ask(options: argparse.Namespace) -> Question:
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
         length=length,
+        loss=options.loss,
         sequences=sequences,
         micro_batches=options.accumulation_steps,
     )
@@ -181,13 +187,13 @@ def ask(options: argparse.Namespace) -> Question:
 
 def _subject(options: argparse.Namespace) -> Subject:
     """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
+    from memascend.cli.plan import builtin
+
     name = shape_named(options.model)
     # The formulas are of 16 bits.
     dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
-    if name is not None and plain and dtype != "float32":
-        from memascend.cli.plan import builtin
-
+    if name is not None and plain and dtype != "float32" and SHAPES[name]["model_type"] in builtin.KINDS:
         return builtin.subject(name, SHAPES[name], dtype)
     import torch
 
@@ -244,6 +250,7 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
         if isinstance(trace, str)
         else {
             "tokens": trace.tokens,
+            "loss": trace.loss,
             "peak_bytes": trace.peak,
             "kept_bytes": trace.kept,
             "held": trace.held,
@@ -259,10 +266,20 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
         "proposal": None
         if proposal is None
         else {
-            "micro_batches": proposal[0].micro_batches,
-            "activations": proposal[0].options.activations,
-            **described(proposal[1]),
-            "run": asdict(total(*proposal, options.examples)),
+            "tokens": proposal.question.sequences * question.length,
+            "micro_batches": proposal.question.micro_batches,
+            "activations": proposal.question.options.activations,
+            **described(proposal.answer),
+            "run": asdict(total(proposal.question, proposal.answer, options.examples)),
+            "by_layer": None
+            if proposal.by_layer is None
+            else {
+                "tokens": proposal.by_layer[0].sequences * question.length,
+                "micro_batches": proposal.by_layer[0].micro_batches,
+                "activations": proposal.by_layer[0].options.activations,
+                **described(proposal.by_layer[1]),
+                "run": asdict(total(*proposal.by_layer, options.examples)),
+            },
         },
         "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},

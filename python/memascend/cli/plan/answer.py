@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.plan.machine import REACHED
+from memascend.cli.plan.subject import Batch
 from memascend.errors import BudgetError, ConfigError
 from memascend.plan.cost import (
     Drive,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memascend.cli.plan.machine import Gpu
-    from memascend.cli.plan.subject import Subject, Trace
+    from memascend.cli.plan.subject import Loss, Subject, Trace
     from memascend.plan.cost import Network
     from memascend.plan.options import Options
     from memascend.plan.table import Plan, Way
@@ -65,13 +66,15 @@ class Question:
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
     length: int  # tokens of each sequence
+    loss: Loss = "chunked"
     sequences: int = 1  # of a micro-batch
     micro_batches: int = 1  # of a step
 
     @property
     def trace(self) -> Trace | str:
         """Of one backward; or the reason why there is none."""
-        return self.subject.trace(self.sequences, self.length)
+        batch = Batch(sequences=self.sequences, length=self.length, loss=self.loss, on_host=self.on_host)
+        return self.subject.trace(batch)
 
     @property
     def by_layer(self) -> bool:
@@ -381,30 +384,79 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 
 # Steps of more sequences are not proposed: they train otherwise than people expect.
 _PROPOSED_MAX = 256
+# By layer is proposed where it takes this part of the time of micro-batches one after the other.
+_MUCH_FASTER = 0.9
+# A larger step is proposed where it is so much faster.
+_FASTER = 1.05
 
 
-def propose(question: Question, now: Answer) -> tuple[Question, Answer] | None:
-    """The fewest micro-batches, a power of two, with which compute is the bound by layer; else the most that help.
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A larger step that takes less time in all, with micro-batches as large as fit, one after the other."""
 
-    Checkpoints that do not fit the device are moved to files. `now` answers the question. None where its run does not
-    fit, where it is bound by compute already, where seconds are not known, or where no larger step fits.
+    question: Question
+    answer: Answer
+    by_layer: tuple[Question, Answer] | None  # as many examples a step, where that is much faster
+
+
+def propose(question: Question, now: Answer) -> Proposal | None:
+    """The largest micro-batch that fits, and as few of them as make compute the bound; else as many as help.
+
+    `now` answers the question. None where its run does not fit, where it is bound by compute already, where seconds are
+    not known, or where no larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None
     if question.ranks > 1 or question.options.accumulation_steps > 1:
         return None
+    largest = _largest_micro_batch(question)
     best: tuple[Question, Answer] | None = None
-    count = 1 << question.micro_batches.bit_length()
-    while count * question.sequences <= _PROPOSED_MAX:
-        found = _fitting(replace(question, micro_batches=count))
+    count = 1
+    while count * largest.sequences <= _PROPOSED_MAX:
+        found = _fitting(replace(largest, micro_batches=count).one_after_the_other())
         if found is None:
             break
-        if _rate(found[1]) > _rate(best[1] if best else now):
+        if _rate(found[1]) > _FASTER * _rate(best[1] if best else now):
             best = found
         if found[1].bound == "compute":
             break
         count *= 2
-    return best
+    examples = best[0].sequences * best[0].micro_batches if best else _PROPOSED_MAX
+    layered = _by_layer(question, examples, best[1] if best else now)
+    if best is None:
+        return None if layered is None else Proposal(question=layered[0], answer=layered[1], by_layer=layered)
+    return Proposal(question=best[0], answer=best[1], by_layer=layered)
+
+
+def _largest_micro_batch(question: Question) -> Question:
+    """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
+    fits, powers = 0, 0
+    while question.sequences << (powers + 1) <= _PROPOSED_MAX:
+        powers += 1
+    # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
+    while fits < powers:
+        middle = (fits + powers + 1) // 2
+        if _fitting(replace(question, sequences=question.sequences << middle, micro_batches=1)) is not None:
+            fits = middle
+        else:
+            powers = middle - 1
+    return replace(question, sequences=question.sequences << fits)
+
+
+def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
+    """A step of at most so many examples by layer, where it is much faster than the other; the fewest that are."""
+    best: tuple[Question, Answer] | None = None
+    count = 2
+    while count * question.sequences <= examples:
+        found = _fitting(replace(question, micro_batches=count))
+        if found is None:
+            break
+        if _rate(found[1]) > _FASTER * _rate(best[1] if best else other):
+            best = found
+        if found[1].bound == "compute":
+            break
+        count *= 2
+    return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
 
 
 def _fitting(question: Question) -> tuple[Question, Answer] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from memascend import storage as engines
-from memascend.cli.plan.subject import Subject, Trace
+from memascend.cli.plan.subject import Subject, Trace, tile_bytes
 from memascend.plan.decision import Decision, Facts, decided
 from memascend.plan.outline import Dtype, Outline, Sketch
 from memascend.plan.units import find_units
@@ -18,12 +18,37 @@ from memascend.plan.units import find_units
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from memascend.cli.plan.subject import Batch
     from memascend.plan.options import Options
     from memascend.plan.units import Unit
 
-# Kinds whose heads normalize queries and keys, and those that normalize what a block adds.
-_HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text"}
-_POST_NORMS = {"gemma3_text", "olmo2"}
+# Kinds that these formulas are of; transformers makes the models of others.
+KINDS = {
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "olmo3", "ministral3",
+    "glm4", "granite", "exaone4", "smollm3", "gpt_oss",
+}  # fmt: skip
+# Those whose heads normalize queries and keys, or that normalize all queries and keys together.
+_HEAD_NORMS, _WHOLE_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}, {"olmo2", "olmo3"}
+# Those that normalize what a block adds, and among them those that do not normalize what it is given.
+_ONLY_POST_NORMS = {"olmo2", "olmo3", "exaone4"}
+_POST_NORMS = _ONLY_POST_NORMS | {"gemma3_text", "glm4"}
+# Bytes for each token that the backward of a block takes, which is computed again: of a hidden state, of one for each
+# chosen expert, of a feed-forward part (of each chosen expert), of queries, and of keys or values.
+_BLOCK_BYTES = {
+    "qwen3": (18, 0, 12, 14, 6),
+    "phi3": (18, 0, 12, 10, 0),
+    "gemma3_text": (54, 0, 8, 16, 8),
+    "olmo2": (36, 0, 8, 16, 8),
+    "olmo3": (36, 0, 8, 16, 8),
+    "glm4": (48, 0, 8, 10, 0),
+    "exaone4": (34, 0, 8, 14, 6),
+    "qwen3_moe": (18, 10, 8, 14, 6),
+    "mixtral": (18, 10, 10, 6, 0),
+    "gpt_oss": (18, 10, 17.7, 10, 0),
+}
+_PLAIN_BLOCK_BYTES = (18, 0, 12, 8, 0)
+# Those that have one matrix for the gate and what it opens for.
+_FUSED = {"phi3", "glm4"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,13 @@ class _Sizes:
         )
 
     @property
+    def block_bytes(self) -> float:
+        """Bytes for each token that the backward of a block takes."""
+        widths = self.hidden, self.hidden * self.chosen, self.wide * self.chosen, self.queries, self.keys
+        each = _BLOCK_BYTES.get(self.kind, _PLAIN_BLOCK_BYTES)
+        return sum(nbytes * width for nbytes, width in zip(each, widths, strict=True))
+
+    @property
     def products(self) -> tuple[int, int]:
         """Elements of the matrices that a token meets in a block: of all, and of the last product."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
@@ -71,7 +103,7 @@ class _Sizes:
 
 def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
-    biased = {"gpt_oss": "qkvo", "qwen2": "qkv"}.get(sizes.kind, "")
+    biased = {"gpt_oss": "qkvo", "qwen2": "qkv", "glm4": "qkv"}.get(sizes.kind, "")
     shapes: dict[str, tuple[int, ...]] = {}
     if sizes.kind == "gpt_oss":
         shapes["sinks"] = (queries // sizes.head,)
@@ -83,8 +115,8 @@ def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
         shapes[f"{part}_proj.weight"] = (out, into)
         if part in biased:
             shapes[f"{part}_proj.bias"] = (out,)
-    if sizes.kind in _HEAD_NORMS or sizes.kind == "olmo2":
-        whole = sizes.kind == "olmo2"
+    if sizes.kind in _HEAD_NORMS | _WHOLE_NORMS:
+        whole = sizes.kind in _WHOLE_NORMS
         shapes["q_norm.weight"] = (queries if whole else sizes.head,)
         shapes["k_norm.weight"] = (keys if whole else sizes.head,)
     return shapes
@@ -108,7 +140,7 @@ def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
             "experts.down_proj": (experts, hidden, wide),
         }
         return {**gate, **matrices} if sizes.kind == "mixtral" else {**matrices, **gate}
-    if sizes.kind == "phi3":
+    if sizes.kind in _FUSED:
         return {"gate_up_proj.weight": (2 * wide, hidden), "down_proj.weight": (hidden, wide)}
     return {
         "gate_proj.weight": (wide, hidden),
@@ -120,12 +152,13 @@ def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
     """The parameters of a decoder, by the names of transformers."""
     sizes = _Sizes.of(config)
-    norms = [] if sizes.kind == "olmo2" else ["input_layernorm"]
-    norms.append("post_attention_layernorm")
-    if sizes.kind in _POST_NORMS:
-        norms += ["post_feedforward_layernorm"] if sizes.kind == "olmo2" else [
-            "pre_feedforward_layernorm", "post_feedforward_layernorm"
-        ]  # fmt: skip
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if sizes.kind in _ONLY_POST_NORMS:
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    elif sizes.kind == "glm4":
+        norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
+    elif sizes.kind in _POST_NORMS:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     block = {f"self_attn.{name}": shape for name, shape in _attention(sizes).items()}
     block |= {f"mlp.{name}": shape for name, shape in _feed_forward(sizes).items()}
     block |= {f"{name}.weight": (sizes.hidden,) for name in norms}
@@ -140,9 +173,9 @@ def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
     return tree
 
 
-def traced(config: Mapping[str, Any], batch: int, length: int) -> Trace:
+def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
     """The operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
-    sizes, tokens = _Sizes.of(config), batch * length
+    sizes, tokens, length = _Sizes.of(config), batch.tokens, batch.length
     products, last = sizes.products
     # Half of causal attention is masked; its backward has five products where the forward has two.
     attention = 2 * tokens * length * sizes.queries * sizes.layers
@@ -151,35 +184,43 @@ def traced(config: Mapping[str, Any], batch: int, length: int) -> Trace:
     again = blocks - 2 * tokens * last * sizes.layers + attention
     # The inputs of blocks, and the end of the forward in float32.
     kept = 2 * tokens * sizes.hidden * sizes.layers
-    end = tokens * ((10 if sizes.kind in _POST_NORMS | {"gpt_oss"} else 8) * sizes.hidden + 28)
-    # In float32: logits, their logarithms, and gradients.
-    logits = 12 * tokens * sizes.vocabulary
-    # The gradient of the LM head, beside those that it is made of.
+    wide_end = {"gemma3_text", "olmo2", "olmo3", "gpt_oss"}
+    end = tokens * ((10 if sizes.kind in wide_end else 8) * sizes.hidden + 28)
+    # The gradient of the LM head.
     words = 2 * sizes.vocabulary * sizes.hidden
-    gradient = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
-    # A block that is computed again, and its gradients.
-    spread = 26 * sizes.hidden + 12 * sizes.wide * sizes.chosen + 16 * sizes.queries + 8 * sizes.keys
+    if batch.loss == "full":
+        # In float32: logits, their logarithms, and gradients; or the gradient, beside those that it is made of.
+        logits, again_head = 12 * tokens * sizes.vocabulary, 0
+        gradients = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
+    else:
+        # Gradients are summed in float32, and logits are made twice.
+        tile = tile_bytes(tokens, sizes.vocabulary, sizes.hidden, on_host=batch.on_host)
+        logits, again_head = 0, head
+        gradients = 3 * words + 8 * tokens * sizes.hidden + tile
     # The gradient of all experts at once.
     routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
-        26 * sizes.hidden + 4 * sizes.chosen * sizes.wide
+        18 * sizes.hidden + sizes.chosen * (8 * sizes.hidden + 5 * sizes.wide)
     )
-    peak = kept + end + max(logits, gradient, tokens * spread, routed if sizes.experts else 0)
-    if config["tie_word_embeddings"]:
-        # The gradients of both uses, and their sum.
-        peak = max(peak, 3 * words)
-    is_logits = peak == kept + end + logits
+    # A tied LM head's gradient waits for that of the embedding, and then there are both and their sum.
+    waiting = words if config["tie_word_embeddings"] else 0
+    block = waiting + max(int(tokens * sizes.block_bytes), routed if sizes.experts else 0)
+    peak = max(kept + end + max(logits, gradients), kept + block, 3 * waiting)
+    of_logits = logits if peak == kept + end + logits else 0
+    at_head = peak == kept + end + gradients and batch.loss == "chunked"
+    of_parameters = 0 if of_logits else min(peak, 3 * words if at_head else words)
     return Trace(
         tokens=tokens,
         forward=blocks + attention + head,
-        backward=2 * (blocks + head) + attention * 5 // 2 + again,
+        backward=2 * (blocks + head) + attention * 5 // 2 + again + again_head,
         peak=peak,
         held={
-            "logits and their gradients": logits if is_logits else 0,
-            "gradients of parameters": 0 if is_logits else min(words, peak),
-            "activations": kept + end if is_logits else max(0, peak - words),
+            "logits and their gradients": of_logits,
+            "gradients of parameters": of_parameters,
+            "activations": peak - of_logits - of_parameters,
         },
         kept=kept + end,
         recomputes=True,
+        loss=batch.loss,
     )
 
 

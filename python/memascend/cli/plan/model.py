@@ -20,13 +20,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memascend.cli.plan.shapes import SHAPES, shape_named
-from memascend.cli.plan.subject import Subject, Trace
+from memascend.cli.plan.subject import Subject, Trace, tile_bytes
 from memascend.errors import ConfigError
 from memascend.session.decide import planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from memascend.cli.plan.subject import Batch, Loss
 
 
 _CONFIG = "config.json"
@@ -278,10 +280,10 @@ def _grouped_flops(args: tuple[Any, ...]) -> int:
     return 2 * int(rows.shape[-2]) * int(rows.shape[-1]) * int(others.shape[-1])
 
 
-def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Trace | str:
+def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
     """Run one forward and backward of a language model, on tensors that have shapes and no memory.
 
-    `batch` sequences of `length` tokens. Where there is no trace, returns the reason.
+    Where there is no trace, returns the reason.
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return "tokens are counted for language models of transformers"
@@ -292,13 +294,15 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     model.train()
     if recomputes:
         recompute(model)
+    head = _head(model) if batch.loss == "chunked" else None
+    kind: Loss = "full" if batch.loss == "chunked" and head is None else batch.loss
     watch = _Watch(model)
     forward = kept = 0
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
         try:
-            tokens = torch.zeros(batch, length, dtype=torch.long, device="cpu")
-            loss = model(input_ids=tokens, labels=tokens).loss
+            tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="cpu")
+            loss = _loss(model, head, tokens, kind, on_host=batch.on_host)
             kept = _kinds(model, watch.living)["activations"]
             forward = watch.flops
             loss.backward()
@@ -310,15 +314,56 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         # A checkpoint that was interrupted keeps its saved-tensor hooks active until it is collected.
         gc.collect()
         return failed
+    # Its products are not made here; the backward makes the logits again.
+    product = 0 if head is None else 2 * batch.tokens * head.weight.numel()
     return Trace(
-        tokens=batch * length,
-        forward=forward,
-        backward=watch.flops - forward,
+        tokens=batch.tokens,
+        forward=forward + product,
+        backward=watch.flops - forward + 3 * product,
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
         kept=kept,
         recomputes=recomputes,
+        loss=kind,
     )
+
+
+def _head(model: nn.Module) -> Any:
+    """The LM head of a decoder, which a loss may use in parts; None where there is none."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None or getattr(model.config, "is_encoder_decoder", False) else find()
+    return head if getattr(head, "weight", None) is not None else None
+
+
+def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: bool) -> Any:
+    """The loss of a batch; that of a language model predicts each next token."""
+    if kind == "full":
+        return model(input_ids=tokens, labels=tokens).loss
+    if kind == "score":
+        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits.float().mean()
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    words, width = head.weight.shape
+    nbytes = tile_bytes(tokens.numel(), words, width, on_host=on_host)
+    return _ChunkedLoss.apply(hidden[:, :-1].reshape(-1, width), head.weight, nbytes)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The allocations of a chunked loss: it sums gradients in float32. It computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, nbytes: int) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.nbytes = nbytes
+        torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        tile = torch.empty(ctx.nbytes, dtype=torch.uint8, device="cpu")
+        sums = [torch.zeros_like(saved, dtype=torch.float32) for saved in ctx.saved_tensors]
+        hidden, weight = (total.to(saved.dtype) for total, saved in zip(sums, ctx.saved_tensors, strict=True))
+        del tile
+        return hidden, weight, None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,6 +12,41 @@ if TYPE_CHECKING:
 
     from memascend.plan.decision import Decision
     from memascend.plan.options import Options
+
+
+# How a loss is computed. "full": from the logits of all tokens, as models of transformers do it by themselves.
+# "chunked": from those of some tokens and words at a time, as TRL's fused LM head, Liger and others do it.
+# "score": from one number for each sequence, as reward models do it.
+Loss = Literal["full", "chunked", "score"]
+# Tokens and words whose logits TRL has in memory at once, in 16 bits.
+_TILE_TOKENS, _TILE_WORDS = 4096, 32_768
+# Float32 copies of them that torch's operations make in the backward, where no kernel of a GPU does it in place.
+_HOST_COPIES = 8
+
+
+def tile_bytes(tokens: int, words: int, width: int, *, on_host: bool) -> int:
+    """Bytes that a chunked loss has beside gradients; `width` is that of hidden states."""
+    rows, columns = min(tokens, _TILE_TOKENS), min(words, _TILE_WORDS)
+    buffer = 2 * rows * _TILE_WORDS
+    if not on_host:
+        return buffer
+    # Logits, or the factors of a product.
+    return buffer + 4 * max(_HOST_COPIES * rows * columns, rows * columns + width * max(rows, columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A micro-batch."""
+
+    sequences: int
+    length: int  # tokens of each sequence
+    loss: Loss = "full"
+    on_host: bool = False  # whether the processor computes it
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return self.sequences * self.length
 
 
 @dataclass(frozen=True)
@@ -25,6 +60,7 @@ class Trace:
     held: dict[str, int]  # the peak by kind: logits, gradients, activations
     kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
     recomputes: bool  # whether activation checkpointing is on
+    loss: Loss = "full"  # a model without an LM head has no other
 
     @property
     def flops(self) -> int:
@@ -46,5 +82,5 @@ class Subject:
     checkpointing: str | None
     # Both are made once for the same arguments: a command asks for them many times.
     plan: Callable[[Options, int], Decision]  # with the options of `offload()`, of one of so many ranks
-    trace: Callable[[int, int], Trace | str]  # of a batch (sequences, and the tokens of each); or why there is none
+    trace: Callable[[Batch], Trace | str]  # or why there is none
     module: nn.Module | None = None  # on "meta", where there is one

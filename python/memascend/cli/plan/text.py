@@ -16,7 +16,7 @@ from memascend.text import bytes_shown, seconds_shown, size_option, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.cli.plan.answer import Answer, Question, Total
+    from memascend.cli.plan.answer import Answer, Proposal, Question, Total
     from memascend.plan.table import Way
 
 
@@ -40,11 +40,11 @@ def brief(
     name: str,
     question: Question,
     found: Answer,
-    proposal: tuple[Question, Answer] | None,
+    proposal: Proposal | None,
     other: tuple[Question, Answer] | None,
     examples: int,
 ) -> str:
-    """An answer in five lines: whether it fits, seconds, memory, a whole run, and what to write.
+    """An answer in a few lines: whether it fits, seconds, memory, a whole run, and what to write.
 
     `proposal` is a larger step that takes less time in all; `other` is a run that fits where the asked one does not.
     """
@@ -56,13 +56,16 @@ def brief(
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
         many = f" in {question.micro_batches} micro-batches" if question.micro_batches > 1 else ""
-        way = " by layer" if question.by_layer else ""
+        way = f" by layer{_one_after_the_other(question)}" if question.by_layer else ""
         speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens{many}{way}"
         rows.append(("a step", f"{speed}, {found.tokens_per_second:,.0f} a second, bound by {_bound(question, found)}"))
     rows.append(("memory", _memory_in_words(question, found)))
-    rows.append((_counted(examples, "example"), _run_in_words(question, found, examples, proposal)))
+    rows.append((_counted(examples, "example"), _total_in_words(total(question, found, examples))))
+    if proposal is not None:
+        rows.append(("a larger step", _larger_step(question, proposal, examples)))
     if not found.problems:
-        rows.append(("write", "; ".join(_lines(question))))
+        rows.append(("write, for a Trainer", "; ".join(_trainers_lines(question))))
+        rows.append(("write, in a loop", "; ".join(_lines(question))))
     return "\n".join(f"{what}: {words}" for what, words in rows)
 
 
@@ -106,6 +109,7 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     if not question.on_host:
         of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
         parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")
+    parts[-1] += _loss_in_words(question)
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
     new = [path for path in map(Path, question.options.paths or ()) if not path.exists()]
     # A name that is mistyped is most often on another drive.
@@ -114,12 +118,30 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     return ", ".join(parts)
 
 
-def _run_in_words(question: Question, found: Answer, examples: int, proposal: tuple[Question, Answer] | None) -> str:
-    now = _total_in_words(total(question, found, examples))
-    if proposal is None:
-        return now
-    larger, better = proposal
-    return f"{now}; by layer with {_changes(question, larger)}: {_total_in_words(total(larger, better, examples))}"
+def _loss_in_words(question: Question) -> str:
+    if isinstance(question.trace, str):
+        return ""
+    if question.trace.loss == "chunked":
+        return " with a chunked loss, which makes no logits of all tokens (--loss full makes them)"
+    return " with the logits of all tokens" + (" (--loss chunked makes none)" if question.loss == "full" else "")
+
+
+def _one_after_the_other(question: Question) -> str:
+    other = answer(question.one_after_the_other()).seconds
+    return "" if other is None else f" ({seconds_shown(other)} one after the other)"
+
+
+def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
+    """The steps to propose, with the time of each: what every Trainer and loop has first."""
+    layered = proposal.by_layer
+    found = []
+    if layered is None or layered[0] is not proposal.question:
+        run = _total_in_words(total(proposal.question, proposal.answer, examples))
+        after = ", one after the other" if proposal.question.micro_batches > 1 else ""
+        found.append(f"{_changes(question, proposal.question)}: {run}{after}")
+    if layered is not None:
+        found.append(f"by layer with {_changes(question, layered[0])}: {_total_in_words(total(*layered, examples))}")
+    return "; ".join(found)
 
 
 def _changes(question: Question, other: Question) -> str:
@@ -177,8 +199,8 @@ def shown(head: str, question: Question, found: Answer) -> str:
     return "\n\n".join(parts)
 
 
-def _lines(question: Question) -> list[str]:
-    """What to write: the call of `offload()`, and those around it on which the figures depend."""
+def _options(question: Question, *without: str) -> list[str]:
+    """The arguments of `offload()` but for some."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
@@ -186,14 +208,35 @@ def _lines(question: Question) -> list[str]:
     for name, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
                           ("max_grad_norm", None), ("activations", "device"), ("state", None)):  # fmt: skip
         value = getattr(options, name)
-        if value != default:
+        if value != default and name not in without:
             given.append(f"{name}={_as_python(value)}")
+    return given
+
+
+def _trainers_lines(question: Question) -> list[str]:
+    """What to write for a Trainer: its arguments, and the call before `train()`."""
+    norm = question.options.max_grad_norm
+    given = [f"per_device_train_batch_size={question.sequences}", f"max_grad_norm={_as_python(norm or 0.0)}"]
+    if question.micro_batches > 1:
+        given.insert(1, f"gradient_accumulation_steps={question.micro_batches}")
+    if not isinstance(question.trace, str) and question.trace.recomputes and question.subject.checkpointing:
+        given.append("gradient_checkpointing=True")
+    call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, 'max_grad_norm', 'gradients'))})"
+    return [", ".join(given), call]
+
+
+def _lines(question: Question) -> list[str]:
+    """What to write in a loop: the call of `offload()`, and those around it on which the figures depend."""
+    options, given = question.options, _options(question)
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
     lines = []
     if not isinstance(question.trace, str) and question.trace.recomputes and question.subject.checkpointing:
         lines.append(f"model.{question.subject.checkpointing}()")
     lines.append(f"model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
+    if not isinstance(question.trace, str) and question.trace.loss == "chunked":
+        chunks = "options=torch.nn.LinearCrossEntropyOptions()"
+        lines.append(f"loss = torch.nn.functional.linear_cross_entropy(hidden, model.lm_head.weight, labels, {chunks})")
     if question.by_layer:
         lines.append(f"optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
     return lines
