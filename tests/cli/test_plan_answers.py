@@ -308,7 +308,7 @@ def test_a_few_lines_decide(capsys):
         f"{seconds} for 16,384 tokens in 8 micro-batches by layer ({turns} one after the other), "
     )
     assert "bound by the drive" in lines[step]
-    assert lines[memory].startswith("49.4 GiB of RAM, 10.8 GiB of 23 GiB on the GPU with a chunked loss, ")
+    assert lines[memory].startswith("49.4 GiB of RAM, 10.8 GiB of 23 GiB on the GPU (chunked loss; ")
     assert lines[run] == "625 steps, 6.5 hours, 44.4 TB written"
     assert found["run"]["written"] == 625 * found["written_bytes_per_step"]
     assert found["run"]["seconds"] == pytest.approx(625 * found["step"]["seconds_per_step"])

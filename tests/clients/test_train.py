@@ -1,6 +1,7 @@
 """Tests `memascend train`: the labels of each shape of examples, packing, errors of one line, and the saved folder."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -18,8 +19,9 @@ from support.disks import loop, small_ext4  # noqa: F401 - fixtures
 from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer, write_rows
 
 from memascend.cli import main
+from memascend.cli.plan.model import trace
 from memascend.cli.train.arguments import OFFLOAD, parse
-from memascend.cli.train.training import _made
+from memascend.cli.train.training import _made, batch_of
 from memascend.errors import ConfigError
 from memascend.plan.options import Options
 
@@ -401,8 +403,49 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys):
     assert main(["train", *words(folder, "--dry_run")]) == 0
     out = capsys.readouterr().out
     assert "Host memory:" in out
+    assert re.search(
+        r"beside it torch takes [\d.]+ MiB for a micro-batch of \d+ x [\d,]+ tokens with a chunked loss", out
+    )
     assert out.endswith("this was a dry run: nothing was changed\n")
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "model", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_torchs_memory_is_what_the_trainers_loss_allocates(folder, kind):
+    """The profiler counts what the CPU's allocator gives. The model is wide in words alone, as real ones are."""
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    config.vocab_size, config.max_position_embeddings = 12_000, 64
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    if kind != "sft":
+        long = {"prompt": "What is it? It is a test. " * 5}
+        write_rows(folder / "rows.jsonl", [long | {name: KINDS[kind][0][name] for name in ("chosen", "rejected")}] * 8)
+    trainer = trainer_of(folder, "--max_length", 64, "--per_device_train_batch_size", 4, "--dtype", "bfloat16",
+                         "--bf16", "false", kind=kind)  # fmt: skip
+    inputs = next(iter(trainer.get_train_dataloader()))
+    batch = batch_of(trainer, kind, on_host=True)
+    batch = dataclasses.replace(batch, length=inputs["input_ids"].shape[1])
+    assert batch.sequences == len(inputs["input_ids"])
+    found = trace(trainer.model, batch, recomputes=trainer.args.gradient_checkpointing)
+    assert found.loss == ("score" if kind == "reward" else "chunked")
+    trainer.model.to_empty(device="cpu")
+    for parameter in trainer.model.parameters():
+        parameter.data.normal_(std=0.02)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    if getattr(trainer, "ref_model", None) is not None:
+        trainer.ref_model.to_empty(device="cpu")
+    if trainer.args.gradient_checkpointing:
+        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    trainer.model.train()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(profile_memory=True, activities=cpu, acc_events=True) as profile:
+        trainer.compute_loss(trainer.model, inputs).backward()
+    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert found.peak == pytest.approx(peak, rel=0.1)
 
 
 def test_a_dry_run_takes_8_bits_without_bitsandbytes(folder, capsys, monkeypatch):

@@ -105,7 +105,8 @@ class Report:
             return ""
         return (
             f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. A step moves the same "
-            "bytes with larger micro-batches, or with more of them by layer (optimizer.accumulate(..., by_layer=True); "
+            "bytes with larger micro-batches (per_device_train_batch_size of a Trainer, as far as memory goes; in a "
+            "new run, as results differ), or with more of them by layer (optimizer.accumulate(..., by_layer=True); "
             "gradient_accumulation_steps of a Trainer that goes by layer), and fewer with a larger host_memory=."
         )
 

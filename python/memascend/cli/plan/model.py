@@ -343,7 +343,7 @@ def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: b
         return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits.float().mean()
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     words, width = head.weight.shape
-    nbytes = tile_bytes(tokens.numel(), words, width, on_host=on_host)
+    nbytes = tile_bytes(tokens.numel(), words, width, on_host=on_host, element=hidden.element_size())
     return _ChunkedLoss.apply(hidden[:, :-1].reshape(-1, width), head.weight, nbytes)
 
 

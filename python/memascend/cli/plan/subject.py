@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 # "chunked": from those of some tokens and words at a time, as TRL's fused LM head, Liger and others do it.
 # "score": from one number for each sequence, as reward models do it.
 Loss = Literal["full", "chunked", "score"]
-# Tokens and words whose logits TRL has in memory at once, in 16 bits.
+# Tokens and words whose logits TRL has in memory at once.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32_768
 # Float32 copies of them that torch's operations make in the backward, where no kernel of a GPU does it in place.
-_HOST_COPIES = 8
+_HOST_COPIES = 7
 
 
-def tile_bytes(tokens: int, words: int, width: int, *, on_host: bool) -> int:
-    """Bytes that a chunked loss has beside gradients; `width` is that of hidden states."""
+def tile_bytes(tokens: int, words: int, width: int, *, on_host: bool, element: int = 2) -> int:
+    """Bytes that a chunked loss has beside gradients; `width` is that of hidden states, `element` the bytes of one."""
     rows, columns = min(tokens, _TILE_TOKENS), min(words, _TILE_WORDS)
-    buffer = 2 * rows * _TILE_WORDS
+    buffer = element * rows * _TILE_WORDS
     if not on_host:
         return buffer
     # Logits, or the factors of a product.

@@ -122,8 +122,8 @@ def _loss_in_words(question: Question) -> str:
     if isinstance(question.trace, str):
         return ""
     if question.trace.loss == "chunked":
-        return " with a chunked loss, which makes no logits of all tokens (--loss full makes them)"
-    return " with the logits of all tokens" + (" (--loss chunked makes none)" if question.loss == "full" else "")
+        return " (chunked loss; --loss full makes the logits of all tokens)"
+    return " (logits of all tokens" + ("; --loss chunked makes none)" if question.loss == "full" else ")")
 
 
 def _one_after_the_other(question: Question) -> str:
@@ -136,9 +136,10 @@ def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
     layered = proposal.by_layer
     found = []
     if layered is None or layered[0] is not proposal.question:
-        run = _total_in_words(total(proposal.question, proposal.answer, examples))
-        after = ", one after the other" if proposal.question.micro_batches > 1 else ""
-        found.append(f"{_changes(question, proposal.question)}: {run}{after}")
+        larger, count = proposal.question, proposal.question.micro_batches
+        after = ", one after the other" if count > 1 else ""
+        run = _total_in_words(total(larger, proposal.answer, examples))
+        found.append(f"--tokens {larger.sequences * larger.length} --accumulation-steps {count}: {run}{after}")
     if layered is not None:
         found.append(f"by layer with {_changes(question, layered[0])}: {_total_in_words(total(*layered, examples))}")
     return "; ".join(found)

@@ -25,12 +25,15 @@ from accelerate.utils import broadcast_object_list  # type: ignore[import-untype
 
 from memascend import trainer as trainers
 from memascend.checkpoint.files import file_errors
+from memascend.cli.plan.model import trace
+from memascend.cli.plan.subject import Batch
 from memascend.cli.train.arguments import KINDS, OFFLOAD
 from memascend.cli.train.data import read
 from memascend.errors import ConfigError, MemascendError
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
+from memascend.text import bytes_shown
 from memascend.trainer.callback import offloaded_optimizer
 from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.resume import position_log
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
+    from memascend.cli.plan.subject import Loss
     from memascend.cli.train.arguments import Command
 
 # Calls in chat templates that insert the date; their formats are literals.
@@ -58,7 +62,7 @@ def train(command: Command) -> int:
         with _unchanged(file.parent) if own.dry_run else contextlib.nullcontext():
             trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
             if own.dry_run:
-                _print_plan(trainer, options)
+                _print_plan(trainer, command.kind, options)
                 return 0
         report.follow(trainer)
         position_log.setLevel(logging.ERROR)
@@ -84,13 +88,45 @@ def _unchanged(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _print_plan(trainer: Any, options: Options) -> None:
+def _print_plan(trainer: Any, kind: str, options: Options) -> None:
     found = prepare_optimizer(trainer)
     if options.state is None and found:
         options = dataclasses.replace(options, **found)
     trainer.create_optimizer()
     print(planned(trainer.model, trainer.optimizer, options, trainer.args.world_size).plan)
+    print(f"\n{_torchs_memory(trainer, kind, options)}")
     print("this was a dry run: nothing was changed")
+
+
+def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
+    """The largest micro-batch of a Trainer of this kind, and its loss."""
+    args = trainer.args
+    longest = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    # TRL's older versions have the logits of all tokens.
+    loss: Loss = "chunked" if hasattr(trl.trainer.utils, "add_fused_lm_head") else "full"
+    return Batch(
+        # Answers that are compared are one batch.
+        sequences=args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1),
+        length=min(one for one in (args.max_length, longest) if one),
+        loss="score" if kind == "reward" else loss,
+        on_host=on_host,
+    )
+
+
+def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
+    """What torch takes of a micro-batch beside the plan, in words."""
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    if not getattr(trainer.args, "max_length", None):
+        return "torch's memory is not known without --max_length"
+    batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
+    found = trace(model, batch, recomputes=trainer.args.gradient_checkpointing)
+    if isinstance(found, str):
+        return f"torch's memory is not counted: {found}"
+    losses = {"full": "with the logits of all tokens", "chunked": "with a chunked loss", "score": "with scores"}
+    return (
+        f"beside it torch takes {bytes_shown(found.peak)} for a micro-batch of {batch.sequences} x {batch.length:,} "
+        f"tokens {losses[found.loss]}"
+    )
 
 
 class Terminated(KeyboardInterrupt):
