@@ -8,10 +8,14 @@ import torch
 import transformers
 from support.bits import same_bits
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -33,6 +37,16 @@ def qwen2(**options):
 def mixtral(**options):
     config = MixtralConfig(vocab_size=48, num_hidden_layers=3, num_local_experts=4, **SHAPE, **options)
     return MixtralForCausalLM(config)
+
+
+def qwen3_moe(**options):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=48, num_hidden_layers=3, **experts, **SHAPE, **options))
+
+
+def gpt_oss(**options):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return GptOssForCausalLM(GptOssConfig(vocab_size=48, num_hidden_layers=3, **experts, **SHAPE, **options))
 
 
 class OwnLoss(Trainer):
@@ -169,6 +183,8 @@ CASES = {
     "checkpointed": (Trainer, qwen2, lambda trainer: trainer.model.gradient_checkpointing_enable(), None),
     "log": (OwnLog, qwen2, plain, None),
     "experts with router logits": (Trainer, lambda: mixtral(output_router_logits=True), plain, None),
+    "experts of Qwen3": (Trainer, lambda: qwen3_moe(output_router_logits=True), plain, None),
+    "experts of gpt-oss": (Trainer, lambda: gpt_oss(output_router_logits=True), plain, None),
     "dropout": (Trainer, lambda: qwen2(attention_dropout=0.2), plain, "random numbers are drawn"),
     "loss": (OwnLoss, qwen2, plain, "compute_loss() of OwnLoss was not tested"),
     "inputs": (OwnInputs, qwen2, plain, "OwnInputs has a _prepare_inputs of its own"),
