@@ -1,13 +1,16 @@
-"""Measures steps of 1, 4, 8 and 16 micro-batches: by layer, one after the other, and torch's in memory.
+"""Measures steps of several micro-batches: by layer, one after the other, and torch's in memory.
 
 Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. Bytes are
 the kernel's counts for the process. Parts: `seconds` compares all three; `bytes` has both types and budgets, and
-clipping; `memory` recomputes blocks, and shows what M micro-batches hold beside one.
+clipping; `memory` recomputes blocks, and shows what M micro-batches hold beside one; `trl` (where TRL is installed, as
+in .venv-clients) has SFTTrainer and DPOTrainer take as many examples in few large micro-batches or in many small ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
 import statistics
 import tempfile
@@ -30,6 +33,8 @@ _BYTES_CASES = {
     "fp32, smallest": ("float32", {"gradients": "fused", "host_memory": "smallest"}),
     "bf16, clipped": ("bfloat16", {"max_grad_norm": 1.0}),
 }
+# Of a step of a Trainer, and those of a micro-batch.
+_EXAMPLES, _SIZES = 16, (1, 4, 16)
 _MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd"}}
 
 
@@ -37,7 +42,8 @@ def main() -> None:
     """Measure every part that is asked for, print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    default = [part for part in _PARTS if part != "trl" or importlib.util.find_spec("trl")]
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=default)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (%(default)s)"
     )
@@ -51,7 +57,8 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        serve(_Worker(json.loads(options.work)).turn)
+        work = json.loads(options.work)
+        serve((_TrainersWorker if "trainer" in work else _Worker)(work).turn)
         return
     found = _kept(options.write)
     if not options.show:
@@ -147,7 +154,31 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-_PARTS = {"seconds": _seconds, "bytes": _bytes, "memory": _memory}
+def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The same examples in micro-batches of several sizes, each kind in a process of its own, which take turns."""
+    works = {
+        f"{trainer}, {_EXAMPLES // size} x {size}, {way}": {
+            "trainer": trainer, "size": size, "way": way, "length": min(options.lengths),
+            "parameters": options.parameters,
+        }
+        for trainer in ("SFT", "DPO")
+        for size in _SIZES
+        # DPO's loss is none that was tested by layer, and one micro-batch is neither.
+        for way in ((LAYERS, TURNS) if trainer == "SFT" and size < _EXAMPLES else (TURNS,))
+    }  # fmt: skip
+    rows = []
+    for name, work in works.items():
+        (folder / name).mkdir()
+        process = Process("accumulate", {**work, "folder": str(folder / name)})
+        try:
+            rows.append({"case": name, **work, **process.ask(steps=options.steps * options.rounds)})
+        finally:
+            process.end()
+        print(f"{name}: {rows[-1]['seconds']:.2f} s", flush=True)
+    return rows
+
+
+_PARTS = {"seconds": _seconds, "bytes": _bytes, "memory": _memory, "trl": _trl}
 
 
 # --- what was measured ------------------------------------------------------------------------
@@ -225,7 +256,27 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([table(columns, shown), "", *lines])
 
 
-_SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_shown}
+def _trl_shown(rows: list[dict[str, Any]]) -> str:
+    from memascend.text import table
+
+    # Micro-batches of one example, one after the other, are what people begin with.
+    ones = {row["trainer"]: row["seconds"] for row in rows if (row["size"], row["way"]) == (min(_SIZES), TURNS)}
+    shown = [
+        (
+            row["case"],
+            f"{row['seconds']:.2f}",
+            f"{row['spread'][0]:.2f}..{row['spread'][1]:.2f}",
+            f"{row['seconds'] / ones[row['trainer']]:.2f}",
+            f"{row['read']:.1f} + {row['written']:.1f}",
+            f"{row['peak'] / 1e6:.0f}",
+        )
+        for row in rows
+    ]
+    columns = ("a step, examples", "s", "spread", "of one at a time in turn", "B/param read + written", "MB")
+    return table(columns, shown)
+
+
+_SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_shown, "trl": _trl_shown}
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -328,6 +379,99 @@ class _Worker:
         self.optimizer.accumulate(loss_of, batches, scale=1 / count, by_layer=self.case == LAYERS)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class _TrainersWorker:
+    """A Trainer of TRL, on texts of one length."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        import torch
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        from benchmarks.train.cell.workload import WORKLOADS, made
+
+        self.work = work
+        # DPOTrainer reads its reference from the same folder.
+        made(WORKLOADS[f"{work['parameters']}-1x128"]).save_pretrained(f"{work['folder']}/model")
+        torch.manual_seed(0)
+        pad, end = "<pad>", "<end>"
+        words = [pad, end, *(f"w{number}" for number in range(1000))]
+        tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, pad))
+        tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        fast: Any = PreTrainedTokenizerFast
+        self.tokenizer = fast(tokenizer_object=tokens, pad_token=pad, eos_token=end)
+
+        def text(count: int) -> str:
+            return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
+
+        # An answer of DPO is a half of an example: the two of them are computed.
+        length = work["length"] - 1 if work["trainer"] == "SFT" else work["length"] // 2 - 1
+        half = length // 2
+        texts = [text(length) for _ in range(_EXAMPLES)]
+        rows = (
+            {"text": texts}
+            if work["trainer"] == "SFT"
+            else {"prompt": [text(half) for _ in texts], **{name: [f" {text(length - half)}" for _ in texts]
+                                                            for name in ("chosen", "rejected")}}
+        )  # fmt: skip
+        self.rows = Dataset.from_dict(rows)
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Train so many steps after the first ones, which learn the loop."""
+        import trl
+        from transformers import PrinterCallback, TrainerCallback
+
+        import memascend.trainer
+        from benchmarks import counters
+        from memascend.cli import process
+
+        begun: list[Any] = []
+
+        class Clock(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                if len(begun) == _WARM_STEPS + 1:
+                    process.restart_peak()
+                begun.append((time.perf_counter(), counters.counts()))
+
+        class Substeps(TrainerCallback):
+            """Code of a user that runs between micro-batches: they go one after the other."""
+
+            def on_substep_end(self, *_: Any, **__: Any) -> None:
+                """Do nothing."""
+
+        config = getattr(trl, f"{self.work['trainer']}Config")(
+            self.work["folder"], per_device_train_batch_size=self.work["size"], max_length=self.work["length"],
+            gradient_accumulation_steps=_EXAMPLES // self.work["size"], max_steps=_WARM_STEPS + 2 + steps,
+            report_to="none", save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True,
+            gradient_checkpointing=False, learning_rate=1e-5, logging_strategy="no",
+            model_init_kwargs={"dtype": "auto"},
+        )  # fmt: skip
+        with memascend.trainer.loading():
+            trainer = getattr(trl, f"{self.work['trainer']}Trainer")(
+                f"{self.work['folder']}/model", args=config, train_dataset=self.rows, processing_class=self.tokenizer,
+                callbacks=[Clock()],
+            )  # fmt: skip
+        # What it prints would be taken for an answer.
+        trainer.remove_callback(PrinterCallback)
+        if self.work["way"] == TURNS and self.work["trainer"] == "SFT":
+            trainer.add_callback(Substeps())
+        optimizer: Any = memascend.trainer.offload(trainer, storage=f"{self.work['folder']}/run.store", device="cpu")
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        trainer.train()
+        optimizer.close()
+        # The last step writes what close() would, and the first ones learn.
+        times = begun[_WARM_STEPS:-1]
+        seconds = [after[0] - before[0] for before, after in itertools.pairwise(times)]
+        moved = times[-1][1].since(times[0][1])
+        return {
+            "seconds": statistics.median(seconds),
+            "spread": [min(seconds), max(seconds)],
+            "read": moved["read"] / len(seconds) / parameters,
+            "written": moved["written"] / len(seconds) / parameters,
+            "peak": process.resident_peak(),
+        }
 
 
 if __name__ == "__main__":
