@@ -176,12 +176,35 @@ def test_a_model_is_not_quantized_while_it_is_loaded(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
 
 
-@pytest.mark.parametrize("case", ["MXFP4", "FP8"])
-def test_codes_without_scales_are_refused_by_name(quantized, case):
+def test_the_config_may_be_elsewhere_and_nested(tmp_path, quantized):
+    folder = quantized("FP8")
+    wanted = by_transformers(folder, torch.bfloat16).state_dict()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["text_config"] = {"quantization_config": described.pop("quantization_config")}
+    (folder / "config.json").write_text(json.dumps(described))
+    nested = WeightFiles(folder)
+    (folder / "config.json").unlink()
+    with memascend.trainer.loading():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
+    model, optimizer = memascend.offload(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "a.store", device="cpu"
+    )
+    with optimizer:
+        same_values(model.state_dict(), wanted)
+    assert all(same_bits(nested.at(name), values) for name, values in wanted.items())
+    with pytest.raises(memascend.ConfigError, match=r"_scale_inv, and no config\.json there says"):
+        WeightFiles(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "lose"), [("MXFP4", "_scales"), ("MXFP4", "_blocks"), ("FP8", "_scale_inv"), ("FP8", "q_proj.weight")]
+)
+def test_codes_without_scales_and_scales_without_codes_are_refused_by_name(quantized, case, lose):
     folder = quantized(case)
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
-    lost = next(name for name in tensors if name.endswith(("_scales", "_scale_inv")))
+    lost = next(name for name in tensors if name.endswith(lose))
     del tensors[lost]
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(memascend.CorruptionError, match=lost.rpartition(".")[0]), memascend.trainer.loading():

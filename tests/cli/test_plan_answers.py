@@ -312,10 +312,17 @@ def test_a_few_lines_decide(capsys):
     assert lines[run] == "625 steps, 6.5 hours, 44.4 TB written"
     assert found["run"]["written"] == 625 * found["written_bytes_per_step"]
     assert found["run"]["seconds"] == pytest.approx(625 * found["step"]["seconds_per_step"])
-    assert lines[larger].startswith("--tokens 32768 --accumulation-steps 4: 79 steps, ")
-    assert lines[larger].endswith(", one after the other")
+    assert lines[larger].startswith("--tokens 32768 --accumulation-steps 4 --one-after-the-other: 79 steps, ")
+    # The last word of an option counts.
+    words, cost = lines[larger].split(": ", 1)
+    there = five(capsys, *asked, *words.split())
+    assert there[title] == "fits"
+    assert there[run] == cost
+    assert "in 4 micro-batches one after the other, " in there[step]
+    assert there[trainer].endswith('host_memory="48GiB"), with activations="ssd" where it goes by layer (SFT, Reward)')
     assert lines[trainer].startswith(
-        "per_device_train_batch_size=2, gradient_accumulation_steps=8, max_grad_norm=1.0, gradient_checkpointing=True; "
+        "per_device_train_batch_size=2, gradient_accumulation_steps=8, max_grad_norm=1.0, gradient_checkpointing=True, "
+        'model_init_kwargs={"dtype": "auto"}, bf16=False; '
         'memascend.trainer.offload(trainer, storage="/mnt/nvme/run", host_memory="48GiB")'
     )
     assert 'host_memory="48GiB", max_grad_norm=1.0' in lines[loop]

@@ -116,22 +116,31 @@ for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--ac
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"), ("openai/gpt-oss-20b", "gpt-oss-20b"),
         ("Qwen/Qwen3.5-9B", "qwen3.5-9b"), ("google/gemma-4-E4B-it", "gemma4-e4b"),
         ("mistralai/Ministral-3-8B-Reasoning-2512", "ministral3-8b"), ("allenai/Olmo-3-7B-Think", "olmo3-7b"),
-        ("zai-org/GLM-4-9B-0414", "glm4-9b"), ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("zai-org/GLM-4-9B-0414", "glm4-9b"), ("LGAI-EXAONE/EXAONE-4.0-32B", "exaone4-32b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )  # fmt: skip
 def test_names_of_the_hub_are_known(name, shape):
-    assert shape_named(Path(name)) == shape
+    assert shape_named(Path(name))[0] == shape
 
 
 def test_each_shape_is_known_by_its_own_name_in_any_case():
-    assert [shape_named(Path(name.upper())) for name in SHAPES] == [*SHAPES]
+    assert [shape_named(Path(name.upper())) for name in SHAPES] == [*SHAPES.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("Qwen/Qwen3-4B-Instruct-2507", 262_144), ("Qwen/Qwen3-4B", 40_960), ("meta-llama/Meta-Llama-3-8B", 8192)],
+)
+def test_a_name_has_its_own_longest_sequence(name, longest):
+    assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
 # Of another vocabulary, another size, quantised, or of no shape that is known.
 @pytest.mark.parametrize(
     ("name", "near"),
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
-     ("unsloth/llama-3.1-8b-bnb-4bit", "Llama-3.1-8B")],
+     ("unsloth/llama-3.1-8b-bnb-4bit", "Llama-3.1-8B"), ("Qwen/Qwen-7B-Chat", "qwen-7b")],
 )  # fmt: skip
 def test_other_names_are_refused_with_those_that_are_near(name, near):
     with pytest.raises(ConfigError, match=f"did you mean .*{near}"):

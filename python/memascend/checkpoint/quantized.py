@@ -14,7 +14,7 @@ from memascend.checkpoint.files import read_bounded
 from memascend.errors import ConfigError, CorruptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from memascend.checkpoint.weights import WeightTensor
@@ -82,9 +82,12 @@ class _Fp8Tensor:
         matrices = zip(
             codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *grid), found.view(-1, *shape[-2:]), strict=True
         )
-        for part, factors, into in (each for matrix in matrices for each in _parts(*matrix, rows)):
-            wide = factors.repeat_interleave(rows, 0)[: len(part)].repeat_interleave(columns, 1)[:, : part.shape[1]]
-            into.copy_(part.float() * wide)
+        step = max(1, _PART // max(1, shape[-1]))
+        for part, factors, into in matrices:
+            for first in range(0, len(part), step):
+                some = slice(first, min(first + step, len(part)))
+                of_rows = factors[torch.arange(some.start, some.stop) // rows]
+                into[some].copy_(part[some].float() * of_rows.repeat_interleave(columns, 1)[:, : part.shape[1]])
         return found
 
     def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
@@ -108,16 +111,6 @@ def _scales(stored: torch.Tensor) -> torch.Tensor:
     return (stored.float() - _BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
-def _parts(
-    codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, rows: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Rows of a matrix with their scales and place, whole blocks that fit into the memory that this may take."""
-    step = max(1, _PART // max(1, codes.shape[1]) // rows)
-    for first in range(0, len(scales), step):
-        some = slice(first * rows, (first + step) * rows)
-        yield codes[some], scales[first : first + step], into[some]
-
-
 def method_of(folder: Path) -> Mapping[str, Any] | None:
     """How the weights in a folder are quantised, as the config.json beside them says; None where they are not."""
     config = folder / "config.json"
@@ -128,11 +121,23 @@ def method_of(folder: Path) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):
         # Tensors are then looked for as they are.
         return None
-    for part in (values, values.get("text_config") if isinstance(values, dict) else None):
-        found = part.get("quantization_config") if isinstance(part, dict) else None
-        if isinstance(found, dict):
-            return found
-    return None
+    parts = [values, *values.values()] if isinstance(values, dict) else []
+    found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
+    return next((one for one in found if isinstance(one, dict)), None)
+
+
+def require_plain(sources: Mapping[str, WeightTensor], folder: Path) -> None:
+    """Reject scales of which no config says what they are for.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    scales = next((name for name in sources if name.endswith("_scale_inv")), None)
+    if scales is not None:
+        raise ConfigError(
+            f"{folder} has {scales}, and no config.json there says how its weights are quantized: put the model's "
+            "beside them"
+        )
 
 
 def require_readable(path: object, method: object) -> None:
@@ -163,14 +168,16 @@ def dequantized(
 
     Raises:
         ConfigError: they are quantised otherwise.
-        CorruptionError: codes have no scales.
+        CorruptionError: codes have no scales, or scales no codes.
     """
-    require_readable(folder, method.get("quant_method"))
-    whole = _mxfp4(sources) if method["quant_method"] == MXFP4 else _fp8(sources, method)
+    kind = getattr(method.get("quant_method"), "value", method.get("quant_method"))
+    require_readable(folder, kind)
+    whole = _mxfp4(sources) if kind == MXFP4 else _fp8(sources, method)
     for name, source in whole.items():
-        if source.described()[0] in _FP8 or name.endswith(("_blocks", "_scales")):
+        if source.described()[0] in _FP8 or name.endswith(("_blocks", "_scales", "_scale_inv")):
             raise CorruptionError(
-                f"{folder} has no scales for {name}, or no values of which these are the scales: fetch it again",
+                f"{folder} has no scales for {name}, or no values of which these are the scales: it is not whole "
+                "(fetch it again), or quantized in a way that is not read (download the model without quantization)",
                 path=str(folder),
             )
     return whole
@@ -192,13 +199,13 @@ def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict
     size = method.get("weight_block_size")
     block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(map(_counts, size)) else None
     # Kernels that multiply 8-bit floats scale activations, too.
-    spare = ("_scale_inv", ".activation_scale", "_activation_scale")
+    spare = (".activation_scale", "_activation_scale")
     found: dict[str, WeightTensor] = {}
     for key, source in sources.items():
         scales = sources.get(f"{key}_scale_inv")
         if scales is not None:
             found[key] = _Fp8Tensor(key, source, scales, block)
-        elif not key.endswith(spare):
+        elif not key.endswith(spare) and not (key.endswith("_scale_inv") and key.removesuffix("_scale_inv") in sources):
             found[key] = source
     return found
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from memascend.checkpoint.files import DTYPES, file_errors, read_bounded
-from memascend.checkpoint.quantized import dequantized, method_of
+from memascend.checkpoint.quantized import dequantized, method_of, require_plain
 from memascend.errors import ConfigError, CorruptionError
 from memascend.tensors import same_bits
 from memascend.text import expanded, listed
@@ -283,8 +283,12 @@ class WeightFiles:
     What is quantised there is dequantised when it is asked for.
     """
 
-    def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, path: Path, names: Sequence[str] | None = None, *, method: Mapping[str, Any] | None = None
+    ) -> None:
         """Open `path`, or with `names` these files in the folder `path`, with all of their tensors.
+
+        `method` says how they are quantised; None: as a config.json beside them says.
 
         Raises:
             ConfigError: there are no safetensors, or not all of them; or they are quantised in a way that is not read.
@@ -303,7 +307,10 @@ class WeightFiles:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
             self._where.update({key: _FileTensor(opened, key) for key in (there if keys is None else keys)})
         folder = path if path.is_dir() else path.parent
-        if (method := method_of(folder)) is not None:
+        method = method or method_of(folder)
+        if method is None:
+            require_plain(self._where, folder)
+        else:
             self._where = dequantized(self._where, method, folder)
 
     @property

@@ -90,12 +90,18 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
     with contextlib.ExitStack() as undo:
         _replace(undo, HfQuantizer, "__init__", functools.partial(_dequantize, path))
         try:
-            return own(*given, **named | {"device_map": None})
+            made = own(*given, **named | {"device_map": None})
         except ImportError as error:
             # Of the package of another quantisation.
-            if "quantiz" not in str(error):
+            if "quantiz" not in str(error) or "accelerate" in str(error):
                 raise
             raise refusal(path, str(error)) from error
+        config = getattr(made[0] if isinstance(made, tuple) else made, "config", None)
+        text = getattr(config, "get_text_config", lambda: None)()
+        if text is not None and text is not config and getattr(text, "quantization_config", None) is not None:
+            # transformers removes the one of the whole model alone.
+            del text.quantization_config
+        return made
 
 
 def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
@@ -109,6 +115,9 @@ def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any,
         )
     require_readable(path, method)
     config.dequantize = True
+    # Otherwise it would keep these modules, embeddings, in 8 bits.
+    if getattr(config, "modules_to_convert", None):
+        config.modules_to_convert = None
 
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
@@ -144,7 +153,9 @@ def _load(
 def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any:
     report, alternation = names.require_loader()
     paths = [Path(file) for file in checkpoint_files]
-    files = WeightFiles(paths[0].parent, [file.name for file in paths])
+    quantizer = load_config.hf_quantizer
+    method = None if quantizer is None else quantizer.quantization_config.to_dict()
+    files = WeightFiles(paths[0].parent, [file.name for file in paths], method=method)
     found = files.matched(Names(model))
     state = model.state_dict(keep_vars=True)
     keys = {name: of[0] for name, of in found.of.items() if name in state}

@@ -57,7 +57,8 @@ def _add_run(add: Callable[..., Any]) -> None:
     smallest = "(default: the smallest that keeps disk and compute busy)"
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
     activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
-    micro_batches = "micro-batches of a step (%(default)s)"
+    micro_batches = "micro-batches of a step, which go by layer on one rank (%(default)s)"
+    in_turn = "micro-batches go one after the other, as those of every Trainer and loop"
     loss = (
         "how the loss is computed: full, from the logits of all tokens, as models of transformers do by themselves; or "
         "chunked, without them, as TRL's Trainers and torch's linear_cross_entropy do (%(default)s)"
@@ -76,6 +77,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--gradients", **gradients, help="as offload() takes it (%(default)s)")
     add("--max-grad-norm", metavar="N", type=float, help="clip the global norm; 0: no clipping")
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
+    add("--one-after-the-other", action="store_true", help=in_turn)
     add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
     add("--dtype", choices=_TYPES, help="of the parameters (default: as config.json says, or bfloat16)")
@@ -142,7 +144,7 @@ def ask(options: argparse.Namespace) -> Question:
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm or None,
         # On one rank, `accumulate()` needs none; several ranks compute micro-batches one after another.
-        accumulation_steps=1 if options.ranks == 1 else options.accumulation_steps,
+        accumulation_steps=options.accumulation_steps if options.ranks > 1 or options.one_after_the_other else 1,
         activations=options.activations,
         state=options.state,
     )
@@ -189,12 +191,12 @@ def _subject(options: argparse.Namespace) -> Subject:
     """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
     from memascend.cli.plan import builtin
 
-    name = shape_named(options.model)
+    shape = shape_named(options.model)
     # The formulas are of 16 bits.
     dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
-    if name is not None and plain and dtype != "float32" and SHAPES[name]["model_type"] in builtin.KINDS:
-        return builtin.subject(name, SHAPES[name], dtype)
+    if shape is not None and plain and dtype != "float32" and shape[1]["model_type"] in builtin.KINDS:
+        return builtin.subject(*shape, dtype)
     import torch
 
     from memascend.cli.plan import model

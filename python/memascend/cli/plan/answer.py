@@ -431,12 +431,15 @@ def propose(question: Question, now: Answer) -> Proposal | None:
 def _largest_micro_batch(question: Question) -> Question:
     """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
     fits, powers = 0, 0
+    if question.measured is not None:
+        # Of another micro-batch nothing was measured.
+        return question
     while question.sequences << (powers + 1) <= _PROPOSED_MAX:
         powers += 1
     # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
     while fits < powers:
         middle = (fits + powers + 1) // 2
-        if _fitting(replace(question, sequences=question.sequences << middle, micro_batches=1)) is not None:
+        if not answer(replace(question, sequences=question.sequences << middle, micro_batches=1)).problems:
             fits = middle
         else:
             powers = middle - 1

@@ -75,12 +75,13 @@ def _tied_bytes(model: nn.Module) -> int:
 
 def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     """The model on "meta", and the source of its description; see `subject`."""
-    name = shape_named(path)
+    shape = shape_named(path)
+    name = None if shape is None else shape[0]
     config = path / _CONFIG if path.is_dir() else path
     if name is None and (not config.is_file() or config.suffix != ".json"):
         hidden = f"; it hides the built-in {path}, so go to another folder for that" if str(path) in SHAPES else ""
         raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it{hidden}")
-    values = read_config(config) if name is None else dict(SHAPES[name])
+    values = read_config(config) if shape is None else shape[1]
     try:
         import transformers
     except ImportError as error:
@@ -316,10 +317,12 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
         return failed
     # Its products are not made here; the backward makes the logits again.
     product = 0 if head is None else 2 * batch.tokens * head.weight.numel()
+    # A frozen head has no gradient.
+    times = 2 + (head is not None and head.weight.requires_grad)
     return Trace(
         tokens=batch.tokens,
         forward=forward + product,
-        backward=watch.flops - forward + 3 * product,
+        backward=watch.flops - forward + times * product,
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
         kept=kept,
@@ -328,11 +331,14 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
     )
 
 
-def _head(model: nn.Module) -> Any:
+def _head(model: Any) -> Any:
     """The LM head of a decoder, which a loss may use in parts; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None or getattr(model.config, "is_encoder_decoder", False) else find()
-    return head if getattr(head, "weight", None) is not None else None
+    weight = getattr(head, "weight", None)
+    # Some have a layer of their own before it.
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    return head if weight is not None and weight.shape[-1] == width else None
 
 
 def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: bool) -> Any:
@@ -341,7 +347,8 @@ def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: b
         return model(input_ids=tokens, labels=tokens).loss
     if kind == "score":
         return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits.float().mean()
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    model.config.get_text_config().use_cache = False
+    hidden = model.base_model(input_ids=tokens).last_hidden_state
     words, width = head.weight.shape
     nbytes = tile_bytes(tokens.numel(), words, width, on_host=on_host, element=hidden.element_size())
     return _ChunkedLoss.apply(hidden[:, :-1].reshape(-1, width), head.weight, nbytes)
@@ -360,10 +367,14 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
         tile = torch.empty(ctx.nbytes, dtype=torch.uint8, device="cpu")
-        sums = [torch.zeros_like(saved, dtype=torch.float32) for saved in ctx.saved_tensors]
-        hidden, weight = (total.to(saved.dtype) for total, saved in zip(sums, ctx.saved_tensors, strict=True))
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        sums = [torch.zeros_like(saved, dtype=torch.float32) if needs else None for saved, needs in needed]
+        found = [
+            None if total is None else total.to(saved.dtype)
+            for total, saved in zip(sums, ctx.saved_tensors, strict=True)
+        ]
         del tile
-        return hidden, weight, None
+        return *found, None
 
 
 @contextlib.contextmanager

@@ -240,7 +240,11 @@ _HUB_NAMES = {
     "olmo3-32b": ("Olmo-3.1-32B",),
     "glm4-9b": ("GLM-4-9B-0414",),
     "granite-8b": ("granite-3.3-8b",),
+    "exaone4-32b": ("EXAONE-4.0-32B",),
 }
+# Of the tokens of the longest sequence, where a name has more or fewer than its shape.
+_LONGEST = {"llama38b": 8192, "llama370b": 8192}
+_LONGEST_2507 = 262_144
 # Words of a name that change no shape.
 _VARIANTS = {"base", "instruct", "it", "pt", "chat", "think", "thinking", "reasoning", "sft", "dpo"}
 _VARIANTS |= {"meta", "hf", "bf16", "fp8", "2507", "2512"}
@@ -255,8 +259,9 @@ def _key(name: str) -> str:
 
 
 # The shape of each name, and the name as it is shown.
-_NAMES = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
-_NAMES |= {_key(shape): (shape, shape) for shape in SHAPES}
+_ON_THE_HUB = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
+_ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in _HUB_NAMES}
+_NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
 # No machine has a larger figure, in any of the units that options take.
@@ -271,20 +276,25 @@ def positive(text: str) -> float:
     return value
 
 
-def shape_named(path: Path) -> str | None:
-    """The name in `SHAPES` of the model of this name; None where a file or folder has it, which then describes one.
+def shape_named(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The name in `SHAPES` of the model of this name, and its config; None where a file or folder has it.
 
     Raises:
         ConfigError: there is neither; it says which names are like it.
     """
     if path.exists():
         return None
-    key = _key(str(path))
-    if key in _NAMES:
-        return _NAMES[key][0]
+    name = str(path)
+    key = _key(name)
+    # With an owner, it is not one of the short names: Qwen/Qwen-7B is another model.
+    known = _ON_THE_HUB if "/" in name else _NAMES
+    if key in known:
+        shape = known[key][0]
+        longest = _LONGEST_2507 if "2507" in name else _LONGEST.get(key, SHAPES[shape]["max_position_embeddings"])
+        return shape, {**SHAPES[shape], "max_position_embeddings": longest}
     near = [_NAMES[one][1] for one in difflib.get_close_matches(key, _NAMES, n=_NEAR_MAX, cutoff=_NEAR)]
-    known = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(SHAPES)}."
+    words = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(SHAPES)}."
     raise ConfigError(
-        f"{path} does not exist, and plan knows no model of this name: {known} Of any other model, give its "
+        f"{path} does not exist, and plan knows no model of this name: {words} Of any other model, give its "
         "config.json or the folder that has it"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def brief(
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
         many = f" in {question.micro_batches} micro-batches" if question.micro_batches > 1 else ""
-        way = f" by layer{_one_after_the_other(question)}" if question.by_layer else ""
+        in_turn = " one after the other" if question.micro_batches > 1 else ""
+        way = f" by layer{_one_after_the_other(question)}" if question.by_layer else in_turn
         speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens{many}{way}"
         rows.append(("a step", f"{speed}, {found.tokens_per_second:,.0f} a second, bound by {_bound(question, found)}"))
     rows.append(("memory", _memory_in_words(question, found)))
@@ -137,9 +139,11 @@ def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
     found = []
     if layered is None or layered[0] is not proposal.question:
         larger, count = proposal.question, proposal.question.micro_batches
-        after = ", one after the other" if count > 1 else ""
-        run = _total_in_words(total(larger, proposal.answer, examples))
-        found.append(f"--tokens {larger.sequences * larger.length} --accumulation-steps {count}: {run}{after}")
+        words = [f"--tokens {larger.sequences * larger.length} --accumulation-steps {count}"]
+        words += ["--one-after-the-other"] * (count > 1)
+        if larger.options.activations != question.options.activations:
+            words.append(f"--activations {larger.options.activations}")
+        found.append(f"{' '.join(words)}: {_total_in_words(total(larger, proposal.answer, examples))}")
     if layered is not None:
         found.append(f"by layer with {_changes(question, layered[0])}: {_total_in_words(total(*layered, examples))}")
     return "; ".join(found)
@@ -220,9 +224,17 @@ def _trainers_lines(question: Question) -> list[str]:
     given = [f"per_device_train_batch_size={question.sequences}", f"max_grad_norm={_as_python(norm or 0.0)}"]
     if question.micro_batches > 1:
         given.insert(1, f"gradient_accumulation_steps={question.micro_batches}")
-    if not isinstance(question.trace, str) and question.trace.recomputes and question.subject.checkpointing:
-        given.append("gradient_checkpointing=True")
-    call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, 'max_grad_norm', 'gradients'))})"
+    if not isinstance(question.trace, str) and question.subject.checkpointing:
+        given.append(f"gradient_checkpointing={question.trace.recomputes}")
+    if question.subject.dtype != "float32":
+        # TRL loads float32 by default, and casts.
+        given += ['model_init_kwargs={"dtype": "auto"}', "bf16=False"]
+    call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, 'max_grad_norm'))})"
+    if question.options.accumulation_steps > 1 and question.ranks == 1 and not question.carries:
+        layered = replace(question, options=replace(question.options, accumulation_steps=1))
+        if answer(layered).problems:
+            # Each of its micro-batches keeps its checkpoints.
+            call += ', with activations="ssd" where it goes by layer (SFT, Reward)'
     return [", ".join(given), call]
 
 
@@ -236,8 +248,8 @@ def _lines(question: Question) -> list[str]:
         lines.append(f"model.{question.subject.checkpointing}()")
     lines.append(f"model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
     if not isinstance(question.trace, str) and question.trace.loss == "chunked":
-        chunks = "options=torch.nn.LinearCrossEntropyOptions()"
-        lines.append(f"loss = torch.nn.functional.linear_cross_entropy(hidden, model.lm_head.weight, labels, {chunks})")
+        chunked = "torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions()"
+        lines.append(f"a loss that makes no logits of all tokens ({chunked}, Liger, cut-cross-entropy)")
     if question.by_layer:
         lines.append(f"optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches}, by_layer=True)")
     return lines

@@ -118,6 +118,8 @@ def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     if not getattr(trainer.args, "max_length", None):
         return "torch's memory is not known without --max_length"
+    if trainer.args.world_size > 1:
+        return "torch's memory is counted on one rank alone"
     batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
     found = trace(model, batch, recomputes=trainer.args.gradient_checkpointing)
     if isinstance(found, str):
