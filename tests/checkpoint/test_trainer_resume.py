@@ -77,7 +77,7 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("batches", "limit"), [(1, 2.3), (4, 1.25)])
+@pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
 def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
     """In the one line that users add: clipping is torch's."""
     options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
