@@ -1,6 +1,6 @@
 """Measures steps of several micro-batches: by layer, one after the other, and torch's in memory.
 
-Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. Bytes are
+Each case trains in a process of its own; those of `seconds` take turns, so that all meet the same machine. Bytes are
 the kernel's counts for the process. Parts: `seconds` compares all three; `bytes` has both types and budgets, and
 clipping; `memory` recomputes blocks, and shows what M micro-batches hold beside one; `trl` (where TRL is installed, as
 in .venv-clients) has SFTTrainer and DPOTrainer take as many examples in few large micro-batches or in many small ones.
@@ -155,7 +155,7 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The same examples in micro-batches of several sizes, each kind in a process of its own, which take turns."""
+    """The same examples in micro-batches of several sizes, each kind in a process of its own, one after the other."""
     works = {
         f"{trainer}, {_EXAMPLES // size} x {size}, {way}": {
             "trainer": trainer, "size": size, "way": way, "length": min(options.lengths),

@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.bits import same_bits
+from support.quantized import in_mxfp4, quantize
 
 import memascend
 import memascend.trainer
@@ -24,14 +25,12 @@ def seeded():
 
 
 def mxfp4(name, tensor):
-    """As gpt-oss has its experts: the matrices transposed, in groups of 32."""
-    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        return {name: tensor}
-    experts, columns, rows = tensor.shape
-    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=seeded())
-    exponents = torch.randint(100, 130, blocks.shape[:-1], dtype=torch.uint8, generator=seeded())
-    exponents[0, 0, 0], exponents[0, 1, 0] = 0, 254
-    return {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+    """With the least and the greatest exponent, too."""
+    stored = in_mxfp4(name, tensor, (100, 130))
+    for part, values in stored.items():
+        if part.endswith("_scales"):
+            values[0, 0, 0], values[0, 1, 0] = 0, 254
+    return stored
 
 
 def fp8(scales_of):
@@ -88,13 +87,7 @@ def quantized(tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         folder = tmp_path / "model"
         model.save_pretrained(folder)
-        (path,) = folder.glob("*.safetensors")
-        tensors = {}
-        for name, tensor in load_file(path).items():
-            tensors |= stored(name, tensor)
-        save_file(tensors, path, metadata={"format": "pt"})
-        described = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(described | {"quantization_config": method}))
+        quantize(folder, stored, method)
         return folder
 
     return made

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, shown, told
+from support.profiled import peak_of
 
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
@@ -62,19 +63,8 @@ def test_torchs_memory_is_what_a_run_allocates(config):
         cpu = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(profile_memory=True, activities=cpu, acc_events=True) as profile:
             model(input_ids=tokens, labels=tokens).loss.backward()
-        # Its timeline has what was there before, which is nothing of ours.
-        held = peak = 0
-        for event in sorted(_allocations(profile), key=lambda event: event[0]):
-            held += event[1]
-            peak = max(peak, held)
-        assert found.peak == pytest.approx(peak, rel=0.1), recomputes
+        assert found.peak == pytest.approx(peak_of(profile), rel=0.1), recomputes
         assert sum(found.held.values()) == found.peak
-
-
-def _allocations(profile):
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
 
 
 def test_logits_and_activations_are_told_apart(config):
@@ -338,7 +328,7 @@ def test_the_proposal_has_the_largest_micro_batch_that_fits(capsys):
     assert proposal["activations"] == "device"
     assert told(capsys, *words, "--tokens", proposal["tokens"])["fits"]
     assert not told(capsys, *words, "--tokens", 2 * proposal["tokens"], status=1)["fits"]
-    turns = told(capsys, *words, *asked, status=None)["one_after_the_other"]
+    turns = told(capsys, *words, *asked, "--one-after-the-other")["step"]
     assert turns["seconds_per_step"] == pytest.approx(proposal["seconds_per_step"])
 
 

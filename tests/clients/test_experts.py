@@ -1,7 +1,8 @@
 """Tests mixtures of experts as users train them: Qwen3's and gpt-oss, by TRL's SFTTrainer and by `memascend train`.
 
 On several threads torch adds up the gradient of an indexed tensor in float32 (the biases of gpt-oss's experts) in any
-order, from some ten thousand elements on; the runs that are compared have one thread.
+order, from some ten thousand elements on; the runs that are compared have one thread. Sizes are multiples of 16, since
+torch's fused AdamW computes the elements beyond them otherwise.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ import pytest
 import torch
 import transformers
 import trl
-from safetensors.torch import load_file, save_file
 from support.bits import same_bits
+from support.quantized import in_mxfp4, quantize
 from support.small_folder import make_tokenizer, write_rows
 
 import memascend.trainer
@@ -83,25 +84,7 @@ def test_sft_has_the_bits_of_the_trainer_in_memory(tmp_path, kind, size, count):
     assert all(same_bits(value, their_values[name]) for name, value in values.items())
 
 
-def quantize(folder):
-    """As gpt-oss is published: the experts of a model in MXFP4."""
-    for path in folder.glob("*.safetensors"):
-        quantize_file(path)
-    described = json.loads((folder / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(described))
-
-
-def quantize_file(path):
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        drawn = torch.Generator().manual_seed(5)
-        tensors[f"{name}_blocks"] = torch.randint(
-            256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=drawn
-        )
-        tensors[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 122, dtype=torch.uint8)
-    save_file(tensors, path, metadata={"format": "pt"})
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def command(folder, name, *, killed_after=None):
@@ -141,7 +124,7 @@ def test_a_quantized_model_larger_than_the_cgroups_memory_trains(tmp_path, cgrou
     model.save_pretrained(tmp_path / "model", max_shard_size="1GB")
     del model
     make_tokenizer().save_pretrained(tmp_path / "model")
-    quantize(tmp_path / "model")
+    quantize(tmp_path / "model", in_mxfp4, MXFP4)
     found = []
     for name, limit in (("limited", (str(cgroup), str(LIMIT))), ("free", ())):
         (tmp_path / name).mkdir()
@@ -156,7 +139,7 @@ def test_a_quantized_model_larger_than_the_cgroups_memory_trains(tmp_path, cgrou
 def test_a_killed_training_goes_on_and_its_model_loads(tmp_path, kind):
     make(kind, tmp_path / "model", torch.bfloat16)
     if kind == "gpt-oss":
-        quantize(tmp_path / "model")
+        quantize(tmp_path / "model", in_mxfp4, MXFP4)
     write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
     command(tmp_path, "whole")
     command(tmp_path, "killed", killed_after=3)

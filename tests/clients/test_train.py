@@ -16,6 +16,7 @@ import transformers
 import trl
 from support.bits import same_bits
 from support.disks import loop, small_ext4  # noqa: F401 - fixtures
+from support.profiled import peak_of
 from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer, write_rows
 
 from memascend.cli import main
@@ -440,12 +441,7 @@ def test_torchs_memory_is_what_the_trainers_loss_allocates(folder, kind):
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(profile_memory=True, activities=cpu, acc_events=True) as profile:
         trainer.compute_loss(trainer.model, inputs).backward()
-    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    assert found.peak == pytest.approx(peak, rel=0.1)
+    assert found.peak == pytest.approx(peak_of(profile), rel=0.1)
 
 
 def test_a_dry_run_takes_8_bits_without_bitsandbytes(folder, capsys, monkeypatch):

@@ -170,7 +170,7 @@ def dequantized(
         ConfigError: they are quantised otherwise.
         CorruptionError: codes have no scales, or scales no codes.
     """
-    kind = getattr(method.get("quant_method"), "value", method.get("quant_method"))
+    kind = method.get("quant_method")
     require_readable(folder, kind)
     whole = _mxfp4(sources) if kind == MXFP4 else _fp8(sources, method)
     for name, source in whole.items():

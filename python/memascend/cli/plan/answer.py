@@ -26,7 +26,7 @@ from memascend.plan.decision import TorchBytes
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Loss, Subject, Trace
@@ -383,7 +383,7 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 
 
 # Steps of more sequences are not proposed: they train otherwise than people expect.
-_PROPOSED_MAX = 256
+_SEQUENCES_MAX = 256
 # By layer is proposed where it takes this part of the time of micro-batches one after the other.
 _MUCH_FASTER = 0.9
 # A larger step is proposed where it is so much faster.
@@ -409,57 +409,42 @@ def propose(question: Question, now: Answer) -> Proposal | None:
         return None
     if question.ranks > 1 or question.options.accumulation_steps > 1:
         return None
-    largest = _largest_micro_batch(question)
-    best: tuple[Question, Answer] | None = None
-    count = 1
-    while count * largest.sequences <= _PROPOSED_MAX:
-        found = _fitting(replace(largest, micro_batches=count).one_after_the_other())
-        if found is None:
-            break
-        if _rate(found[1]) > _FASTER * _rate(best[1] if best else now):
-            best = found
-        if found[1].bound == "compute":
-            break
-        count *= 2
-    examples = best[0].sequences * best[0].micro_batches if best else _PROPOSED_MAX
+    largest = _largest(replace(question, micro_batches=1))
+    counts = _doubled(1, _SEQUENCES_MAX // largest.sequences)
+    best = _best((replace(largest, micro_batches=count).one_after_the_other() for count in counts), now)
+    examples = best[0].sequences * best[0].micro_batches if best else _SEQUENCES_MAX
     layered = _by_layer(question, examples, best[1] if best else now)
     if best is None:
         return None if layered is None else Proposal(question=layered[0], answer=layered[1], by_layer=layered)
     return Proposal(question=best[0], answer=best[1], by_layer=layered)
 
 
-def _largest_micro_batch(question: Question) -> Question:
-    """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
-    fits, powers = 0, 0
-    if question.measured is not None:
-        # Of another micro-batch nothing was measured.
-        return question
-    while question.sequences << (powers + 1) <= _PROPOSED_MAX:
-        powers += 1
-    # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
-    while fits < powers:
-        middle = (fits + powers + 1) // 2
-        if not answer(replace(question, sequences=question.sequences << middle, micro_batches=1)).problems:
-            fits = middle
-        else:
-            powers = middle - 1
-    return replace(question, sequences=question.sequences << fits)
-
-
 def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
     """A step of at most so many examples by layer, where it is much faster than the other; the fewest that are."""
+    counts = _doubled(2, examples // question.sequences)
+    best = _best((replace(question, micro_batches=count) for count in counts), other)
+    return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
+
+
+def _doubled(first: int, most: int) -> Iterator[int]:
+    """A number, and its doubles up to another."""
+    while first <= most:
+        yield first
+        first *= 2
+
+
+def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
+    """The last of some growing steps that is faster than those before; the first that compute bounds ends them."""
     best: tuple[Question, Answer] | None = None
-    count = 2
-    while count * question.sequences <= examples:
-        found = _fitting(replace(question, micro_batches=count))
+    for one in asked:
+        found = _fitting(one)
         if found is None:
             break
-        if _rate(found[1]) > _FASTER * _rate(best[1] if best else other):
+        if _rate(found[1]) > _FASTER * _rate(best[1] if best else than):
             best = found
         if found[1].bound == "compute":
             break
-        count *= 2
-    return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
+    return best
 
 
 def _fitting(question: Question) -> tuple[Question, Answer] | None:
@@ -481,7 +466,6 @@ def _rate(found: Answer) -> float:
 
 
 _LENGTHS = (8192, 2048, 512)
-_BATCH_MAX = 256
 # Without --state: the optimizer's own format, and the formats of fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
@@ -535,21 +519,28 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
                 raise
             # The optimizer does not have this format.
             continue
-        found += [_largest(replace(asked, length=one)) for one in lengths]
+        for one in lengths:
+            largest = _largest(replace(asked, length=one, sequences=1))
+            found.append((largest, answer(largest)))
     return found
 
 
-def _largest(question: Question) -> tuple[Question, Answer]:
-    """The largest batch of its length that fits; if none does, one sequence."""
-    best = replace(question, sequences=1)
-    found = answer(best)
-    while not found.problems and best.sequences < _BATCH_MAX and not isinstance(best.trace, str):
-        larger = replace(best, sequences=2 * best.sequences)
-        its = answer(larger)
-        if its.problems:
-            break
-        best, found = larger, its
-    return best, found
+def _largest(question: Question) -> Question:
+    """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
+    fits, powers = 0, 0
+    if question.measured is not None or isinstance(question.trace, str):
+        # Of another micro-batch nothing is known.
+        return question
+    while question.sequences << (powers + 1) <= _SEQUENCES_MAX:
+        powers += 1
+    # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
+    while fits < powers:
+        middle = (fits + powers + 1) // 2
+        if not answer(replace(question, sequences=question.sequences << middle)).problems:
+            fits = middle
+        else:
+            powers = middle - 1
+    return replace(question, sequences=question.sequences << fits)
 
 
 def described_fit(question: Question, found: Answer) -> dict[str, Any]:

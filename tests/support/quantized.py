@@ -1,0 +1,31 @@
+"""Makes checkpoints quantised, in the layouts that are published."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+__all__ = ["in_mxfp4", "quantize"]
+
+
+def quantize(folder, stored, method):
+    """Write what `stored(name, tensor)` makes of each tensor of a checkpoint; its config says the method."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(path).items():
+            tensors |= stored(name, tensor)
+        save_file(tensors, path, metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"quantization_config": method}))
+
+
+def in_mxfp4(name, tensor, exponents=(122, 123)):
+    """As gpt-oss has its experts: the matrices transposed, in groups of 32; codes and exponents are drawn."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: tensor}
+    experts, columns, rows = tensor.shape
+    groups, drawn = (experts, rows, columns // 32), torch.Generator().manual_seed(7)
+    return {
+        f"{name}_blocks": torch.randint(256, (*groups, 16), dtype=torch.uint8, generator=drawn),
+        f"{name}_scales": torch.randint(*exponents, groups, dtype=torch.uint8, generator=drawn),
+    }
