@@ -306,6 +306,10 @@ bench-gpu: setup ## On a CUDA device: the kernels, and the largest model that th
 	$(BIN)/python -m benchmarks.kernels_gpu | tee benchmarks/results/kernels_gpu.txt
 	$(BIN)/python -m benchmarks.cuda --write benchmarks/results $(GPU)
 
+.PHONY: bench-headline
+bench-headline: setup ## On a CUDA device with 60 GB of disk: README's regime, in eight minutes
+	$(BIN)/python -m benchmarks.cuda --headline --write benchmarks/results $(GPU)
+
 # --- keep ---------------------------------------------------------------------
 
 .PHONY: lock

@@ -387,21 +387,15 @@ class _TrainersWorker:
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
         from datasets import Dataset
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
 
+        from benchmarks.train.cell.systems.trainer import tokenizer
         from benchmarks.train.cell.workload import WORKLOADS, made
 
         self.work = work
         # DPOTrainer reads its reference from the same folder.
         made(WORKLOADS[f"{work['parameters']}-1x128"]).save_pretrained(f"{work['folder']}/model")
         torch.manual_seed(0)
-        pad, end = "<pad>", "<end>"
-        words = [pad, end, *(f"w{number}" for number in range(1000))]
-        tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, pad))
-        tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        fast: Any = PreTrainedTokenizerFast
-        self.tokenizer = fast(tokenizer_object=tokens, pad_token=pad, eos_token=end)
+        self.tokenizer = tokenizer()
 
         def text(count: int) -> str:
             return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
@@ -425,6 +419,7 @@ class _TrainersWorker:
 
         import memascend.trainer
         from benchmarks import counters
+        from benchmarks.train.cell.systems.trainer import substeps
         from memascend.cli import process
 
         begun: list[Any] = []
@@ -434,12 +429,6 @@ class _TrainersWorker:
                 if len(begun) == _WARM_STEPS + 1:
                     process.restart_peak()
                 begun.append((time.perf_counter(), counters.counts()))
-
-        class Substeps(TrainerCallback):
-            """Code of a user that runs between micro-batches: they go one after the other."""
-
-            def on_substep_end(self, *_: Any, **__: Any) -> None:
-                """Do nothing."""
 
         config = getattr(trl, f"{self.work['trainer']}Config")(
             self.work["folder"], per_device_train_batch_size=self.work["size"], max_length=self.work["length"],
@@ -456,7 +445,7 @@ class _TrainersWorker:
         # What it prints would be taken for an answer.
         trainer.remove_callback(PrinterCallback)
         if self.work["way"] == TURNS and self.work["trainer"] == "SFT":
-            trainer.add_callback(Substeps())
+            trainer.add_callback(substeps())
         optimizer: Any = memascend.trainer.offload(trainer, storage=f"{self.work['folder']}/run.store", device="cpu")
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         trainer.train()

@@ -1,11 +1,13 @@
 """Trains the largest model that a disk holds on a GPU, with a tenth of its state in memory; reports time and bytes.
 
     python -m benchmarks.cuda --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
+    python -m benchmarks.cuda --headline --storage /mnt/nvme [--write benchmarks/results]
 
 A Qwen2-shaped model of 24 bytes of store for each parameter is made on "meta", initialised at random and trained in
 bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of what training holds in memory (14 bytes
 for each parameter). The bound is what a step would take if compute, both directions of PCIe and the disk overlapped
-without loss, each measured in the same run. `--device cpu` runs the same code where there is no GPU.
+without loss, each measured in the same run. `--device cpu` runs the same code where there is no GPU. `--headline`
+measures what README predicts, in eight minutes: see `benchmarks.headline`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import memascend
+from benchmarks import headline
 from benchmarks.machine import described
 from benchmarks.train.judge import bound
 from memascend.cli import process
@@ -382,16 +385,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--card", metavar="B", help="let torch have so much of the device alone, as a smaller card has")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (2048; 1024 of --headline)")
     parser.add_argument("--vocabulary", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=4, help="that are measured, after a first one")
     parser.add_argument("--longest", type=int, default=0, metavar="N", help="look for the longest context up to N")
     parser.add_argument("--json", action="store_true", help="print values instead of the table")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write cuda.txt and cuda.json there")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="also write cuda.txt and cuda.json, or headline's, there"
+    )
+    headline.add_arguments(parser.add_argument_group("with --headline, in 60 GB of disk").add_argument)
     options = parser.parse_args(arguments)
+    options.length = options.length or (1024 if options.headline else 2048)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device to measure; --device cpu tries this program without one", file=sys.stderr)
         return 1
+    if options.headline:
+        return headline.run(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-cuda-") as name:
         values = measured(options, Path(name))
     text = shown(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def code_hash(root: Path = _ROOT) -> str:
 
 def commit() -> str:
     """The commit that is checked out, with a plus where files differ from it; "none" outside of a repository."""
+    if shutil.which("git") is None:
+        return "none"
     words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     said = subprocess.run(words, check=False, capture_output=True, text=True)
     return said.stdout.strip() or "none"

@@ -40,10 +40,13 @@ class Launcher:
         storage: a folder on the disk to measure.
         deepspeed: an interpreter that has DeepSpeed; None: the cells of its systems say how to get one.
         seconds: the longest that a cell may take.
+        within: the seconds after which it makes no further step, where it has measured one; None: it makes all.
     """
 
-    def __init__(self, storage: Path, deepspeed: Path | None, *, seconds: float = 1800) -> None:
-        self.storage, self.deepspeed, self.seconds = storage, deepspeed, seconds
+    def __init__(
+        self, storage: Path, deepspeed: Path | None, *, seconds: float = 1800, within: float | None = None
+    ) -> None:
+        self.storage, self.deepspeed, self.seconds, self.within = storage, deepspeed, seconds, within
 
     def run(
         self,
@@ -85,9 +88,11 @@ class Launcher:
                 "storage": folder,
                 "warm": warm,
                 "steps": steps,
+                "until": None if self.within is None else time.time() + self.within,
                 "cgroup": str(group) if group else None,
             }
-            python, environment = Path(sys.executable), {**os.environ, "PYTHONPATH": str(_BENCHMARKS.parent)}
+            found = os.pathsep.join(filter(None, [str(_BENCHMARKS.parent), os.environ.get("PYTHONPATH")]))
+            python, environment = Path(sys.executable), {**os.environ, "PYTHONPATH": found}
             if way.deepspeed and self.deepspeed is not None:
                 package = Path(folder, "package")
                 package.mkdir()

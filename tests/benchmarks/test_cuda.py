@@ -1,10 +1,70 @@
 """Tests the GPU benchmark's counting, without a GPU."""
 
+import argparse
+import json
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import cuda
+from benchmarks import cuda, headline
+from memascend.cli.plan.answer import answer
+from memascend.plan.cost import Drive
+
+DRIVE = Drive(read=2.2e9, write=3.6e9, mixed=3e9)
+
+
+@pytest.mark.parametrize(("gpu", "card"), [("h200", "24GiB"), ("3060", "12GiB")])
+def test_the_headline_fits_the_card_and_the_time(gpu, card):
+    options = argparse.Namespace(model="qwen2.5-1.5b", length=1024, device="cuda", gpu=gpu, card=card)
+    wanted, asked = headline.questions(options, DRIVE)
+    assert wanted == pytest.approx(0.93, abs=0.1)
+    turns, layers = asked[headline.TURNS], asked[headline.LAYERS]
+    assert turns.micro_batches * turns.sequences == layers.micro_batches * layers.sequences
+    assert (turns.by_layer, layers.by_layer) == (False, True)
+    assert turns.options.host_memory == pytest.approx(9.2 * 2**30, rel=0.01)
+    for question in (turns, layers):
+        found = answer(question)
+        assert not found.problems
+        assert found.seconds <= 15
+        assert found.disk_bytes < 60e9
+    cells = headline.cells(headline._workload(options), asked, None, 23 << 30)
+    clips = [cell.work.clip for cell in cells.values() if cell.system.startswith("memascend")]
+    assert clips == [1.0, 1.0, None, None]
+    assert {cell.work.card for cell in cells.values()} == {None, 23 << 30}
+
+
+TOY = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trl", [True, False])
+def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
+    """Computed by the processor: every cell trains the same, and each is written as it ends."""
+    pytest.importorskip("trl")
+    (tmp_path / "config.json").write_text(json.dumps(TOY))
+    if not trl:
+        (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['trl'] = None")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(headline, "TRAINER", "memascend")
+    words = ["--headline", "--device", "cpu", "--model", str(tmp_path), "--length", "16", "--storage", str(tmp_path)]
+    words += ["--cells", "torch", "by layer, clipped", "other, not clipped", "--seconds", "550"]
+    assert cuda.main([*words, "--write", str(tmp_path)]) == 0
+    values = json.loads((tmp_path / "headline.json").read_text())
+    ours = [cell for cell in values["cells"].values() if cell["system"].startswith("memascend")]
+    assert {cell["system"] for cell in ours} == {"memascend-trainer" if trl else "memascend"}
+    assert len(ours) == 2
+    for cell in ours:
+        assert cell["loss_difference"] < 0.01
+        assert cell["planned_seconds"] > 0
+        assert cell["read_per_parameter"] + cell["written_per_parameter"] > 5
+    text = (tmp_path / "headline.txt").read_text()
+    assert ("TRL is not installed" in text) is not trl
 
 
 @pytest.mark.parametrize("parameters", [400_000, 30_000_000, 2_000_000_000])

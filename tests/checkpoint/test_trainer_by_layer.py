@@ -23,7 +23,7 @@ from transformers import (
 
 import memascend.trainer
 from memascend.params.settling import Settling
-from memascend.trainer import Callback
+from memascend.trainer import Callback, by_layer
 
 STEPS, COUNT = 4, 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -256,3 +256,39 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, caplog, monkeypatch, 
     if went:
         # Otherwise they differ by what was read ahead of the next step already.
         assert read < more
+
+
+@pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
+def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, caplog, monkeypatch, allocatable, fits):
+    """On a GPU the first step shows what one needs: 100 bytes, and each further one keeps 30 of them."""
+    monkeypatch.setattr(Settling, "settles", lambda *_: True)
+    allocated, room = iter([10, 40]), by_layer.Room
+    monkeypatch.setattr(by_layer, "Room", lambda _: room(torch.device("cuda")))
+    monkeypatch.setattr(by_layer, "_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(by_layer, "_most_allocated", lambda _: 100)
+    monkeypatch.setattr(by_layer, "_allocatable", lambda _: allocatable)
+    with caplog.at_level(logging.INFO, "memascend"):
+        logs, weights, read, _ = trained(tmp_path, CASES["plain"], layers=True, gradients="ssd")
+    said = [record.getMessage() for record in caplog.records if "one after the other" in record.getMessage()]
+    assert (said == []) if fits else (len(said) == 1 and "no room for the activations of all" in said[0])
+    want, others, more, _ = trained(tmp_path, CASES["plain"], layers=False, gradients="ssd")
+    assert logs == want
+    assert all(same_bits(one, other) for one, other in zip(weights, others, strict=True))
+    assert (read < more) is fits
+
+
+def test_longer_micro_batches_need_more_room(monkeypatch):
+    allocated = iter([10, 40])
+    monkeypatch.setattr(by_layer, "_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(by_layer, "_most_allocated", lambda _: 100)
+    monkeypatch.setattr(by_layer, "_allocatable", lambda _: 1100)
+    room, batch = by_layer.Room(torch.device("cuda")), torch.zeros(2, 3)
+    assert not room.lacks([{"input_ids": batch}] * 100)
+    room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))({"input_ids": batch})
+    # 100 for one, 30 for each of 29 more; nine tenths of what there is.
+    assert not room.lacks([{"input_ids": batch}] * 30)
+    assert room.lacks([{"input_ids": batch}] * 31)
+    # Ten times as long: 10 and ten times 90, and then there is room for one short one.
+    longer = {"input_ids": batch.repeat(10, 1)}
+    assert not room.lacks([longer, {"input_ids": batch}])
+    assert room.lacks([longer, longer])

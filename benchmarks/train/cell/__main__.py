@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import counters
 from benchmarks.train.cell import ANSWER
+from benchmarks.train.cell.record import Record
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
 from memascend.cli import process
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_PARTS = ("forward", "backward", "update")
-
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Train, and measure.
 
-    The order: `workload`, `system`, `settings` over those of the system, `storage`, `warm` and `steps`, and `cgroup`,
-    the folder of the memory cgroup that this process is in, if it is in one of its own.
+    The order: `workload`, `system`, `settings` over those of the system, `storage`, `warm` and `steps`, `until` when
+    (of `time.time()`) the answer has to be there, and `cgroup`, the folder of the memory cgroup that this process is
+    in, if it is in one of its own.
     """
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
     storage = Path(order["storage"])
     module = importlib.import_module(f"benchmarks.train.cell.systems.{way.module}")
     libraries = module.ready()
+    _limit(work)
     taken = counters.MemoryTaken() if work.device != "cpu" else None
     baseline = process.resident()
     began = counters.counts(storage)
@@ -43,7 +43,11 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     process.restart_peak()
     cgroup = Path(order["cgroup"]) if order.get("cgroup") else None
     cgroup_set_up = _restarted_peak(cgroup)
-    trained = _trained(system, work, order, storage)
+    record = Record(order, storage, system.counted)
+    if hasattr(system, "train"):
+        system.train(record)
+    else:
+        _trained(system, work, record)
     answer = {
         "set_up_seconds": set_up["wall"],
         "baseline_bytes": baseline,
@@ -54,64 +58,44 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         "added_bytes": process.resident_peak() - baseline,
         "machine_added_bytes": taken.peak if taken else None,
         "device_peak_bytes": _device_peak(work),
-        **trained,
+        **record.values(work.parameters),
         **system.end(),
     }
     answer["versions"] = {library.__name__.split(".")[0]: _version(library) for library in libraries}
     return answer
 
 
-def _trained(system: System, work: Workload, order: dict[str, Any], storage: Path) -> dict[str, Any]:
-    """Warm steps and measured ones; seconds of each of the latter, means of what is counted over them."""
+def _trained(system: System, work: Workload, record: Record) -> None:
+    """Steps, until they are enough."""
     batches = tokens(work)
-    losses: list[float] = []
-    seconds: dict[str, list[float]] = {"step": [], **{part: [] for part in _PARTS}}
-    between: list[dict[str, float]] = []
-    counted: int | None = None
-    for index in range(order["warm"] + order["steps"]):
-        if index == order["warm"]:
-            counted = system.counted()
-        at = [counters.counts(storage)]
+    while not record.enough:
+        at = [record.now()]
         if len(batches) > 1:
             # Each has its forward and its backward; all of it is told as backward.
             at.append(at[0])
-            loss = system.accumulate(batches)
-            losses.append(float(loss))
+            value = float(system.accumulate(batches))
         else:
             loss = system.forward(batches[0])
-            losses.append(loss.item())
-            at.append(counters.counts(storage))
+            value = loss.item()
+            at.append(record.now())
             # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
-            overflows = work.overflow and index == OVERFLOWING_STEP
+            overflows = work.overflow and record.steps == OVERFLOWING_STEP
             system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
-        at.append(counters.counts(storage))
-        del loss
+            del loss
+        at.append(record.now())
         system.update()
         _synchronize(work)
-        at.append(counters.counts(storage))
-        if not math.isfinite(losses[-1]):
-            raise ValueError(f"the loss of step {index} is {losses[-1]}")
-        if index >= order["warm"]:
-            whole = at[-1].since(at[0])
-            between.append(whole)
-            seconds["step"].append(whole["wall"])
-            for part, first, last in zip(_PARTS, at, at[1:], strict=False):
-                seconds[part].append(last.wall - first.wall)
-    steps = len(between)
-    counted_end = system.counted()
-    mean = {name: sum(counts[name] for counts in between) / max(steps, 1) for name in (between or [{}])[0]}
-    return {
-        "parameters": work.parameters,
-        "losses": losses,
-        "seconds": seconds,
-        "steps": steps,
-        "mean": mean,
-        "read_per_parameter": mean.get("read", 0) / work.parameters,
-        "written_per_parameter": mean.get("written", 0) / work.parameters,
-        "counted_per_parameter": None
-        if counted is None or counted_end is None
-        else (counted_end - counted) / max(steps, 1) / work.parameters,
-    }
+        at.append(record.now())
+        record.add(value, at)
+
+
+def _limit(work: Workload) -> None:
+    """Let torch have as much of the device as the workload says."""
+    if work.device != "cpu" and work.card is not None:
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.device(work.device)).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, work.card / total))
 
 
 def _synchronize(work: Workload) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "LEARNING_RATE",
@@ -26,11 +27,13 @@ OVERFLOWING_STEP = 1
 OVERFLOW_FACTOR = 1e7
 # Where the fp16 loss scale begins, in every system.
 LOSS_SCALE_POWER = 16
+# Tokens whose logits a chunked loss has at once.
+_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what one step of it gets. Shapes are Qwen2's, heads untied."""
+    """A model and what one step of it gets. Shapes are Qwen2's."""
 
     name: str
     layers: int
@@ -39,14 +42,17 @@ class Workload:
     heads: int
     kv_heads: int
     vocabulary: int = 32_000
+    tied: bool = False  # the head to the embeddings
     dtype: str = "bfloat16"
     batch: int = 1
     micro_batches: int = 1
     length: int = 128
     checkpoint: bool = False
+    loss: Literal["full", "chunked"] = "full"  # from the logits of all tokens, or of some at a time
     clip: float | None = None
     overflow: bool = False
     device: str = "cpu"
+    card: int | None = None  # bytes of the device that torch may have; None: all
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -59,7 +65,8 @@ class Workload:
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head
         biases = self.hidden + 2 * self.kv_heads * head
         block = attention + biases + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+        ends = 1 if self.tied else 2
+        return self.layers * block + ends * self.vocabulary * self.hidden + self.hidden
 
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -114,7 +121,7 @@ def configuration(work: Workload) -> Any:
         num_key_value_heads=work.kv_heads,
         vocab_size=work.vocabulary,
         max_position_embeddings=max(4096, work.length),
-        tie_word_embeddings=False,
+        tie_word_embeddings=work.tied,
     )
 
 
@@ -132,12 +139,29 @@ def made(work: Workload) -> Any:
 
 
 def prepared(work: Workload, model: Any) -> Any:
-    """The model in training mode, recomputing its blocks where the workload says so."""
+    """The model in training mode, with the recomputation and the loss that the workload says."""
     model.train()
     model.config.use_cache = False
     if work.checkpoint:
         model.gradient_checkpointing_enable()
+    if work.loss == "chunked":
+        model.forward = types.MethodType(_chunked, model)
     return model
+
+
+def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
+    """A forward whose loss never has the logits of all tokens, neither here nor in the backward."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def summed(hidden: Any, words: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), words, reduction="sum")
+
+    hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1].flatten(0, 1)
+    words = labels[:, 1:].flatten()
+    chunks = zip(hidden.split(_CHUNK_TOKENS), words.split(_CHUNK_TOKENS), strict=True)
+    losses = [checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks]
+    return types.SimpleNamespace(loss=torch.stack(losses).sum() / len(words))
 
 
 def tokens(work: Workload) -> list[Any]:

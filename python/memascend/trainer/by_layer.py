@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_leaves
 
 from memascend.errors import UsageError
 from memascend.session.optimizer import session_of
@@ -39,6 +40,8 @@ _OUTSIDE = frozenset(
 )
 _CALLS = frozenset({"__call__", "__getattr__", "__getattribute__", "__setattr__"})
 _ATTENTION = frozenset({None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"})
+# The part of a GPU's memory that activations of all micro-batches may fill: gaps of the allocator need the rest.
+_FILLED = 0.9
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -107,13 +110,84 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
     yield from (f"a hook of yours is called for the gradient of {name!r}" for name in hooked)
 
 
+class Room:
+    """Whether the activations of all micro-batches of a step fit on the GPU at once.
+
+    A step whose micro-batches go one after the other is measured, and the first one of each start does. Activations
+    grow with the elements of the inputs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Of the measured micro-batch: its elements, and the bytes that its forward leaves to its backward.
+        self._elements, self._kept = 0, 0
+        self._before, self._peak = 0, 0  # bytes before it, and the most until the next step
+
+    def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
+        """A function that computes one micro-batch's loss, and measures the first one."""
+        if self._device.type != "cuda" or self._kept:
+            return step
+
+        def ended(*_: Any) -> None:
+            self._kept = max(1, _allocated(self._device) - self._before)
+
+        def first(inputs: Any) -> Any:
+            if self._kept:
+                return step(inputs)
+            self._before, self._elements = _allocated(self._device), _elements(inputs)
+            # What the head leaves is there for one micro-batch at a time.
+            handle = _without_head(model).register_forward_hook(ended)
+            try:
+                return step(inputs)
+            finally:
+                handle.remove()
+
+        return first
+
+    def lacks(self, samples: Sequence[Any]) -> bool:
+        """Whether these micro-batches need more than there is; never where nothing was measured yet."""
+        if not self._kept:
+            return False
+        self._peak = self._peak or _most_allocated(self._device)
+        sizes = [_elements(inputs) for inputs in samples]
+        largest = max(sizes)
+        alone = self._peak + (self._peak - self._before) * max(0, largest - self._elements) // self._elements
+        others = self._kept * (sum(sizes) - largest) // self._elements
+        return alone + others > _FILLED * _allocatable(self._device)
+
+
+def _without_head(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of a model of transformers or peft that its head follows; of others, all of it."""
+    inner = getattr(model, "base_model", model)
+    return model if inner is model else _without_head(inner)
+
+
+def _elements(inputs: Any) -> int:
+    return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)))
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def _most_allocated(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _allocatable(device: torch.device) -> int:
+    """Bytes that tensors may have in all: what torch has reserved, and what it may still get."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free + torch.cuda.memory_reserved(device), int(allowed))
+
+
 class Steps:
     """Computes the micro-batches of each step; its accelerator's backward is replaced meanwhile.
 
     By layer go only losses, modules and hooks that were tested: `training_step` and `compute_loss` of the Trainer and
     of TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of the user's
-    between micro-batches; no random numbers (dropout). Of all others, the Trainer computes one micro-batch after the
-    other as usual, and the log says why.
+    between micro-batches; no random numbers (dropout); activations that fit on the GPU together. Of all others, the
+    Trainer computes one micro-batch after the other as usual, and the log says why.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -123,6 +197,7 @@ class Steps:
         self._results: list[Any] | None = None
         # The loss of the micro-batch that this thread computes.
         self._local = threading.local()
+        self._room: Room | None = None  # from the first step on
 
     def begin(self, samples: Sequence[Any]) -> None:
         """Begin a step of these micro-batches."""
@@ -149,13 +224,22 @@ class Steps:
         trainer = self._trainer
         reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
         why = next(reasons, None)
+        accumulation = session_of(offloaded_optimizer(trainer.optimizer)).accumulation
+        self._room = self._room or Room(accumulation.device)
+        if why is None and self._room.lacks(self._samples):
+            why = (
+                'the GPU has no room for the activations of all of them: activations="ssd" or "host" takes them off it'
+            )
         if why is not None:
-            session_of(offloaded_optimizer(trainer.optimizer)).accumulation.explain(why)
+            accumulation.explain(why)
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
+        assert self._room is not None
+        measured = self._room.measured(step, self._trainer.model)
+
         def loss_of(inputs: Any) -> tuple[Any, Any]:
-            result = step(inputs)
+            result = measured(inputs)
             return self._local.__dict__.pop("loss"), result
 
         with replaced(self._trainer.accelerator, "backward", self._begun):

@@ -1,5 +1,7 @@
 """Tests that the tests of a GPU begin: what needs no numbers passes on the simulated CUDA, warnings are errors."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -51,3 +53,49 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
     assert done.returncode == 0, done.stdout + done.stderr
     # Three dtypes beside three peers each, one of which torch does not have for bf16.
     assert done.stdout.count("check ") == 8
+
+
+# Operations whose sizes are values of a tensor, as in TRL's loss, and cuDNN need a device that computes.
+WITHOUT_THEM = "import sys, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.modules['trl'] = None"
+
+
+@pytest.mark.timeout(600)
+def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
+    """Cells of ours and torch's take their steps on the device."""
+    shape = {
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": True,
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THEM)
+    environment = build.environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    words = ["--model", str(tmp_path), "--length", "32", "--gpu", "1,24,25", "--card", "2GiB", "--seconds", "550"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cuda", "--headline", "--storage", str(tmp_path), "--write", str(tmp_path),
+         "--cells", "torch", "by layer, clipped", "other, not clipped", *words],
+        env=environment, cwd=build.ROOT, capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "headline.json").read_text())["cells"]
+    ours = {name: cell for name, cell in cells.items() if cell["system"] == "memascend"}
+    assert len(ours) == 2
+    for name, cell in [*ours.items(), ("torch", next(iter(cells.values())))]:
+        assert "error" not in cell, (name, cell)
+        assert cell["steps"] >= 1
+        assert 0 < cell["device_bytes"] < 1 << 30
+
+
+@pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
+def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
+    """What is expected of a step by layer is what it takes; with less room, micro-batches go one after the other."""
+    found = simulated("trainers.step", room=room, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
+    assert found["steps"] == 4
+    assert not found["faults"]
+    assert found["kept"] > 5e6
+    assert len(found["in turn"]) == (0 if fits else 1)
+    if fits:
+        assert 0.85 * found["needed"] < found["peak"] < 1.02 * found["needed"]
+    else:
+        assert found["peak"] < found["needed"] - 2 * found["kept"]

@@ -13,7 +13,10 @@ __all__ = ["SYSTEMS", "System", "Way"]
 
 
 class System(Protocol):
-    """A model that trains, whoever makes it do so."""
+    """A model that trains, whoever makes it do so.
+
+    One with a loop of its own has `train(record)`, which adds its steps to a `Record`, instead of the first four.
+    """
 
     def forward(self, tokens: Any) -> Any:
         """The loss of a batch."""
@@ -52,6 +55,7 @@ SYSTEMS = {
     "memascend-held-60": Way("ours", {"held": 60}, "60 % of the parameters held in memory, the rest on SSD"),
     "memascend-held": Way("ours", {"held": 100}, "all held in memory, a log of gradients on SSD"),
     "memascend-held-none": Way("ours", {"held": 100, "durability": "none"}, "all held in memory, written at the end"),
+    "memascend-trainer": Way("trainer", {}, "everything on SSD, the default budget, by TRL's SFTTrainer"),
     "torch": Way("in_ram", {}, "in memory: fp32 masters, fused AdamW"),
     "fsdp2-offload": Way("fsdp2", {}, "torch's FSDP2 with CPU offload, on one rank: fp32 masters, fused AdamW"),
     "zero-infinity": Way(

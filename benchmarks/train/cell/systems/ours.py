@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.cell.systems import in_ram
 from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import ModuleType
 
     from memascend.session.optimizer import OffloadedOptimizer
 
-__all__ = ["Ours", "begin", "held_budget", "ready", "smallest_budget"]
+__all__ = ["Ours", "begin", "checkpoint", "ended", "held_budget", "moved", "ready", "smallest_budget", "write"]
 
 
 def ready() -> list[ModuleType]:
@@ -31,7 +31,8 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
     smallest; `held`: a budget by the percentage of the parameters that are held; `lean`: the model is made on "meta"
     and its values in the store, so that it is never in memory as a whole; `weights`: likewise, with the values of
-    `made()`, which another process has written into a checkpoint; `state`, `durability`: as of `offload()`.
+    `made()` from this folder, or (True) from one that another process writes; `turns`: micro-batches go one after the
+    other, not by layer; `state`, `durability`, `activations`: as of `offload()`.
     """
     import torch
     import transformers
@@ -47,17 +48,13 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace", "device": work.device}
     if settings.get("weights"):
-        options["weights"] = storage / "values"
-        # As a checkpoint comes to a user: this process never held its values.
-        writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, options["weights"]))
-        writer.start()
-        writer.join()
+        options["weights"] = checkpoint(work, settings, storage)
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
         # Where the dynamic scale begins is no option of ours; both begin at 2^16.
         assert LOSS_SCALE_POWER == 16
-    options |= {name: settings[name] for name in ("state", "durability") if name in settings}
+    options |= {name: settings[name] for name in ("state", "durability", "activations") if name in settings}
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
     if isinstance(budget, str) and budget.endswith("x"):
         budget = int(smallest_budget(model, optimizer, options) * float(budget.removesuffix("x")))
@@ -66,11 +63,26 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if budget is not None:
         options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
-    return Ours(model, offloaded, scaled=work.dtype == "float16")
+    return Ours(model, offloaded, scaled=work.dtype == "float16", by_layer=not settings.get("turns"))
+
+
+def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
+    """The folder of the model's values that settings name, or a new one."""
+    if isinstance(settings.get("weights"), str):
+        return Path(settings["weights"])
+    folder = storage / "values"
+    write(work, folder)
+    return folder
+
+
+def write(work: Workload, folder: Path) -> None:
+    """The values of every system's model, as a folder of the hub has them: this process never holds them."""
+    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
+    writer.start()
+    writer.join()
 
 
 def _write(work: Workload, folder: Path) -> None:
-    """The values of every system's model, as a folder of the hub has them."""
     made(work).save_pretrained(folder)
 
 
@@ -99,8 +111,8 @@ def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: in
 class Ours:
     """The usual loop, its optimizer offloaded."""
 
-    def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool) -> None:
-        self.model, self.optimizer, self.scaled = model, optimizer, scaled
+    def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, by_layer: bool) -> None:
+        self.model, self.optimizer, self.scaled, self.by_layer = model, optimizer, scaled, by_layer
 
     def forward(self, tokens: Any) -> Any:
         """The loss of a batch."""
@@ -125,20 +137,30 @@ class Ours:
 
     def counted(self) -> int | None:
         """By the report."""
-        report = self.optimizer.report().to_dict()
-        return int(sum(report["read"].values()) + sum(report["written"].values()))
+        return moved(self.optimizer)
 
     def end(self) -> dict[str, Any]:
         """Report and plan, and the store closed."""
-        plan = self.optimizer.plan
-        said = {
-            "report": self.optimizer.report().to_dict(),
-            "plan": {
-                "host_peak": plan.host_peak,
-                "host": plan.host,
-                "read": plan.read_bytes,
-                "written": plan.written_bytes,
-            },
-        }
-        self.optimizer.close()
-        return said
+        return ended(self.optimizer)
+
+
+def moved(optimizer: OffloadedOptimizer) -> int:
+    """Bytes that it has read and written, by its report."""
+    report = optimizer.report().to_dict()
+    return int(sum(report["read"].values()) + sum(report["written"].values()))
+
+
+def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """Its report and its plan; it is closed."""
+    plan = optimizer.plan
+    said = {
+        "report": optimizer.report().to_dict(),
+        "plan": {
+            "host_peak": plan.host_peak,
+            "host": plan.host,
+            "read": plan.read_bytes,
+            "written": plan.written_bytes,
+        },
+    }
+    optimizer.close()
+    return said

@@ -1,0 +1,403 @@
+"""Measures the README's regime on a CUDA machine: a model whose state is far larger than card and RAM, large batches.
+
+A Qwen2.5 1.5B in bf16 with 24 GiB of the card, and host memory in the proportion of an 8 B model's 48 GiB. A step has
+as many tokens as bring planned computation beside the drive near to that of an 8 B model on an RTX 4090, in the largest
+micro-batches that fit; steps longer than `_LONGEST` are avoided. Every cell is a process of its own, and none begins
+or goes on after the time that there is; torch has the whole card, all others what `--card` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.machine import described
+from benchmarks.peers import environment
+from benchmarks.train.cell.systems import ours
+from benchmarks.train.cell.workload import Workload
+from benchmarks.train.code import commit
+from benchmarks.train.judge import loss_difference
+from benchmarks.train.launch import Launcher
+from memascend.cli import plan as planning
+from memascend.cli.plan.answer import answer, disk_seconds
+from memascend.cli.plan.machine import REACHED, drive_at, gpu_here, parse_gpu
+from memascend.cli.plan.shapes import shape_named
+from memascend.errors import BudgetError
+from memascend.plan.options import parse_bytes
+from memascend.text import bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend.cli.plan.answer import Answer, Question
+    from memascend.plan.cost import Drive
+
+# The row of README whose proportions are taken: host memory beside parameters, computation beside the drive.
+_ROW = "llama-8b --gpu 4090 --drive 5,4 --host-memory 48GiB --length 1024 --tokens 32768 --accumulation-steps 2"
+_CLIPPED = "--one-after-the-other --max-grad-norm 1"
+# Seconds of the longest planned step: four cells with their set-up are to end within eight minutes.
+_LONGEST = 15.0
+# The part of the card that a step may fill by its plan: gaps between torch's tensors need the rest.
+_PART = 0.92
+# Sequences of a micro-batch that are tried, and micro-batches of a step.
+_SEQUENCES = (1, 2, 4, *range(8, 257, 8))
+_MICRO_BATCHES = range(2, 33)
+# What trains; without TRL a loop, with a loss that makes no logits of all tokens either.
+TRAINER = "memascend-trainer" if importlib.util.find_spec("trl") else "memascend"
+# Of cells of ours: the first ones fill the RAM tier and find out whether steps are clipped.
+_WARM, _STEPS = 2, 4
+# Seconds that a cell needs at least: to import, to fill the store, for a step.
+_LEAST = 30.0
+TORCH, TURNS, LAYERS = "torch, in the card's memory", "one after the other", "by layer"
+
+
+# --- what is chosen ----------------------------------------------------------------------------
+
+
+def _asked(words: str) -> Question:
+    parser = argparse.ArgumentParser()
+    planning.add_arguments(parser)
+    return planning.ask(parser.parse_args(words.split()))
+
+
+def _balance(question: Question, found: Answer) -> float:
+    """Seconds of computation for each of the drive."""
+    computed = sum(phase.parts["compute"] for phase in found.phases or () if "compute" in phase.parts)
+    return computed / (disk_seconds(question, found) or math.nan)
+
+
+def questions(options: argparse.Namespace, drive: Drive | None) -> tuple[float, dict[str, Question]]:
+    """The balance of the README's row, and the step of each way: clipped, one after the other and by layer."""
+    row = _asked(f"{_ROW} {_CLIPPED}")
+    wanted = _balance(row, answer(row))
+    words = f"{options.model} --drive gen4 --length {options.length} --tokens {options.length} {_CLIPPED}"
+    base = _asked(f"{words} {_computes(options)}")
+    share = parse_bytes("48GiB") * base.subject.parameters // row.subject.parameters
+    base = _affordable(replace(base, drive=drive, drive_assumed=False), share)
+    largest = max((size for size in _SEQUENCES if not answer(_of(base, size, 2)).problems), default=1)
+    steps = [_of(base, size, 2) for size in _SEQUENCES if size < largest]
+    steps += [_of(base, largest, count) for count in _MICRO_BATCHES]
+    nearest = sorted(steps, key=lambda step: abs(math.log(_balance(step, answer(step)) / wanted)))
+    short: tuple[float, dict[str, Question]] | None = None
+    for step in nearest:
+        layers = _by_layer(step)
+        if layers is None:
+            continue
+        in_turn, layered = (answer(way).seconds or math.inf for way in (step, layers))
+        if short is None or max(in_turn, layered) < short[0]:
+            short = max(in_turn, layered), {TURNS: step, LAYERS: layers}
+        # By layer is for those who are faster that way.
+        if layered <= in_turn <= _LONGEST:
+            return wanted, {TURNS: step, LAYERS: layers}
+    if short is None:
+        raise SystemExit(f"no step of {options.model} by layer fits: give a larger --card")
+    return wanted, short[1]
+
+
+def _computes(options: argparse.Namespace) -> str:
+    """What computes, in words of `memascend plan`: this GPU, with the memory that a step may fill."""
+    if options.device == "cpu":
+        return "--device cpu"
+    gpu = parse_gpu(options.gpu) if options.gpu else gpu_here()
+    if gpu is None:
+        raise SystemExit("the figures of this GPU are not known: --gpu TFLOPS,GB,PCIE_GB_S gives them")
+    return f"--gpu {gpu.tflops},{_PART * _card(options) / 1e9},{gpu.link / 1e9}"
+
+
+def _card(options: argparse.Namespace) -> int:
+    return parse_bytes(options.card or "24GiB", "--card")
+
+
+def _affordable(question: Question, budget: int) -> Question:
+    """With this budget, or with the smallest one that works."""
+
+    def told(nbytes: int) -> Question:
+        return replace(question, options=replace(question.options, host_memory=nbytes))
+
+    try:
+        answer(told(budget))
+    except BudgetError as error:
+        return told(error.smallest)
+    return told(budget)
+
+
+def _of(question: Question, sequences: int, count: int) -> Question:
+    return replace(question, sequences=sequences, micro_batches=count).one_after_the_other()
+
+
+def _by_layer(turns: Question) -> Question | None:
+    """As many sequences a step: the fastest that fits, in the largest micro-batches of those that are as fast."""
+    asked: list[tuple[float, Question]] = []
+    for count in (turns.micro_batches << power for power in range(8)):
+        sequences, rest = divmod(turns.micro_batches * turns.sequences, count)
+        for activations in ("device", "ssd") if sequences and not rest else ():
+            options = replace(turns.options, accumulation_steps=1, activations=activations)
+            one = replace(turns, sequences=sequences, micro_batches=count, options=options)
+            # The budget may not do for activations in files.
+            with contextlib.suppress(BudgetError):
+                found = answer(one)
+                if not found.problems and found.seconds is not None:
+                    asked.append((found.seconds, one))
+    fastest = min((seconds for seconds, _ in asked), default=0.0)
+    return next((one for seconds, one in asked if seconds <= 1.02 * fastest), None)
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    """The shape, from the name or the config that `memascend plan` takes."""
+    path = Path(options.model)
+    known = shape_named(path)
+    config = known[1] if known else json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if config["model_type"] != "qwen2":
+        raise SystemExit("--model is one of Qwen2's shapes")
+    return Workload(
+        name=known[0] if known else path.name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        vocabulary=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+        length=options.length,
+        checkpoint=True,
+        loss="chunked",
+        device=options.device,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What trains, and what `memascend plan` says of it."""
+
+    system: str
+    work: Workload
+    question: Question
+    settings: dict[str, Any] = field(default_factory=dict)
+    warm: int = _WARM
+
+
+def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | None) -> dict[str, Cell]:
+    """All cells, in the order in which they are worth the time; `values` is the folder of a checkpoint."""
+    turns = asked[TURNS]
+    step = replace(work, batch=turns.sequences, micro_batches=turns.micro_batches)
+    found = {TORCH: Cell(system="torch", work=step, question=turns, warm=1)}
+    for clip in (1.0, None):
+        for way, clipped in asked.items():
+            question = replace(clipped, options=replace(clipped.options, max_grad_norm=clip))
+            found[f"{way}, {'clipped' if clip else 'not clipped'}"] = Cell(
+                system=TRAINER,
+                work=replace(
+                    work, batch=question.sequences, micro_batches=question.micro_batches, clip=clip, card=card
+                ),
+                question=question,
+                settings={
+                    "weights": str(values),
+                    "turns": way == TURNS,
+                    "host_memory": question.options.host_memory,
+                    "activations": question.options.activations,
+                },
+            )
+    limited = replace(step, clip=1.0, card=card)
+    for name in ("zero-infinity-pipelined", "zero-offload"):
+        found[f"{name}, clipped"] = Cell(system=name, work=limited, question=turns, warm=1)
+    return found
+
+
+# --- what is measured --------------------------------------------------------------------------
+
+
+def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All figures; `tell` gets those that there are after each cell."""
+    until = time.monotonic() + options.seconds
+    work = _workload(options)
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
+        folder = Path(name)
+        drive, speeds = drive_at([folder])
+        wanted, asked = questions(options, drive)
+        card = None if options.device == "cpu" else parse_gpu(f"1,{_card(options) / 1e9},1").usable
+        chosen = cells(work, asked, folder / "values", card)
+        if options.cells:
+            chosen = {one: cell for one, cell in chosen.items() if any(word in one for word in options.cells)}
+        values: dict[str, Any] = {
+            "machine": {**described(), "commit": commit(), "device": options.device},
+            "model": work.name,
+            "parameters": work.parameters,
+            "host_memory": asked[TURNS].options.host_memory,
+            "card": card,
+            "gb_per_second": speeds,
+            "balance": {"of the row in README": wanted, "here": _balance(asked[TURNS], answer(asked[TURNS]))},
+            "cells": {},
+        }
+        ours.write(work, folder / "values")
+        for index, (one, cell) in enumerate(chosen.items()):
+            left = until - time.monotonic()
+            found = values["cells"][one] = {"system": cell.system, "error": "no time was left"}
+            if left > _LEAST:
+                launcher = Launcher(
+                    folder, environment.found(options.deepspeed), seconds=left, within=left / (len(chosen) - index)
+                )
+                taken = launcher.run(cell.work, cell.system, steps=_STEPS, warm=cell.warm, settings=cell.settings)
+                found = values["cells"][one] = _figures(cell, taken, values["cells"].get(TORCH, {}))
+            print(f"{one}: {found.get('error') or seconds_shown(found['seconds'])}", file=sys.stderr, flush=True)
+            tell(values)
+    return values
+
+
+def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
+    """What a cell took, beside what was planned and beside torch's cell."""
+    question, work = cell.question, cell.work
+    about = {"system": cell.system, "step": f"{work.micro_batches} x {work.batch} x {work.length}"}
+    if "error" in taken:
+        return {**about, **taken}
+    seconds = statistics.median(taken["seconds"]["step"])
+    tokens = work.micro_batches * work.batch * work.length
+    assert not isinstance(question.trace, str)
+    flops = work.micro_batches * (question.trace.forward + question.trace.backward)
+    found = {
+        **about,
+        "seconds": seconds,
+        "spread": [min(taken["seconds"]["step"]), max(taken["seconds"]["step"])],
+        "steps": taken["steps"],
+        "losses": taken["losses"],
+        "tokens_per_second": tokens / seconds,
+        "flops": flops / seconds,
+        "of_peak": flops / seconds / _peak(question),
+        "device_bytes": taken["device_peak_bytes"],
+        "host_bytes": taken["peak_bytes"],
+        "host_set_up_bytes": taken["set_up_peak_bytes"],
+        "set_up_seconds": taken["set_up_seconds"],
+        "read_per_parameter": taken["read_per_parameter"],
+        "written_per_parameter": taken["written_per_parameter"],
+        "versions": taken["versions"],
+        "report": taken.get("report"),
+    }
+    if "losses" in torch:
+        found["loss_difference"] = loss_difference(taken["losses"], torch["losses"])
+    return found | _planned(cell, torch.get("of_peak"))
+
+
+def _peak(question: Question) -> float:
+    """Operations a second of what computes."""
+    return (question.gpu.flops / REACHED) if question.gpu is not None else question.processor or math.nan
+
+
+def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
+    """What `memascend plan` says of a cell of ours, and what it would say if torch's part of the peak were assumed."""
+    question = cell.question
+    if not cell.system.startswith("memascend"):
+        return {}
+    said = answer(question)
+    written, read = said.written, sum(said.plan.read_bytes.values()) + question.stored(said.plan)
+    found = {
+        "planned_seconds": said.seconds,
+        "planned_device_bytes": said.device_bytes or None,
+        "planned_host_bytes": said.host_bytes,
+        "planned_read_per_parameter": read / cell.work.parameters,
+        "planned_written_per_parameter": written / cell.work.parameters,
+    }
+    if reached and question.gpu is not None:
+        gpu = replace(question.gpu, tflops=question.gpu.tflops * reached / REACHED)
+        found["planned_seconds_as_torch"] = answer(replace(question, gpu=gpu)).seconds
+    return found
+
+
+# --- what is printed ----------------------------------------------------------------------------
+
+
+def shown(values: dict[str, Any]) -> str:
+    """The figures as a table."""
+    balance = values["balance"]
+    speeds = ", ".join(f"{name} {speed:.2f}" for name, speed in values["gb_per_second"].items())
+    about = [
+        *(f"{name}: {value}" for name, value in values["machine"].items()),
+        f"{values['model']}: {values['parameters']:,} parameters in bf16",
+        f"host_memory: {bytes_shown(values['host_memory'])}",
+        f"of the card for torch: {'none' if values['card'] is None else bytes_shown(values['card'])}",
+        f"the drive, GB/s: {speeds}",
+        f"seconds of computation for each of the drive: {balance['here']:.2f}",
+        f"of README's row: {balance['of the row in README']:.2f}",
+    ]
+    columns = ("a step", "sequences", "tokens/s", "s", "spread", "planned s", "as torch computes", "of peak",
+               "GPU GiB (planned)", "host GiB (planned)", "B/param read + written (planned)", "losses")  # fmt: skip
+    rows = [_row(name, cell) for name, cell in values["cells"].items()]
+    notes = [
+        "of peak: with the operations of recomputation. planned s: with half of the peak. as torch computes: with",
+        "torch's part of the peak. losses: the largest difference from torch's",
+    ]
+    if not any(cell["system"] == "memascend-trainer" for cell in values["cells"].values()):
+        notes.append(
+            "TRL is not installed: memascend trained in a loop, with a loss that makes no logits of all tokens"
+        )
+    return "\n".join([*about, "", table(columns, rows), "", *notes])
+
+
+def _row(name: str, cell: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in cell:
+        return (name, cell.get("step", ""), cell["error"].splitlines()[0][:40], *[""] * 9)
+    difference = cell.get("loss_difference")
+    return (
+        name,
+        cell["step"],
+        f"{cell['tokens_per_second']:,.0f}",
+        f"{cell['seconds']:.2f}",
+        f"{cell['spread'][0]:.2f}..{cell['spread'][1]:.2f}",
+        _figure(cell.get("planned_seconds")),
+        _figure(cell.get("planned_seconds_as_torch")),
+        f"{cell['of_peak']:.0%}",
+        _gib(cell, "device_bytes"),
+        _gib(cell, "host_bytes"),
+        f"{_moved(cell, '')} ({_moved(cell, 'planned_')})",
+        f"{difference:.2%}" if difference is not None and math.isfinite(difference) else "",
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _gib(cell: dict[str, Any], name: str) -> str:
+    found = [cell.get(key) for key in (name, f"planned_{name}")]
+    measured, planned = ("-" if value is None else f"{value / 2**30:.1f}" for value in found)
+    return f"{measured} ({planned})"
+
+
+def _moved(cell: dict[str, Any], prefix: str) -> str:
+    ways = [cell.get(f"{prefix}{way}_per_parameter") for way in ("read", "written")]
+    return " + ".join("-" if way is None else f"{way:.1f}" for way in ways)
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """Declare the options that `benchmarks.cuda` does not have by itself."""
+    add("--headline", action="store_true", help="measure a 1.5 B model in the regime of README's table instead")
+    add("--model", default="qwen2.5-1.5b", help="a shape of Qwen2, by its name or config.json (%(default)s)")
+    add("--gpu", metavar="TFLOPS,GB,PCIE_GB_S", help="figures of the GPU (default: those that plan knows)")
+    add("--seconds", type=float, default=480.0, help="that all cells together may take (%(default).0f)")
+    add("--cells", nargs="+", metavar="WORD", help="those alone whose name has one of these words")
+    add("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; the figures are written after each cell."""
+
+    def tell(values: dict[str, Any]) -> None:
+        if options.write:
+            options.write.mkdir(parents=True, exist_ok=True)
+            (options.write / "headline.json").write_text(json.dumps(values, indent=1) + "\n")
+            (options.write / "headline.txt").write_text(shown(values) + "\n")
+
+    # Of several cards, the first one: a Trainer would take them all.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    values = measured(options, tell)
+    print(json.dumps(values, indent=1) if options.json else shown(values))
+    return int(all("error" in cell for cell in values["cells"].values()))

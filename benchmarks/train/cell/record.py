@@ -1,0 +1,81 @@
+"""Keeps what the steps of a cell took, and says when they are enough."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+__all__ = ["Record"]
+
+_PARTS = ("forward", "backward", "update")
+# Steps, of the time left, that the end of a cell may take.
+_END_STEPS = 2
+
+
+class Record:
+    """The steps of a cell.
+
+    Attributes:
+        steps: so many were made.
+    """
+
+    def __init__(self, order: dict[str, Any], storage: Path, counted: Callable[[], int | None]) -> None:
+        """For an order of a cell; `counted` has the bytes moved so far by the system's own account, if it keeps one."""
+        self.steps = 0
+        self._counted = counted
+        self._first = self._last = counted()
+        self._storage, self._warm, self._most = storage, order["warm"], order["warm"] + order["steps"]
+        self._until: float = order.get("until") or math.inf
+        self._losses: list[float] = []
+        self._seconds: dict[str, list[float]] = {"step": [], **{part: [] for part in _PARTS}}
+        self._between: list[dict[str, float]] = []
+
+    def now(self) -> counters.Counts:
+        """The counters at this moment."""
+        return counters.counts(self._storage)
+
+    @property
+    def enough(self) -> bool:
+        """Whether all steps were made, or another one might come too late; one is measured at least."""
+        if self.steps >= self._most:
+            return True
+        last = self._seconds["step"][-1] if self._between else 0.0
+        return bool(self._between) and time.time() + (1 + _END_STEPS) * last > self._until
+
+    def add(self, loss: float, at: Sequence[counters.Counts]) -> None:
+        """A step, with the counters before it, after it, and between its parts if they are known."""
+        self._losses.append(loss)
+        if self.steps >= self._warm:
+            whole = at[-1].since(at[0])
+            self._between.append(whole)
+            self._seconds["step"].append(whole["wall"])
+            for part, first, last in zip(_PARTS, at, at[1:], strict=False):
+                self._seconds[part].append(last.wall - first.wall)
+        self.steps += 1
+        self._last = self._counted()
+        if self.steps <= self._warm:
+            self._first = self._last
+
+    def values(self, parameters: int) -> dict[str, Any]:
+        """What the measured steps took: seconds of each, means of what is counted."""
+        steps = len(self._between)
+        known = (self._between or [{}])[0]
+        mean = {name: sum(counts[name] for counts in self._between) / steps for name in known}
+        moved = None if self._first is None or self._last is None else self._last - self._first
+        return {
+            "parameters": parameters,
+            "losses": self._losses,
+            "seconds": self._seconds,
+            "steps": steps,
+            "mean": mean,
+            "read_per_parameter": mean.get("read", 0) / parameters,
+            "written_per_parameter": mean.get("written", 0) / parameters,
+            "counted_per_parameter": None if moved is None else moved / max(steps, 1) / parameters,
+        }

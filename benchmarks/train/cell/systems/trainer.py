@@ -1,0 +1,123 @@
+"""Trains with memascend by TRL's SFTTrainer: the model is loaded from a checkpoint, the examples are tokens already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.train.cell.systems import ours
+from benchmarks.train.cell.workload import LEARNING_RATE, Workload, tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+    from benchmarks.train.cell.record import Record
+
+__all__ = ["Trainer", "begin", "ready", "substeps", "tokenizer"]
+
+
+def ready() -> list[ModuleType]:
+    """Import what a user imports."""
+    import trl
+
+    import memascend.trainer
+
+    # TRL loads a Trainer's code when it is first asked for it.
+    trl.SFTTrainer  # noqa: B018
+    return [*ours.ready(), trl, memascend.trainer]
+
+
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
+    """The Trainer, offloaded; settings are those of `ours.begin` that name `weights`, `turns` and options."""
+    import trl
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    import memascend.trainer
+
+    folder = ours.checkpoint(work, settings, storage)
+    rows = [row.tolist() for batch in tokens(work) for row in batch]
+    config = trl.SFTConfig(
+        str(storage / "output"), per_device_train_batch_size=work.batch, max_length=work.length,
+        gradient_accumulation_steps=work.micro_batches, max_steps=1 << 20, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=work.clip or 0.0,
+        gradient_checkpointing=work.checkpoint, logging_steps=1, report_to="none", save_strategy="no",
+        disable_tqdm=True, use_cpu=work.device == "cpu", bf16=False, model_init_kwargs={"dtype": work.dtype},
+    )  # fmt: skip
+    with memascend.trainer.loading():
+        trainer = trl.SFTTrainer(
+            str(folder), args=config, train_dataset=Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+    # What it prints would be taken for an answer.
+    trainer.remove_callback(PrinterCallback)
+    options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
+    optimizer = memascend.trainer.offload(
+        trainer, storage=storage / "memascend.store", existing="replace", device=work.device, **options
+    )
+    return Trainer(trainer, optimizer, turns=bool(settings.get("turns")))
+
+
+def tokenizer() -> Any:
+    """A tokenizer of some thousand words, w0 and further, with those for padding and for the end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, end = "<pad>", "<end>"
+    words = [pad, end, *(f"w{number}" for number in range(1000))]
+    found = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, pad))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=found, pad_token=pad, eos_token=end)
+
+
+class Trainer:
+    """The Trainer's own loop."""
+
+    def __init__(self, trainer: Any, optimizer: Any, *, turns: bool) -> None:
+        self.trainer, self.optimizer = trainer, optimizer
+        if turns:
+            trainer.add_callback(substeps())
+
+    def train(self, record: Record) -> None:
+        """Steps, until they are enough."""
+        self.trainer.add_callback(_clock(record))
+        self.trainer.train()
+
+    def counted(self) -> int | None:
+        """By the report."""
+        return ours.moved(self.optimizer)
+
+    def end(self) -> dict[str, Any]:
+        """Report and plan, and the store closed."""
+        return ours.ended(self.optimizer)
+
+
+def _clock(record: Record) -> Any:
+    """Tells a record of each step: from one log to the next, as its loss is known then."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.last = record.now()
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - named by it
+            if "loss" not in kwargs["logs"]:
+                return
+            now = record.now()
+            record.add(float(kwargs["logs"]["loss"]), [self.last, now])
+            self.last = now
+            control.should_training_stop = record.enough
+
+    return Clock()
+
+
+def substeps() -> Any:
+    """Code of a user that runs between micro-batches: they go one after the other."""
+    from transformers import TrainerCallback
+
+    class Substeps(TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            """Do nothing."""
+
+    return Substeps()
