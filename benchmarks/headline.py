@@ -57,6 +57,8 @@ _MICRO_BATCHES = range(2, 33)
 TRAINER = "memascend-trainer" if importlib.util.find_spec("trl") else "memascend"
 # Of cells of ours: the first ones fill the RAM tier and find out whether steps are clipped.
 _WARM, _STEPS = 2, 4
+# Of DeepSpeed: as many as every model needed for which the fewest were looked for.
+_STATE_BUFFERS = 12
 # Seconds that a cell needs at least: to import, to fill the store, for a step.
 _LEAST = 30.0
 TORCH, TURNS, LAYERS = "torch, in the card's memory", "one after the other", "by layer"
@@ -209,8 +211,8 @@ def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | 
                 },
             )
     limited = replace(step, clip=1.0, card=card)
-    for name in ("zero-infinity-pipelined", "zero-offload"):
-        found[f"{name}, clipped"] = Cell(system=name, work=limited, question=turns, warm=1)
+    for name, settings in (("zero-infinity-pipelined", {"state_buffers": _STATE_BUFFERS}), ("zero-offload", {})):
+        found[f"{name}, clipped"] = Cell(system=name, work=limited, question=turns, settings=settings, warm=1)
     return found
 
 
@@ -298,13 +300,12 @@ def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
     if not cell.system.startswith("memascend"):
         return {}
     said = answer(question)
-    written, read = said.written, sum(said.plan.read_bytes.values()) + question.stored(said.plan)
     found = {
         "planned_seconds": said.seconds,
         "planned_device_bytes": said.device_bytes or None,
         "planned_host_bytes": said.host_bytes,
-        "planned_read_per_parameter": read / cell.work.parameters,
-        "planned_written_per_parameter": written / cell.work.parameters,
+        "planned_read_per_parameter": said.read / cell.work.parameters,
+        "planned_written_per_parameter": said.written / cell.work.parameters,
     }
     if reached and question.gpu is not None:
         gpu = replace(question.gpu, tflops=question.gpu.tflops * reached / REACHED)

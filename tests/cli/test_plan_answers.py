@@ -93,12 +93,18 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds both, and by layer it moves what one micro-batch does; unclipped updates begin early in both.
+    # The disk bounds both, and by layer it moves what one micro-batch does; in turn, updates wait for the sums.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
-    assert turns["updates"] == "early"
+    assert (four["step"]["updates"], turns["updates"]) == ("fused", "next forward")
     assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
+    # In turn, each further one reads values and sums of gradients, and writes the sums: 2 bytes each of what streams.
+    clipped = (*MACHINE, "--tokens", 256, "--max-grad-norm", 1, "--one-after-the-other")
+    moved = [told(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
+    sums = moved[0]["plan"]["written_bytes"]["gradients"]
+    assert moved[1]["written_bytes_per_step"] - moved[0]["written_bytes_per_step"] == 3 * sums
+    assert moved[1]["read_bytes_per_step"] - moved[0]["read_bytes_per_step"] >= 3 * 2 * sums
     # Each keeps the input of each block, of which the first micro-batch's are counted already.
     kept = traced(config, 1, 256, "chunked").kept
     assert kept >= LAYERS * 256 * HIDDEN * 2

@@ -15,6 +15,7 @@ from torch import nn
 import memascend
 from memascend import memory
 from memascend.params.settling import Settling
+from memascend.plan.cost import repeated
 
 STEPS = [1, 2, 3]
 
@@ -152,3 +153,31 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
     assert moved <= planned * 1.02
     if limit is not None:
         assert moved <= limit
+
+
+@pytest.mark.parametrize(("way", "budget"), [("next forward", None), ("next backward", "64MiB")])
+def test_bytes_of_micro_batches_one_after_the_other(disk, monkeypatch, way, budget):
+    """Each reads the values and the sums of gradients again, and writes the sums."""
+    monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (way == "next backward"))
+    count = 3
+    model = blocks(width=256, count=16, dtype=torch.bfloat16)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = offloaded(disk, model, gradients="auto", max_grad_norm=0.01, host_memory=budget)
+    generator = torch.Generator().manual_seed(0)
+    with contextlib.closing(optimizer):
+        for step in range(5):
+            if step == 2:
+                let_fetches_end(optimizer)
+                before = optimizer._session.run.resources.store.counters()
+            for _ in range(count):
+                model(torch.randn(4, 16, generator=generator).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        let_fetches_end(optimizer)
+        now = optimizer._session.run.resources.store.counters()
+        plan = optimizer.plan
+    assert (plan.ram_tier_part > 0.1) is (budget is not None)
+    planned, again = plan.by(way), repeated(plan, count - 1)
+    for kind, moved, more in (("read", planned.read_bytes, again[0]), ("written", planned.written_bytes, again[1])):
+        found = (now[f"{kind}_bytes"] - before[f"{kind}_bytes"]) / 3 / elements
+        assert found == pytest.approx((sum(moved.values()) + more) / elements, rel=0.05)

@@ -293,7 +293,7 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
             "fits": question.free is None or question.free >= found.disk_bytes,
         },
         "written_bytes_per_step": found.written,
-        "read_bytes_per_step": sum(plan.read_bytes.values()) + question.stored(plan),
+        "read_bytes_per_step": found.read,
         "steps_per_100_tb_written": 10**14 // max(1, found.written),
         "drive": {"endurance_bytes": found.endurance, "days": found.days},
         "gb_per_second": question.speeds or None,

@@ -17,6 +17,7 @@ from memascend.plan.cost import (
     assumed_host,
     drive_days,
     fastest,
+    repeated,
     seconds,
     through_link,
     update_seconds,
@@ -158,7 +159,8 @@ class Answer:
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
     disk_bytes: int  # that the drive must have: the store, and files of activations
-    written: int  # bytes that a step writes
+    read: int  # bytes that a step reads
+    written: int  # bytes that it writes
     endurance: int  # bytes written in a drive's life
     days: float | None  # of training in a drive's life; None: the seconds of a step are not known
     tokens: int | None  # of a step on all ranks; None: there is no trace
@@ -207,11 +209,15 @@ def answer(question: Question) -> Answer:
     step = _ways(question, plan, found.network)
     # Where compute is not known, the drive alone decides.
     way = None if question.drive is None else fastest(step or _disk_ways(question, plan))
+    again = repeated(plan, 0 if question.by_layer else question.micro_batches - 1)
     plan = plan if way is None else plan.by(way)
     # Drives have whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
-    written = sum(plan.written_bytes.values()) + question.stored(plan)
+    read, written = (
+        sum(moved.values()) + more + question.stored(plan)
+        for moved, more in zip((plan.read_bytes, plan.written_bytes), again, strict=True)
+    )
     now = Answer(
         plan=plan,
         in_memory=TorchBytes.of(found).total,
@@ -220,6 +226,7 @@ def answer(question: Question) -> Answer:
         ways=step,
         way=way,
         disk_bytes=plan.disk_bytes + scratch,
+        read=read,
         written=written,
         endurance=endurance,
         days=None,
@@ -231,10 +238,13 @@ def answer(question: Question) -> Answer:
 
 
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
-    """Those of the ways that a run of this question has: where nothing is clipped, each early update stands."""
+    """Those of the ways that a run of this question has: where nothing is clipped, each early update stands.
+
+    Micro-batches one after the other have none: which of them is the last one, a Trainer and most loops do not say.
+    """
     if "early" not in found:
         return found
-    if not question.begins_early:
+    if not question.begins_early or (question.micro_batches > 1 and not question.by_layer):
         return {way: steps for way, steps in found.items() if way != "early"}
     return found if question.clips else {"early": found["early"]}
 
@@ -347,8 +357,8 @@ def moved(question: Question, found: Answer) -> dict[str, int]:
         "sent_bytes": network.total * times,
         "to_device_bytes": into * times,
         "from_device_bytes": out * times,
-        "read_bytes": sum(plan.read_bytes.values()),
-        "written_bytes": sum(plan.written_bytes.values()),
+        "read_bytes": found.read,
+        "written_bytes": found.written,
         "gathered_bytes": network.gathered,
     }
 

@@ -312,7 +312,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
     return [
         ("disk space", bytes_shown(plan.storage_bytes + scratch), "; ".join(notes)),
         ("written in a step", bytes_shown(found.written), f"{10**14 // max(1, found.written):,} steps write 100 TB"),
-        ("read in a step", bytes_shown(sum(plan.read_bytes.values()) + question.stored(plan)), ""),
+        ("read in a step", bytes_shown(found.read), ""),
     ]
 
 
