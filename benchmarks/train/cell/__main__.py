@@ -43,7 +43,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     process.restart_peak()
     cgroup = Path(order["cgroup"]) if order.get("cgroup") else None
     cgroup_set_up = _restarted_peak(cgroup)
-    record = Record(order, storage, system.counted)
+    record = Record(order, storage, system)
     if hasattr(system, "train"):
         system.train(record)
     else:

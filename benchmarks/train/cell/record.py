@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from benchmarks.train.cell.systems import System
+
 __all__ = ["Record"]
 
 _PARTS = ("forward", "backward", "update")
@@ -26,10 +28,13 @@ class Record:
         steps: so many were made.
     """
 
-    def __init__(self, order: dict[str, Any], storage: Path, counted: Callable[[], int | None]) -> None:
-        """For an order of a cell; `counted` has the bytes moved so far by the system's own account, if it keeps one."""
+    def __init__(self, order: dict[str, Any], storage: Path, system: System) -> None:
+        """For an order of a cell."""
         self.steps = 0
-        self._counted = counted
+        counted = self._counted = system.counted
+        # Of a system that tries several ways, the one of the next step.
+        self._way: Callable[[], str] = getattr(system, "way", str)
+        self._next, self._ways = self._way(), list[str]()
         self._first = self._last = counted()
         self._storage, self._warm, self._most = storage, order["warm"], order["warm"] + order["steps"]
         self._until: float = order.get("until") or math.inf
@@ -55,11 +60,12 @@ class Record:
         if self.steps >= self._warm:
             whole = at[-1].since(at[0])
             self._between.append(whole)
+            self._ways.append(self._next)
             self._seconds["step"].append(whole["wall"])
             for part, first, last in zip(_PARTS, at, at[1:], strict=False):
                 self._seconds[part].append(last.wall - first.wall)
         self.steps += 1
-        self._last = self._counted()
+        self._last, self._next = self._counted(), self._way()
         if self.steps <= self._warm:
             self._first = self._last
 
@@ -73,6 +79,7 @@ class Record:
             "parameters": parameters,
             "losses": self._losses,
             "seconds": self._seconds,
+            "ways": self._ways,
             "steps": steps,
             "mean": mean,
             "read_per_parameter": mean.get("read", 0) / parameters,

@@ -15,7 +15,8 @@ __all__ = ["SYSTEMS", "System", "Way"]
 class System(Protocol):
     """A model that trains, whoever makes it do so.
 
-    One with a loop of its own has `train(record)`, which adds its steps to a `Record`, instead of the first four.
+    One with a loop of its own has `train(record)`, which adds its steps to a `Record`, instead of the first four. One
+    that tries several ways for its steps has `way()`, the name of the next one's.
     """
 
     def forward(self, tokens: Any) -> Any:

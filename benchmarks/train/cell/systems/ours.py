@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from memascend.session.optimizer import OffloadedOptimizer
 
-__all__ = ["Ours", "begin", "checkpoint", "ended", "held_budget", "moved", "ready", "smallest_budget", "write"]
+__all__ = ["Ours", "begin", "checkpoint", "ended", "held_budget", "moved", "ready", "smallest_budget", "way", "write"]
 
 
 def ready() -> list[ModuleType]:
@@ -139,6 +139,10 @@ class Ours:
         """By the report."""
         return moved(self.optimizer)
 
+    def way(self) -> str:
+        """By the report."""
+        return way(self.optimizer)
+
     def end(self) -> dict[str, Any]:
         """Report and plan, and the store closed."""
         return ended(self.optimizer)
@@ -148,6 +152,11 @@ def moved(optimizer: OffloadedOptimizer) -> int:
     """Bytes that it has read and written, by its report."""
     report = optimizer.report().to_dict()
     return int(sum(report["read"].values()) + sum(report["written"].values()))
+
+
+def way(optimizer: OffloadedOptimizer) -> str:
+    """Where the next step writes the updates that the last one left; "": nowhere."""
+    return str(optimizer.report().to_dict().get("deferred", {}).get("to", ""))
 
 
 def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class Trainer:
         """By the report."""
         return ours.moved(self.optimizer)
 
+    def way(self) -> str:
+        """By the report."""
+        return ours.way(self.optimizer)
+
     def end(self) -> dict[str, Any]:
         """Report and plan, and the store closed."""
         return ours.ended(self.optimizer)
