@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import described
 from benchmarks.peers import environment
-from benchmarks.train.cell.systems import ours
+from benchmarks.train.cell.systems import SYSTEMS, ours
 from benchmarks.train.cell.workload import Workload
 from benchmarks.train.code import commit
 from benchmarks.train.judge import loss_difference
@@ -46,15 +46,16 @@ if TYPE_CHECKING:
 # The row of README whose proportions are taken: host memory beside parameters, computation beside the drive.
 _ROW = "llama-8b --gpu 4090 --drive 5,4 --host-memory 48GiB --length 1024 --tokens 32768 --accumulation-steps 2"
 _CLIPPED = "--one-after-the-other --max-grad-norm 1"
-# Seconds of the longest planned step: four cells with their set-up are to end within eight minutes.
+# Seconds of the longest planned step: torch's cell and four of ours are to end within eight minutes, set-up included.
 _LONGEST = 15.0
-# The part of the card that a step may fill by its plan: gaps between torch's tensors need the rest.
-_PART = 0.92
+# The part of the card that a step may fill by its plan: gaps between torch's tensors need the rest, and a Trainer goes
+# by layer where nine tenths do.
+_PART = 0.85
 # Sequences of a micro-batch that are tried, and micro-batches of a step.
 _SEQUENCES = (1, 2, 4, *range(8, 257, 8))
 _MICRO_BATCHES = range(2, 33)
 # What trains; without TRL a loop, with a loss that makes no logits of all tokens either.
-TRAINER = "memascend-trainer" if importlib.util.find_spec("trl") else "memascend"
+TRAINER = "memascend-trainer" if all(map(importlib.util.find_spec, ("trl", "datasets", "accelerate"))) else "memascend"
 # Of cells of ours: the first ones fill the RAM tier and find out whether steps are clipped.
 _WARM, _STEPS = 2, 4
 # Of DeepSpeed: as many as every model needed for which the fewest were looked for.
@@ -79,14 +80,21 @@ def _balance(question: Question, found: Answer) -> float:
     return computed / (disk_seconds(question, found) or math.nan)
 
 
-def questions(options: argparse.Namespace, drive: Drive | None) -> tuple[float, dict[str, Question]]:
-    """The balance of the README's row, and the step of each way: clipped, one after the other and by layer."""
+def questions(
+    options: argparse.Namespace, drive: Drive | None, storage: Path | None = None
+) -> tuple[float, dict[str, Question]]:
+    """The balance of the README's row, and the step of each way: clipped, one after the other and by layer.
+
+    With a folder of storage, the log of gradients is as long as there is space for.
+    """
     row = _asked(f"{_ROW} {_CLIPPED}")
     wanted = _balance(row, answer(row))
     words = f"{options.model} --drive gen4 --length {options.length} --tokens {options.length} {_CLIPPED}"
     base = _asked(f"{words} {_computes(options)}")
     share = parse_bytes("48GiB") * base.subject.parameters // row.subject.parameters
-    base = _affordable(replace(base, drive=drive, drive_assumed=False), share)
+    placed = None if storage is None else (str(storage),)
+    base = replace(base, drive=drive, drive_assumed=False, options=replace(base.options, storage=placed))
+    base = _affordable(base, share)
     largest = max((size for size in _SEQUENCES if not answer(_of(base, size, 2)).problems), default=1)
     steps = [_of(base, size, 2) for size in _SEQUENCES if size < largest]
     steps += [_of(base, largest, count) for count in _MICRO_BATCHES]
@@ -226,7 +234,11 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
         folder = Path(name)
         drive, speeds = drive_at([folder])
-        wanted, asked = questions(options, drive)
+        values_are_read = not options.cells or any(word not in TORCH for word in options.cells)
+        if values_are_read:
+            # They take space that the stores then do not have.
+            ours.write(work, folder / "values")
+        wanted, asked = questions(options, drive, folder)
         card = None if options.device == "cpu" else parse_gpu(f"1,{_card(options) / 1e9},1").usable
         chosen = cells(work, asked, folder / "values", card)
         if options.cells:
@@ -241,14 +253,15 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
             "balance": {"of the row in README": wanted, "here": _balance(asked[TURNS], answer(asked[TURNS]))},
             "cells": {},
         }
-        ours.write(work, folder / "values")
-        for index, (one, cell) in enumerate(chosen.items()):
+        deepspeed = environment.found(options.deepspeed)
+        # Others say at once that they cannot run.
+        able = [name for name, cell in chosen.items() if deepspeed or not SYSTEMS[cell.system].deepspeed]
+        for one, cell in chosen.items():
             left = until - time.monotonic()
+            share = left / max(1, len(able) - able.index(one)) if one in able else left
             found = values["cells"][one] = {"system": cell.system, "error": "no time was left"}
             if left > _LEAST:
-                launcher = Launcher(
-                    folder, environment.found(options.deepspeed), seconds=left, within=left / (len(chosen) - index)
-                )
+                launcher = Launcher(folder, deepspeed, seconds=left, within=share)
                 taken = launcher.run(cell.work, cell.system, steps=_STEPS, warm=cell.warm, settings=cell.settings)
                 found = values["cells"][one] = _figures(cell, taken, values["cells"].get(TORCH, {}))
             print(f"{one}: {found.get('error') or seconds_shown(found['seconds'])}", file=sys.stderr, flush=True)
@@ -285,9 +298,11 @@ def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[s
         "written_per_parameter": taken["written_per_parameter"],
         "versions": taken["versions"],
         "report": taken.get("report"),
+        "in_turn_since": taken.get("in_turn_since"),
     }
     if "losses" in torch:
-        found["loss_difference"] = loss_difference(taken["losses"], torch["losses"])
+        difference = loss_difference(taken["losses"], torch["losses"])
+        found["loss_difference"] = difference if math.isfinite(difference) else None
     return found | _planned(cell, torch.get("of_peak"))
 
 
@@ -343,13 +358,14 @@ def shown(values: dict[str, Any]) -> str:
                "GPU GiB (planned)", "host GiB (planned)", "B/param read + written (planned)", "losses")  # fmt: skip
     rows = [_row(name, cell) for name, cell in values["cells"].items()]
     notes = [
-        "of peak: with the operations of recomputation. planned s: with half of the peak. as torch computes: with",
-        "torch's part of the peak. losses: the largest difference from torch's",
+        "of peak: with the operations of recomputation. planned s: with half of the peak. as torch computes: with the",
+        "part that torch reached. losses: the largest difference from torch's, which clips nothing, and decays biases, too",
     ]
     if not any(cell["system"] == "memascend-trainer" for cell in values["cells"].values()):
-        notes.append(
-            "TRL is not installed: memascend trained in a loop, with a loss that makes no logits of all tokens"
-        )
+        notes.append("TRL, datasets or accelerate is not installed: memascend trained in a loop, with a chunked loss")
+    for name, cell in values["cells"].items():
+        if name.startswith(LAYERS) and cell.get("in_turn_since"):
+            notes.append(f"{name}: it went one after the other, since {', '.join(cell['in_turn_since'])}")
     return "\n".join([*about, "", table(columns, rows), "", *notes])
 
 
@@ -369,7 +385,7 @@ def _row(name: str, cell: dict[str, Any]) -> tuple[str, ...]:
         _gib(cell, "device_bytes"),
         _gib(cell, "host_bytes"),
         f"{_moved(cell, '')} ({_moved(cell, 'planned_')})",
-        f"{difference:.2%}" if difference is not None and math.isfinite(difference) else "",
+        "" if difference is None else f"{difference:.2%}",
     )
 
 

@@ -64,7 +64,10 @@ def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
         assert cell["planned_seconds"] > 0
         assert cell["read_per_parameter"] + cell["written_per_parameter"] > 5
     text = (tmp_path / "headline.txt").read_text()
-    assert ("TRL is not installed" in text) is not trl
+    assert ("is not installed" in text) is not trl
+    turns, layers = values["cells"]["one after the other, not clipped"], values["cells"]["by layer, clipped"]
+    assert not layers["in_turn_since"]
+    assert turns["read_per_parameter"] != layers["read_per_parameter"]
 
 
 @pytest.mark.parametrize("parameters", [400_000, 30_000_000, 2_000_000_000])

@@ -263,9 +263,10 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, caplog, mon
     """On a GPU the first step shows what one needs: 100 bytes, and each further one keeps 30 of them."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     allocated, room = iter([10, 40]), by_layer.Room
-    monkeypatch.setattr(by_layer, "Room", lambda _: room(torch.device("cuda")))
+    monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     monkeypatch.setattr(by_layer, "_allocated", lambda _: next(allocated))
     monkeypatch.setattr(by_layer, "_most_allocated", lambda _: 100)
+    monkeypatch.setattr(by_layer, "_forget_most_allocated", lambda _: None)
     monkeypatch.setattr(by_layer, "_allocatable", lambda _: allocatable)
     with caplog.at_level(logging.INFO, "memascend"):
         logs, weights, read, _ = trained(tmp_path, CASES["plain"], layers=True, gradients="ssd")
@@ -281,14 +282,22 @@ def test_longer_micro_batches_need_more_room(monkeypatch):
     allocated = iter([10, 40])
     monkeypatch.setattr(by_layer, "_allocated", lambda _: next(allocated))
     monkeypatch.setattr(by_layer, "_most_allocated", lambda _: 100)
+    monkeypatch.setattr(by_layer, "_forget_most_allocated", lambda _: None)
     monkeypatch.setattr(by_layer, "_allocatable", lambda _: 1100)
-    room, batch = by_layer.Room(torch.device("cuda")), torch.zeros(2, 3)
+    room, batch = by_layer.Room(torch.device("cuda"), 0), torch.zeros(2, 3)
     assert not room.lacks([{"input_ids": batch}] * 100)
-    room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))({"input_ids": batch})
+    step = room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))
+    step({"input_ids": batch})
+    # The next one begins: the peak of the first is known.
+    step({"input_ids": batch})
     # 100 for one, 30 for each of 29 more; nine tenths of what there is.
     assert not room.lacks([{"input_ids": batch}] * 30)
     assert room.lacks([{"input_ids": batch}] * 31)
     # Ten times as long: 10 and ten times 90, and then there is room for one short one.
-    longer = {"input_ids": batch.repeat(10, 1)}
+    longer = transformers.BatchEncoding({"input_ids": batch.repeat(10, 1)})
     assert not room.lacks([longer, {"input_ids": batch}])
     assert room.lacks([longer, longer])
+    # By layer each has a gradient of its own of a tied parameter.
+    room._tied = 60
+    assert not room.lacks([longer])
+    assert room.lacks([longer, {"input_ids": batch}])

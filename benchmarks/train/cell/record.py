@@ -55,7 +55,13 @@ class Record:
         return bool(self._between) and time.time() + (1 + _END_STEPS) * last > self._until
 
     def add(self, loss: float, at: Sequence[counters.Counts]) -> None:
-        """A step, with the counters before it, after it, and between its parts if they are known."""
+        """A step, with the counters before it, after it, and between its parts if they are known.
+
+        Raises:
+            ValueError: the loss is no number.
+        """
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of step {self.steps} is {loss}")
         self._losses.append(loss)
         if self.steps >= self._warm:
             whole = at[-1].since(at[0])

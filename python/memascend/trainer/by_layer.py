@@ -7,6 +7,8 @@ import functools
 import itertools
 import threading
 import types
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,19 +115,20 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
 class Room:
     """Whether the activations of all micro-batches of a step fit on the GPU at once.
 
-    A step whose micro-batches go one after the other is measured, and the first one of each start does. Activations
-    grow with the elements of the inputs.
+    The first step of a process goes one after the other, and its first micro-batch is measured. Activations grow with
+    the elements of the inputs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, tied: int) -> None:
+        """`tied`: bytes of the gradients of tied parameters, of which each micro-batch by layer has its own."""
+        self._device, self._tied = device, tied
         # Of the measured micro-batch: its elements, and the bytes that its forward leaves to its backward.
         self._elements, self._kept = 0, 0
-        self._before, self._peak = 0, 0  # bytes before it, and the most until the next step
+        self._before, self._peak = 0, 0  # bytes before it, and the most until the next one
 
     def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
         """A function that computes one micro-batch's loss, and measures the first one."""
-        if self._device.type != "cuda" or self._kept:
+        if self._device.type != "cuda" or self._peak:
             return step
 
         def ended(*_: Any) -> None:
@@ -133,7 +136,9 @@ class Room:
 
         def first(inputs: Any) -> Any:
             if self._kept:
+                self._peak = self._peak or _most_allocated(self._device)
                 return step(inputs)
+            _forget_most_allocated(self._device)
             self._before, self._elements = _allocated(self._device), _elements(inputs)
             # What the head leaves is there for one micro-batch at a time.
             handle = _without_head(model).register_forward_hook(ended)
@@ -146,13 +151,12 @@ class Room:
 
     def lacks(self, samples: Sequence[Any]) -> bool:
         """Whether these micro-batches need more than there is; never where nothing was measured yet."""
-        if not self._kept:
+        if not self._peak:
             return False
-        self._peak = self._peak or _most_allocated(self._device)
         sizes = [_elements(inputs) for inputs in samples]
         largest = max(sizes)
         alone = self._peak + (self._peak - self._before) * max(0, largest - self._elements) // self._elements
-        others = self._kept * (sum(sizes) - largest) // self._elements
+        others = self._kept * (sum(sizes) - largest) // self._elements + self._tied * (len(samples) - 1)
         return alone + others > _FILLED * _allocatable(self._device)
 
 
@@ -163,7 +167,20 @@ def _without_head(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _elements(inputs: Any) -> int:
-    return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)))
+    # A mapping of transformers is a leaf by itself.
+    leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    return max(1, sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+def _tied_bytes(model: torch.nn.Module) -> int:
+    """The bytes of trained parameters that several modules have."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        found = Counter(map(id, (parameter for _, parameter in model.named_parameters(remove_duplicate=False))))
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parameter.requires_grad and found[id(parameter)] > 1
+        )
 
 
 def _allocated(device: torch.device) -> int:
@@ -172,6 +189,10 @@ def _allocated(device: torch.device) -> int:
 
 def _most_allocated(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
+
+
+def _forget_most_allocated(device: torch.device) -> None:
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _allocatable(device: torch.device) -> int:
@@ -225,7 +246,7 @@ class Steps:
         reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
         why = next(reasons, None)
         accumulation = session_of(offloaded_optimizer(trainer.optimizer)).accumulation
-        self._room = self._room or Room(accumulation.device)
+        self._room = self._room or Room(accumulation.device, _tied_bytes(trainer.model))
         if why is None and self._room.lacks(self._samples):
             why = (
                 'the GPU has no room for the activations of all of them: activations="ssd" or "host" takes them off it'

@@ -55,8 +55,14 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
     assert done.stdout.count("check ") == 8
 
 
-# Operations whose sizes are values of a tensor, as in TRL's loss, and cuDNN need a device that computes.
-WITHOUT_THEM = "import sys, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.modules['trl'] = None"
+# Operations whose sizes are values of a tensor, as in TRL's loss, and cuDNN need a device that computes, and losses are
+# whatever memory had.
+WITHOUT_THEM = """
+import math, sys, torch
+math.isfinite = lambda _: True
+torch.backends.cuda.enable_cudnn_sdp(False)
+sys.modules["trl"] = None
+"""
 
 
 @pytest.mark.timeout(600)
@@ -85,6 +91,7 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
         assert "error" not in cell, (name, cell)
         assert cell["steps"] >= 1
         assert 0 < cell["device_bytes"] < 1 << 30
+    assert not ours["by layer, clipped"]["in_turn_since"]
 
 
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])

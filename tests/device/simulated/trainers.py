@@ -18,8 +18,8 @@ def step(room):
     rooms, lines = [], []
 
     class Kept(by_layer.Room):
-        def __init__(self, device):
-            super().__init__(device)
+        def __init__(self, *given):
+            super().__init__(*given)
             rooms.append(self)
 
     by_layer.Room = Kept
@@ -32,8 +32,8 @@ def step(room):
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     folder = tempfile.mkdtemp()
     config = transformers.Qwen2Config(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     tokens = torch.arange(512) % 500
     limits = []
@@ -41,20 +41,19 @@ def step(room):
     class Limit(transformers.TrainerCallback):
         def on_step_end(self, _, state, *__, **___):
             if state.global_step == 1:
-                peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
-                limits.append(peak + (COUNT - 1) * rooms[0]._kept)
+                total = torch.cuda.get_device_properties(0).total_memory
+                limits.append(rooms[0]._peak + (COUNT - 1) * (rooms[0]._kept + rooms[0]._tied))
                 torch.cuda.empty_cache()
                 torch.cuda.set_per_process_memory_fraction(room * limits[0] / total)
                 torch.cuda.reset_peak_memory_stats()
-                rooms[0]._peak = peak
 
     arguments = transformers.TrainingArguments(
-        folder + "/out", per_device_train_batch_size=24, gradient_accumulation_steps=COUNT, max_steps=STEPS,
+        folder + "/out", per_device_train_batch_size=8, gradient_accumulation_steps=COUNT, max_steps=STEPS,
         max_grad_norm=0, save_strategy="no", report_to=[], activation_checkpointing=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = transformers.Trainer(
         transformers.Qwen2ForCausalLM(config), arguments,
-        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 24 * COUNT * STEPS, callbacks=[Limit()],
+        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8 * COUNT * STEPS, callbacks=[Limit()],
     )  # fmt: skip
     # What is computed is whatever memory had.
     memascend.trainer.offload(trainer, storage=folder + "/run.store", nonfinite="commit")

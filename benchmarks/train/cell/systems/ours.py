@@ -80,6 +80,8 @@ def write(work: Workload, folder: Path) -> None:
     writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
     writer.start()
     writer.join()
+    if writer.exitcode:
+        raise SystemExit(f"the values of the model could not be written into {folder}: see above")
 
 
 def _write(work: Workload, folder: Path) -> None:
@@ -126,7 +128,9 @@ class Ours:
             loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """The mean loss of the step's batches, with its gradients, layer by layer."""
+        """The mean loss of the step's batches, with its gradients."""
+        if not self.by_layer:
+            return in_ram.one_after_the_other(self, batches)
         losses = self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)
         return sum(losses) / len(batches)
 
@@ -160,9 +164,10 @@ def way(optimizer: OffloadedOptimizer) -> str:
 
 
 def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Its report and its plan; it is closed."""
+    """Its report, its plan, and why micro-batches went one after the other; it is closed."""
     plan = optimizer.plan
     said = {
+        "in_turn_since": sorted(optimizer._session.accumulation._told),  # noqa: SLF001 - the log says it to users
         "report": optimizer.report().to_dict(),
         "plan": {
             "host_peak": plan.host_peak,

@@ -240,7 +240,8 @@ def answer(question: Question) -> Answer:
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
     """Those of the ways that a run of this question has: where nothing is clipped, each early update stands.
 
-    Micro-batches one after the other have none: which of them is the last one, a Trainer and most loops do not say.
+    Micro-batches one after the other are planned without: a Trainer does not say which of them is the last one. Of a
+    loop that does, by `accumulation_steps=`, this is too slow.
     """
     if "early" not in found:
         return found
