@@ -359,7 +359,7 @@ def shown(values: dict[str, Any]) -> str:
     rows = [_row(name, cell) for name, cell in values["cells"].items()]
     notes = [
         "of peak: with the operations of recomputation. planned s: with half of the peak. as torch computes: with the",
-        "part that torch reached. losses: the largest difference from torch's, which clips nothing, and decays biases, too",
+        "part that torch reached. losses: the largest difference from torch's, unclipped and with decayed biases",
     ]
     if not any(cell["system"] == "memascend-trainer" for cell in values["cells"].values()):
         notes.append("TRL, datasets or accelerate is not installed: memascend trained in a loop, with a chunked loss")
