@@ -347,17 +347,6 @@ class _Speeds:
         return Phase(name=name, parts=parts)
 
 
-def repeated(plan: Plan, times: int) -> tuple[int, int]:
-    """The bytes that backwards after a step's first one read and write, where they go one after the other.
-
-    `plan` is the one before the way of its updates is known. Each reads the values and the sums of gradients, and
-    writes the sums.
-    """
-    sums = plan.written_bytes.get("gradients", 0)
-    values = sum(plan.read_bytes.get(kind, 0) for kind in ("values, forward", "values, backward"))
-    return times * (values + sums), times * sums
-
-
 def seconds(parts: Sequence[Phase]) -> float:
     """The seconds of a whole step."""
     return sum(part.seconds for part in parts)

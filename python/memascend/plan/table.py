@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.plan.units import Unit
 
@@ -48,12 +48,24 @@ class Traffic:
             read[LAST_UPDATE] = update
         return replace(self, read={kind: nbytes for kind, nbytes in read.items() if nbytes}, spared=None)
 
+    def repeated(self, times: int) -> Traffic:
+        """The same with so many more backwards, one after the other.
+
+        Each reads the values and the sums of gradients, and writes the sums.
+        """
+        read = {kind: nbytes * (1 + times * (kind in _OF_BACKWARDS)) for kind, nbytes in self.read.items()}
+        sums = times * self.written.get("gradients", 0)
+        kind = {"sums of gradients": sums} if sums else {}
+        return replace(self, read={**read, **kind}, written={**self.written, **kind})
+
     @property
     def total(self) -> int:
         """All bytes."""
         return sum(self.read.values()) + sum(self.written.values())
 
 
+# The kinds of what each backward of a step reads, with its forward.
+_OF_BACKWARDS = frozenset({"values, forward", "values, backward"})
 # The kind of the reads of a forward that computes the values of the last step's update.
 LAST_UPDATE = "last step's update, forward"
 
@@ -196,10 +208,16 @@ class Plan(MemorySplit):
 
     def by(self, way: Way) -> Plan:
         """The plan with the bytes of a step whose updates run in this way, also with other budgets."""
+        return self._with(lambda traffic: traffic.by(way, evicted=self.window < RESIDENT_WINDOW))
 
-        def of(traffic: Traffic) -> Traffic:
-            return traffic.by(way, evicted=self.window < RESIDENT_WINDOW)
+    def repeated(self, times: int) -> Plan:
+        """The plan with the bytes of a step of so many more backwards, one after the other, also with other budgets.
 
+        The way of its updates comes after this.
+        """
+        return self._with(lambda traffic: traffic.repeated(times))
+
+    def _with(self, of: Callable[[Traffic], Traffic]) -> Plan:
         now = Traffic(self.read_bytes, self.written_bytes, self.ram_tier_part, self.spared)
         larger = {nbytes: of(traffic) for nbytes, traffic in self.larger.items()}
         return replace(self.moving(of(now)), without=of(self.without), larger=larger)

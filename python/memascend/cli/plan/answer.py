@@ -17,7 +17,6 @@ from memascend.plan.cost import (
     assumed_host,
     drive_days,
     fastest,
-    repeated,
     seconds,
     through_link,
     update_seconds,
@@ -209,15 +208,12 @@ def answer(question: Question) -> Answer:
     step = _ways(question, plan, found.network)
     # Where compute is not known, the drive alone decides.
     way = None if question.drive is None else fastest(step or _disk_ways(question, plan))
-    again = repeated(plan, 0 if question.by_layer else question.micro_batches - 1)
+    plan = plan.repeated(0 if question.by_layer else question.micro_batches - 1)
     plan = plan if way is None else plan.by(way)
     # Drives have whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
-    read, written = (
-        sum(moved.values()) + more + question.stored(plan)
-        for moved, more in zip((plan.read_bytes, plan.written_bytes), again, strict=True)
-    )
+    read, written = (sum(moved.values()) + question.stored(plan) for moved in (plan.read_bytes, plan.written_bytes))
     now = Answer(
         plan=plan,
         in_memory=TorchBytes.of(found).total,
