@@ -50,7 +50,7 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="125M-1x128")
-    parser.add_argument("--system", choices=[name for name in SYSTEMS if name.startswith("memascend")],
+    parser.add_argument("--system", choices=[name for name, way in SYSTEMS.items() if way.module == "ours"],
                         default="memascend")  # fmt: skip
     parser.add_argument("--steps", type=int, default=6, help="measured, after two (6)")
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to look at (here)")
