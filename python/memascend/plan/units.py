@@ -148,6 +148,14 @@ def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
         again.update((other.name, None) for other in others if other is not here and not other.pinned)
 
 
+def tied_bytes(model: nn.Module) -> int:
+    """The bytes of trained parameters that several modules have: each micro-batch by layer has its own gradients."""
+    times: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
+    return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
+
+
 def _bound_in(
     tree: ModuleTree, drafts: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
 ) -> Callable[[str], Iterable[UnitDraft]]:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import threading
 import types
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves
 
 from memascend.errors import UsageError
+from memascend.plan.units import tied_bytes
 from memascend.session.optimizer import session_of
 from memascend.text import replaced
 from memascend.trainer.callback import offloaded_optimizer
@@ -172,17 +172,6 @@ def _elements(inputs: Any) -> int:
     return max(1, sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
-def _tied_bytes(model: torch.nn.Module) -> int:
-    """The bytes of trained parameters that several modules have."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        found = Counter(map(id, (parameter for _, parameter in model.named_parameters(remove_duplicate=False))))
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in model.parameters()
-            if parameter.requires_grad and found[id(parameter)] > 1
-        )
-
-
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
@@ -246,7 +235,9 @@ class Steps:
         reasons = itertools.chain(_in_methods(trainer), _in_settings(trainer), _in_modules(trainer.model))
         why = next(reasons, None)
         accumulation = session_of(offloaded_optimizer(trainer.optimizer)).accumulation
-        self._room = self._room or Room(accumulation.device, _tied_bytes(trainer.model))
+        if self._room is None:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                self._room = Room(accumulation.device, tied_bytes(trainer.model))
         if why is None and self._room.lacks(self._samples):
             why = (
                 'the GPU has no room for the activations of all of them: activations="ssd" or "host" takes them off it'

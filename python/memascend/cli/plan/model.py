@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from memascend.cli.plan.shapes import SHAPES, shape_named
 from memascend.cli.plan.subject import Subject, Trace, tile_bytes
 from memascend.errors import ConfigError
+from memascend.plan.units import tied_bytes
 from memascend.session.decide import planned
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
         by=by,
         parameters=sum(one.numel() for one in every),
         trained=sum(one.numel() for one in trained),
-        tied_bytes=_tied_bytes(model),
+        tied_bytes=tied_bytes(model),
         dtype=str(every[0].dtype).removeprefix("torch."),
         longest=longest if isinstance(longest, int) else None,
         checkpointing=_checkpointing(model),
@@ -64,13 +65,6 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
         trace=functools.cache(functools.partial(trace, model, recomputes=recomputes)),
         module=model,
     )
-
-
-def _tied_bytes(model: nn.Module) -> int:
-    times: dict[nn.Parameter, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
-    return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
 def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
