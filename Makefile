@@ -1,4 +1,4 @@
-# The only place where commands live: people, hooks and CI call these.
+# The only place where commands live: people, hooks (`make hooks`) and CI call these.
 # Needs cargo, Python 3.11 or newer with venv, gcc and make; everything else is installed into .venv.
 
 SHELL := /bin/bash
@@ -6,6 +6,13 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 # The tests load the extension that the builds replace.
 .NOTPARALLEL:
+
+# Where rustup cannot fetch the toolchain of rust-toolchain.toml, the one that it has must do.
+ifneq ($(shell command -v rustup),)
+ifeq ($(shell cargo --version),)
+export RUSTUP_TOOLCHAIN := stable
+endif
+endif
 
 PYTHON ?= python3
 VENV := .venv
@@ -91,15 +98,22 @@ test-wheel: ## Install the wheel of dist/ in a bare container, IMAGE=almalinux:8
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
-lint: setup ## Formatting, lints and types, of Rust and Python, spelling, and the workflows
-	cargo fmt --check
+lint: lint-quick ## Formatting, lints and types, of Rust and Python, spelling, and the workflows; builds nothing
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet --strict-collection --persona pedantic .github
+
+.PHONY: lint-quick
+lint-quick: $(VENV)/synced ## What of the lints takes seconds
+	cargo fmt --check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest memascend._core
 	$(BIN)/codespell
-	$(BIN)/zizmor --offline --quiet --strict-collection --persona pedantic .github
+
+.PHONY: hooks
+hooks: $(VENV)/synced ## Have git run the quick lints before each commit of this clone
+	hook=$$(git rev-parse --git-path hooks)/pre-commit; mkdir -p $$(dirname $$hook); \
+	printf '#!/bin/sh\nexec make --no-print-directory lint-quick\n' > $$hook; chmod +x $$hook
 
 .PHONY: fmt
 fmt: $(VENV)/synced ## Format everything
@@ -113,11 +127,12 @@ PYTEST_OPTIONS := -n 3 --dist worksteal
 
 # In the order of how often they fail; a name that no test has is an error.
 .PHONY: quick
-quick: lint ## Lint, and the tests that fail most often first: two minutes
+quick: lint setup ## Lint, and the tests that fail most often first: two minutes
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak" @tests/quick.txt
 
 .PHONY: test
 test: setup test-rust ## The tests of every push
+	$(BIN)/python -m mypy.stubtest memascend._core
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: test-rust
@@ -178,6 +193,14 @@ test-trainers-oldest: .venv-trainers-oldest/installed ## Trainers of the oldest 
 	.venv-trainers-oldest/bin/pytest $(PYTEST_OPTIONS) -W default -m "not slow" \
 		tests/checkpoint/test_trainer*.py tests/clients/test_train*.py
 
+.PHONY: test-newest
+test-newest: setup ## Trainers of the newest torch, transformers and TRL, whatever the locks say
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-newest
+	$(BIN)/uv pip install --quiet --python .venv-newest/bin/python --upgrade -r requirements/clients.in
+	VIRTUAL_ENV=$(abspath .venv-newest) $(BIN)/maturin develop --uv --quiet --release --locked
+	.venv-newest/bin/pytest $(PYTEST_OPTIONS) -W default -m "not slow" \
+		tests/checkpoint/test_trainer*.py tests/clients/test_train*.py
+
 .PHONY: test-axolotl
 test-axolotl: .venv-axolotl/installed ## The plugin in Axolotl, in an environment of its own
 	.venv-axolotl/bin/pytest -W default tests/clients/test_integrations.py
@@ -223,6 +246,10 @@ gpu: ## One slice of the tests of a GPU, from the wheel in dist/; goes on where 
 soak: setup ## Tests that run for minutes
 	$(BIN)/pytest -m soak --timeout 1800
 	MEMASCEND_SEEDS=20000 cargo test --release --locked -p memascend-store --test crash random_lives
+
+.PHONY: mutants
+mutants: setup ## Whether the tests notice each known fault; MUTANTS="store grads" for some (all: an hour)
+	$(BIN)/python tests/mutants/gate.py $(MUTANTS)
 
 .PHONY: fuzz
 fuzz: ## The catalog's parsers on bytes that nobody wrote, for a minute
