@@ -1,0 +1,258 @@
+"""Applies each fault to a copy of the tree and runs its nearest tests (`make mutants`): what these pass, survives.
+
+The copies lie in `target/mutants`, one for Python and one for Rust, which run beside each other. Results are kept
+there by the hash of fault, file and tests. Before its faults the tests of a package run without any, so that a failure
+is the fault's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from mutants.faults import ROOT, faults, problems
+
+PLACE = ROOT / "target" / "mutants"
+SECONDS = 60
+# All tests of a package, or a build of a crate and of all that it needs.
+SECONDS_WITHOUT = 1800
+# Of pytest: a test failed. Others say that it could not run what it was asked for.
+FAILED = 1
+
+
+class Tree:
+    """A copy of the working tree that one language's faults are applied to, one after the other."""
+
+    def __init__(self, language):
+        self.root = PLACE / language
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        here = {name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)}
+        here |= {str(path.relative_to(ROOT)) for path in (ROOT / "python" / "memascend").glob("_core*.so")}
+        for path in [path for path in self.root.rglob("*.*") if path.is_file() and not path.is_symlink()]:
+            if str(path.relative_to(self.root)) not in here and "__pycache__" not in path.parts:
+                path.unlink()
+        for name in here:
+            self._copy(name)
+
+    def _copy(self, name):
+        """What is the same stays as it is, so that cargo need not compile it again."""
+        source, target = ROOT / name, self.root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.unlink(missing_ok=True)
+            target.symlink_to(source.readlink())
+        elif not target.is_file() or target.read_bytes() != source.read_bytes():
+            shutil.copy(source, target)
+
+    @contextlib.contextmanager
+    def having(self, fault):
+        path = self.root / fault.file
+        before = path.read_text()
+        self._write(path, fault.applied(before))
+        try:
+            yield
+        finally:
+            self._write(path, before)
+
+    def _write(self, path, text):
+        path.write_text(text)
+        # Python compares whole seconds and the length, which may be those of the text before.
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+class Late(Exception):
+    """A command did not end in time."""
+
+
+def run(command, cwd, seconds, **environment):
+    """Runs a command in a process group of its own; its status, and the end of what it said."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said = process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        raise Late from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, said[-6000:]
+
+
+class Pytest:
+    """Runs tests of Python in a tree."""
+
+    def __init__(self, tree):
+        self._root = tree.root
+
+    def build(self, package, tests):
+        """Nothing is to be built: the extension was copied."""
+
+    def failure(self, package, tests, seconds):  # noqa: ARG002 - a crate's tests are run by its name
+        """What the first of these tests that failed said, or None; RuntimeError where they cannot be run."""
+        options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={SECONDS_WITHOUT}"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        # Triton reads it when it is imported.
+        interpreted = str(int(any("/interpreted/" in test for test in tests)))
+        environment = {"PYTHONPATH": str(self._root / "python"), "TRITON_INTERPRET": interpreted}
+        status, said = run(command, self._root, seconds, **environment)
+        if status not in {0, FAILED}:
+            raise RuntimeError(f"pytest ended with {status}:\n{said}")
+        return said if status else None
+
+
+class Cargo:
+    """Runs tests of a crate in a tree; a test is what `cargo test` is told after the crate."""
+
+    def __init__(self, tree):
+        self._root = tree.root
+
+    def _test(self, package, words, seconds):
+        command = ["cargo", "test", "--quiet", "--locked", "-p", f"memascend-{package}", *words]
+        return run(command, self._root, seconds, CARGO_TARGET_DIR=str(PLACE / "build"))
+
+    def build(self, package, tests):
+        """Builds the programs that have these tests; RuntimeError where the code does not compile."""
+        programs = {word for test in tests for word in re.findall(r"^--lib|^--test \S+", test)}
+        status, said = self._test(package, [*shlex.split(" ".join(programs)), "--no-run"], SECONDS_WITHOUT)
+        if status:
+            raise RuntimeError(f"cargo ended with {status}:\n{said}")
+
+    def failure(self, package, tests, seconds):
+        """What the first of these tests that failed said, or None; RuntimeError where there is no such test."""
+        until = time.monotonic() + seconds
+        for test in tests:
+            status, said = self._test(package, shlex.split(test), until - time.monotonic())
+            if status:
+                return said
+            if not any(map(int, re.findall(r"(\d+) passed", said))):
+                raise RuntimeError(f"no test is called {test}:\n{said}")
+        return None
+
+
+class Gate:
+    """Runs faults, and keeps what became of them."""
+
+    def __init__(self):
+        self._file = PLACE / "results.json"
+        self._lock = threading.Lock()
+        self.results = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        self.worst = []
+
+    def run(self, language, asked):
+        """All that were asked for of one language, package by package."""
+        tree = Tree(language)
+        runner = {"python": Pytest, "rust": Cargo}[language](tree)
+        for package in dict.fromkeys(fault.package for fault in asked):
+            self._run_package(tree, runner, [fault for fault in asked if fault.package == package])
+
+    def _run_package(self, tree, runner, asked):
+        keys = {fault: fault.key(ROOT) for fault in asked}
+        for fault in asked:
+            if keys[fault] in self.results:
+                self._tell(fault, self.results[keys[fault]])
+        new = [fault for fault in asked if keys[fault] not in self.results]
+        if not new:
+            return
+        tests = list(dict.fromkeys(test for fault in new for test in fault.tests))
+        package = new[0].package
+        try:
+            runner.build(package, tests)
+            said = runner.failure(package, tests, SECONDS_WITHOUT)
+        except (Late, RuntimeError) as error:
+            said = str(error) or f"they took longer than {SECONDS_WITHOUT} s"
+        if said is not None:
+            for fault in new:
+                self._tell(fault, f"not run: the tests of {package} fail without a fault")
+            print(said, flush=True)
+            return
+        for fault in new:
+            begun = time.monotonic()
+            result, said = self._outcome(tree, runner, fault)
+            self._tell(fault, result, f"{time.monotonic() - begun:.0f} s")
+            if result == "not run":
+                print(said, flush=True)
+            else:
+                self._keep(keys[fault], result)
+
+    def _outcome(self, tree, runner, fault):
+        """What became of a fault, and what was said then."""
+        try:
+            try:
+                with tree.having(fault):
+                    runner.build(fault.package, fault.tests)
+                    said = runner.failure(fault.package, fault.tests, SECONDS)
+            except Late:
+                # The fault's doing, if they end without it.
+                runner.build(fault.package, fault.tests)
+                runner.failure(fault.package, fault.tests, SECONDS)
+                return "caught", f"no end within {SECONDS} s"
+        except Late:
+            return "not run", f"without the fault they take more than {SECONDS} s, too"
+        except RuntimeError as error:
+            return "not run", str(error)
+        return ("survives" if said is None else "caught"), said
+
+    def _keep(self, key, result):
+        with self._lock:
+            self.results[key] = result
+            self._file.write_text(json.dumps(self.results, indent=1, sort_keys=True))
+
+    def _tell(self, fault, result, took="kept"):
+        if result != "caught":
+            self.worst.append((fault, result))
+        print(f"{result if result == 'caught' else result.upper()}  {fault}  ({took})", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="faults whose language, package and name have one of these words")
+    parser.add_argument("--list", action="store_true", help="only list them")
+    options = parser.parse_args()
+    asked = [fault for fault in faults() if not options.words or any(word in str(fault) for word in options.words)]
+    wrong = list(problems(faults(), ROOT))
+    if wrong or not asked:
+        return "\n".join(wrong) or "no fault has one of these words"
+    if options.list:
+        print(*asked, sep="\n")
+        return 0
+    gate = Gate()
+    with ThreadPoolExecutor() as lanes:
+        languages = dict.fromkeys(fault.language for fault in asked)
+        list(lanes.map(lambda language: gate.run(language, [f for f in asked if f.language == language]), languages))
+    print(f"{len(asked) - len(gate.worst)} of {len(asked)} faults are caught")
+    for fault, result in gate.worst:
+        print(f"{result}: {fault}: {', '.join(fault.tests)}")
+    return 1 if gate.worst else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
