@@ -211,6 +211,8 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     compute = Work(forward=2.0, backward=30.0)
     _, last = phases(plan(), compute, DRIVE, IDLE)
     assert last.tail == pytest.approx(one, rel=1e-6)
+    # A small unit that computes first has the last gradient, whatever the size of the others.
+    assert phases(plan(units=UNITS[::-1]), compute, DRIVE, IDLE)[1].tail < one / 1000
     assert (last.seconds, last.bound) == (pytest.approx(30 + one, rel=1e-6), "compute")
     # Where storage is slower than all else, it is busy until the end anyway.
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)

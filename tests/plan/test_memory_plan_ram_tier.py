@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import pytest
 from plan.test_memory_plan import PAGE, model, sizes_of
 
 from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
+from memascend.plan.decision import room_beside
 from memascend.plan.memory_plan import Requirements, make_plan
 from memascend.text import bytes_shown, size_option
 
@@ -22,6 +24,16 @@ def run_of(units, update_values="resident", **more):
 
 def ram_tier_bytes(run, plan):
     return sum(map(sum, (run.sizes.record_bytes[name] for name in plan.ram_tier)))
+
+
+def test_shards_share_the_free_space_of_their_disk_and_keep_their_own_bytes(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    shards = [tmp_path / "one", tmp_path / "two"]
+    assert room_beside([*map(str, shards)], 600) == 400
+    for shard in shards:
+        shard.write_bytes(bytes(300))
+    assert room_beside([*map(str, shards)], 600) == 1000
 
 
 def test_nothing_is_in_ram_unasked():

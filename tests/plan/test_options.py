@@ -83,11 +83,13 @@ def test_defaults_are_the_interface():
         Options("somewhere")
 
 
-def test_the_form_that_is_worked_with(tmp_path):
+def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
     options = Options(storage=tmp_path, host_memory="1 MiB", units=["a", "b"])
     assert (options.paths, options.host_bytes, options.unit_names) == ((str(tmp_path),), 1 << 20, ("a", "b"))
     assert Options(storage=[Path("/a"), "/b"]).paths == ("/a", "/b")
     assert (Options().paths, Options().host_bytes, Options().unit_names) == (None, None, None)
+    monkeypatch.setattr("memascend.memory.limits", lambda: {"available": 1000})
+    assert Options(host_memory="12.5 %").host_bytes == 125
 
 
 @pytest.mark.parametrize(

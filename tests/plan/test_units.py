@@ -76,6 +76,15 @@ def test_a_first_block_with_more_is_a_block_too():
     assert "layers.0.bias.weight" in units["layers.0"].parameters
 
 
+def test_of_many_small_modules_only_some_stay_resident():
+    model = Language(2)
+    for index in range(60):
+        model.add_module(f"norm{index}", nn.LayerNorm(32))
+    units = holds_each_once(model, find_units(model))
+    resident = sum(model.get_parameter(name).nbytes for name in units["rest"].parameters)
+    assert 0 < 4 * resident <= sum(parameter.nbytes for parameter in model.layers[0].parameters())
+
+
 def test_tied_parameters_are_in_the_first_unit_and_used_again():
     model = Language(3, tied=True)
     units = holds_each_once(model, find_units(model))
