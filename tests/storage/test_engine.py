@@ -107,9 +107,14 @@ def test_adam_begins_with_a_master_of_16_bit_values():
     assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())
 
 
-def test_a_walk_ends_by_an_error_and_its_parts_end_with_it(tmp_path):
+def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
     record = engine.Record(name="w", values=torch.randn(3, 1741), state={})
     with filled(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
+        found = torch.zeros(record.values.numel())
+        store.scan(
+            ["w"], lambda _, parts: [found[part.start :][: len(part.values)].copy_(part.values) for part in parts]
+        )
+        assert torch.equal(found, record.values.view(-1))
         with pytest.raises(ZeroDivisionError):
             store.scan(["w"], lambda *_: 1 / 0)
         kept = []

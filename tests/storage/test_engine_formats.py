@@ -156,12 +156,17 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     _refused(lambda: encoded(values, {"exp_avg": values.double()}, "bf16"), "is float64 of shape")
     one_off = {"master": torch.cat([values[:-1].bfloat16().float(), values[-1:].bfloat16().float() + 1])}
     negative, other = {"master": values, "exp_avg_sq": -values.abs()}, {"momentum": values}
+    turned = {"master": values.view(-1, 1)}
     why = f'element {NUMEL - 1} of "it" is not its master rounded'
     for form in ("compact", "compact bf16", "compact 8bit"):
-        for given, words in ((one_off, why), (negative, "negative"), (other, "no state called 'momentum'")):
+        for given, words in (
+            *((one_off, why), (negative, "negative"), (other, "no state called 'momentum'")),
+            (turned, f"is float32 of shape [{NUMEL}, 1]"),
+        ):
             _refused(partial(encoded, values.bfloat16(), given, form), words)
         _refused(partial(engine.decode_state, values.bfloat16(), other, form), "is not in the format")
         _refused(partial(encoded, values.half(), {}, form), "no state in the format")
+    _refused(lambda: engine.decode_state(values[::2], encoded(values[::2].clone(), {}, "bf16"), "bf16"), "with gaps")
     state = encoded(values, {}, "bf16")
     _refused(lambda: engine.decode_state(values, state, "8bit"), "8bit")
     wrong = engine.Record(name="weight", values=values, state=state, format="8bit")
