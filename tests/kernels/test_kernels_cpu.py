@@ -112,6 +112,15 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
         assert left is None or same_bits(left, right)
 
 
+def test_the_reference_rounds_a_sum_beside_a_tie_once():
+    """The second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2, which float64 rounds to the tie."""
+    g, v = torch.tensor([1 + 2**-12]), torch.tensor([2.0**-60])
+    numbers = {"lr": 1e-3, "betas": (0.9, 0.5), "eps": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
+    scalars = checked_scalars(**numbers, maximize=False, decoupled=True)
+    adamw_reference(torch.zeros(1), g, torch.zeros(1), v, None, scalars)
+    assert v.item() == (1 + 2**-11 + 2**-23) / 2
+
+
 def test_flushed_denormals_of_the_caller_change_nothing():
     def run(p, g, m, v):
         kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
@@ -166,10 +175,15 @@ def test_a_result_that_overflows_is_found():
     assert squares.item() == math.inf
 
 
-def test_one_element_written_behind_autograds_back_is_noticed():
+@pytest.mark.parametrize("kernel", ["check_and_unscale", "adamw"])
+def test_what_is_written_behind_autograds_back_is_noticed(kernel):
     weight = torch.ones(4, requires_grad=True)
-    grad = torch.ones(4)
-    loss = (weight * grad).sum()
-    kernels.check_and_unscale(grad, 0.5)
+    saved = torch.ones(4)
+    loss = (weight * saved).sum()
+    if kernel == "adamw":
+        options = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+        kernels.adamw(saved, *torch.zeros(3, 4), None, **options)
+    else:
+        kernels.check_and_unscale(saved, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
