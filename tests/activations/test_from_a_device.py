@@ -142,6 +142,16 @@ def test_a_graph_that_is_dropped_leaves_nothing(tmp_path, fake):
         assert not keeper(model)._chunks._held
 
 
+def test_closing_waits_for_copies_that_are_on_their_way(tmp_path, fake):
+    model, optimizer = offloaded(tmp_path)
+    fake.outward.delay = 0.05
+    with optimizer:
+        _graph = model(rows())
+        copies = [chunk.copy for chunk in keeper(model)._chunks._held]
+        assert not copies[-1].done()
+    assert copies[-1].done()
+
+
 @pytest.mark.usefixtures("fake")
 def test_a_backward_again(tmp_path):
     most, group = comfortable(tmp_path)

@@ -95,6 +95,7 @@ def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
         shared.add_(1)
         loss = loss + model(rows()).square().mean()
         loss.backward()
+        assert keeper(model).counters["written"] == (3 * BLOCKS + 3) * shared.nbytes
 
 
 def test_what_is_changed_in_place_afterwards_was_kept_as_it_was(tmp_path):
