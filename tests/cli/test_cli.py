@@ -13,7 +13,7 @@ from memascend.cli import _in_own_words, _ran, main
 from memascend.cli.demo import Settings, Side, row_shown
 from memascend.errors import MemascendError
 from memascend.plan.options import parse_bytes
-from memascend.text import bytes_shown, counted, seconds_shown, size_option, table
+from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,6 +201,10 @@ def test_durations_are_shown(seconds, shown):
 
 def test_numbers_stand_to_the_right():
     assert table(("a", "size"), [("x", "1"), ("long", "12")]) == "a     size\n----  ----\nx        1\nlong    12"
+
+
+def test_of_many_names_ten_are_listed():
+    assert listed([*map(str, range(12))]) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 
 
 def test_one_thing_is_no_plural():

@@ -3,15 +3,18 @@
 import errno
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.disks import command
 
+from memascend import nvme
 from memascend.cli import main
 
 
 def report(capsys, path, status=0):
-    assert main(["doctor", "--json", "--storage", str(path)]) == status
+    assert main(["doctor", "--json", f"--storage={path}"]) == status
     said = json.loads(capsys.readouterr().out)
     assert said["ok"] is (status == 0)
     assert all(finding.keys() == {"subject", "found", "verdict", "advice"} for finding in said["findings"])
@@ -28,7 +31,18 @@ def test_a_folder(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("path", "says"), [("/proc", "holds no files"), ("/no/such", "does not exist")])
+def test_a_disk_that_is_nearly_full_keeps_most_of_its_space(capsys, tmp_path, monkeypatch):
+    own, sizes = nvme.open, []
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=8192, f_frsize=4096, f_flag=0))
+    monkeypatch.setattr(nvme, "open", lambda path, size: sizes.append(size) or own(path, size=size))
+    report(capsys, tmp_path)
+    assert sizes == [8 << 20]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/proc", "holds no files"), ("/no/such", "does not exist"), ("~/no/such", f"{Path.home()}/no does not exist")],
+)
 def test_where_no_file_can_be(capsys, path, says):
     assert says in report(capsys, path, 1)["storage"]["advice"]
 

@@ -311,7 +311,7 @@ def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monk
     assert f'storage=["{one}", "{two}"]' in capsys.readouterr().out
 
 
-def test_checkpointed_activations_in_files(capsys, config):
+def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     words = config, "--drive", "5,4", "--tokens", 65_536, "--length", 256, "--accumulation-steps", 8
     here = told(capsys, *words, "--gpu", "165,24,25")
     kept = here["torch"]["kept_bytes"]
@@ -330,6 +330,9 @@ def test_checkpointed_activations_in_files(capsys, config):
     # Host memory takes all of them, within a budget that has room.
     inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
+    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: away["disk"]["bytes"] - 1)
+    words = *words, *card, "--activations", "ssd", "--storage", config.parent
+    assert "not enough" in told(capsys, *words, status=1)["problems"][0]
 
 
 def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
