@@ -60,6 +60,17 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+class Summed(Stack):
+    """Two of its parameters get one gradient, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(WIDTH, 1)), nn.Parameter(torch.zeros(WIDTH, 1))
+
+    def forward(self, x):
+        return super().forward(x) + (self.one.view(-1) + self.other.view(-1))
+
+
 def rows(count, generator=None):
     generator = generator or torch.Generator().manual_seed(1)
     return [torch.randn(2, WIDTH, generator=generator).requires_grad_() for _ in range(count)]
@@ -132,13 +143,20 @@ MAKES = {
     "checkpointed": lambda: Stack(drop=0.2, reentrant=False),
     "reentrant": lambda: Stack(drop=0.2, reentrant=True),
     "experts": Experts,
+    "summed": Summed,
 }
 
 
 # Other options and dtypes: `parity.zoo_by_layer`, and the state machine of training.
 @pytest.mark.parametrize(
     ("kind", "gradients", "count"),
-    [("dense", "fused", 3), ("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3)],
+    [
+        ("dense", "fused", 3),
+        ("checkpointed", "ssd", 2),
+        ("experts", "fused", 5),
+        ("reentrant", "auto", 3),
+        ("summed", "fused", 3),
+    ],
 )
 def test_bits_are_those_of_one_after_the_other(tmp_path, kind, gradients, count):
     require_same_by_layer(tmp_path, MAKES[kind], count, gradients=gradients)
@@ -386,6 +404,14 @@ def test_random_numbers_of_python_are_seen(tmp_path, caplog):
     with optimizer, caplog.at_level(logging.INFO, "memascend"):
         optimizer.accumulate(lambda batch: square(model, batch) * random.choice([1, 1]), rows(COUNT), by_layer=True)
     assert "random numbers" in caplog.text
+
+
+def test_random_numbers_that_a_later_call_begins_to_draw_are_refused(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer, pytest.raises(memascend.UsageError, match="random numbers are drawn"):
+        optimizer._session.accumulate(
+            lambda batch: square(model, batch) * torch.rand(()), rows(COUNT), scale=1.0, by_layer=True, seeded=False
+        )
 
 
 def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(tmp_path):

@@ -37,6 +37,13 @@ def test_a_gradient_that_is_expanded_is_laid_out():
     assert_same(handle, torch.full((4, 6), 2.0))
 
 
+def test_a_sum_that_was_computed_elsewhere_has_its_arithmetic():
+    handle = handle_of(torch.ones(3))
+    handle.mul_(2)
+    handle.gradient.replace_by_sum(torch.full((3,), 5.0))
+    assert_same(handle, torch.full((3,), 5.0))
+
+
 class Lazy(KeptInMemory):
     """A keeper that holds on to what it gets, as one does that writes while backward goes on."""
 

@@ -289,6 +289,7 @@ def traffic(folder, loop, limit, **options):
             if "max_grad_norm" not in options:
                 clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
+            assert "max_grad_norm" in options or optimizer.grad_norm <= 1.01 * limit
             optimizer.zero_grad()
         after = settled(model, optimizer)
     kinds = zip((after.read, after.written), (before.read, before.written), strict=True)
