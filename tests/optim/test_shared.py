@@ -9,6 +9,7 @@ from support.chains import values
 
 import memascend
 from memascend.checkpoint.reader import FOLDER, MANIFEST
+from memascend.optim.rules import Arithmetic
 
 
 class Counted(torch.optim.Optimizer):
@@ -145,6 +146,18 @@ def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, grad
         assert same_options(one, other)
     assert all(map(same_bits, values_of(again), expected))
     optimizer.close()
+
+
+def test_a_resume_that_fails_leaves_the_options(tmp_path, monkeypatch):
+    trained, optimizer, _ = begun(tmp_path / "store")
+    train(trained, optimizer, range(2))
+    optimizer.close()
+    again = model()
+    original = Counted(groups(again))
+    monkeypatch.setattr(Arithmetic, "restore", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        memascend.offload(again, original, storage=tmp_path / "store", existing="resume")
+    assert all(map(same_options, Counted(groups(again)).param_groups, original.param_groups))
 
 
 def test_a_checkpoint_has_them_too(tmp_path):

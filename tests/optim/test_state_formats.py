@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.chains import chain, step
 
 import memascend
 from memascend.optim.state import StateFormats
@@ -70,6 +71,23 @@ def test_small_parameters_and_embeddings_keep_32_bits_beside_8():
     assert [found[id(one)] for one in (small, embedding, matrix)] == ["", "", "8bit"]
     found = StateFormats(state="bf16", whole=frozenset([id(embedding)])).of(adamw(given), FP32)
     assert set(found.values()) == {"bf16"}
+    # Rows of a rank have the format of the whole parameter.
+    found = StateFormats(state="8bit", elements={id(small): 8190}).of(adamw(given), FP32)
+    assert found[id(small)] == "8bit"
+
+
+def test_a_momentum_that_is_there_already_is_gone_on_with(tmp_path):
+    plain, model = chain(), chain()
+    theirs, own = (sgd(of.parameters(), momentum=0.9) for of in (plain, model))
+    step(plain, theirs)
+    step(model, own)
+    model, optimizer = memascend.offload(model, own, storage=tmp_path / "store", state="bf16")
+    with optimizer:
+        step(plain, theirs)
+        step(model, optimizer)
+        wanted = theirs.state[plain[0].weight]["momentum_buffer"]
+        found = optimizer.state_of(model[0].weight)["momentum_buffer"]
+        assert (found - wanted).abs().max() < 0.01 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
