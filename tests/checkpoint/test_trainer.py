@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import memascend
 from memascend.errors import ConfigError, UsageError
 from memascend.session.report import Report
 from memascend.trainer import Callback
+from memascend.trainer.reference import offload_both
 
 STEPS = 6
 MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
@@ -300,6 +302,15 @@ def test_adapters_on_a_frozen_model(tmp_path):
     folder = tmp_path / "whole" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").is_file()
     assert same_states(run(tmp_path / "rest", folder), whole)
+
+
+def test_a_reference_model_takes_a_part_of_the_budget(tmp_path):
+    (model, optimizer), (other, _) = built(), built()
+    both = SimpleNamespace(model=model, optimizer=optimizer, ref_model=other, is_fsdp_enabled=False)
+    with offload_both(both, {"storage": str(tmp_path / "store"), "host_memory": "128MiB"}) as optimizer:
+        reference = other.__dict__["_memascend"]
+        assert optimizer.plan.budget + reference.plan.budget == 128 << 20
+        reference.close()
 
 
 class ByFunctions(torch.optim.lr_scheduler.LambdaLR):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from support.bits import same_bits
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -119,6 +120,12 @@ def with_hook_of_a_gradient(trainer):
     trainer.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
 
 
+def with_hook_of_all(trainer):
+    handle, until = register_module_forward_hook(lambda *_: None), TrainerCallback()
+    until.on_train_end = lambda *_, **__: handle.remove()
+    trainer.add_callback(until)
+
+
 def with_method(trainer):
     compute, scales = trainer.compute_loss, iter(range(1, 1000))
     trainer.compute_loss = lambda *given, **options: compute(*given, **options) * next(scales)
@@ -190,6 +197,7 @@ CASES = {
     "inputs": (OwnInputs, qwen2, plain, "OwnInputs has a _prepare_inputs of its own"),
     "block": (Trainer, own_block, plain, "code of yours (OwnBlock)"),
     "hook": (Trainer, qwen2, with_hook, "module 'model.layers.1.mlp' has a hook of yours"),
+    "hook of all": (Trainer, qwen2, with_hook_of_all, "a hook of yours is called for all modules"),
     "gradient": (Trainer, qwen2, with_hook_of_a_gradient, "called for the gradient of"),
     "method": (Trainer, qwen2, with_method, "given a compute_loss() of its own"),
     "wrapped": (Trainer, qwen2, with_wrapped_forward, "module 'model.layers.0.mlp' has code of yours"),

@@ -17,7 +17,8 @@ from transformers.trainer_callback import ExportableState
 
 import memascend.trainer
 from memascend.errors import ConfigError, UsageError
-from memascend.trainer.description import description
+from memascend.trainer import digest
+from memascend.trainer.description import description, of_ranks
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -82,6 +83,14 @@ def test_a_training_that_ended_repeats_no_event_of_its_last_step(tmp_path):
     assert again.digest == trainer.digest
     lines = [{**line, "step": line["step"]} for line in again.state.log_history if "train_runtime" not in line]
     assert lines == [line for line in trainer.state.log_history if "train_runtime" not in line]
+
+
+def test_a_training_that_a_callback_stopped_goes_on_without_it(tmp_path):
+    stop = transformers.TrainerCallback()
+    stop.on_step_end = lambda _, state, control, **__: setattr(control, "should_training_stop", state.global_step == 2)
+    for callbacks in ([stop], []):
+        last, _ = trained(tmp_path / "stopped", *callbacks, max_steps=4)
+    assert last.digest == trained(tmp_path / "whole", max_steps=4)[0].digest
 
 
 def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path):
@@ -302,8 +311,11 @@ def test_an_edited_script_is_another_training(tmp_path, name):
 
 
 def test_clipping_is_kept(tmp_path, ended):  # noqa: F811
+    trainer = made(tmp_path / "out")
+    before = dict(vars(trainer))
     with pytest.raises(ConfigError, match=r"clipping torch -> exact 1\.0"):
-        memascend.trainer.offload(made(tmp_path / "out"), storage=ended / "store", clipping="exact")
+        memascend.trainer.offload(trainer, storage=ended / "store", clipping="exact")
+    assert vars(trainer) == before, "the call may be made again"
 
 
 @pytest.mark.parametrize("existing", ["resume", "replace"])
@@ -403,6 +415,13 @@ def test_the_digest_of_examples_neither_disturbs_them_nor_takes_drawn_ones(tmp_p
     assert [trainer.train_dataset[index] for index in range(5)] == list(range(5))
     trainer.train_dataset = Rarely()
     assert description(trainer, "torch")["data"] == "100 rows"
+    long = torch.zeros(1 << 15)
+    assert digest.digest_of(long) != digest.digest_of(torch.cat([long[1:], torch.ones(1)]))
+
+
+def test_with_more_ranks_all_micro_batches_of_a_step_that_does_not_divide_are_repeated():
+    moved = of_ranks({"run": {"ranks": 1}, "passed": 24, "group": 3, "feed": {"fetched": 27}}, 2)
+    assert (moved["passed"], moved["group"], moved["feed"]["fetched"]) == (12, 2, 14)
 
 
 class MakesOne(transformers.Trainer):

@@ -175,9 +175,17 @@ def stopping(output, *callbacks, **options):
     return made(output, *callbacks, stop, **best, **options)
 
 
+def scaled(output, *callbacks, **options):
+    """As accelerate scales losses for fp16 on a GPU; a scale that is no power of two changes what is rounded."""
+    trainer = made(output, *callbacks, **options)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", growth_factor=1.1, growth_interval=2)
+    return trainer
+
+
 # The Trainer, and the steps after which its process ends.
 RUNS = {
-    "epochs": ({}, (3, 7, 10)),
+    # Python draws such numbers in pairs, and keeps the second one for the next call.
+    "epochs": (lambda: {"data": Drawn(partial(random.gauss, 0.5, 0.4))}, (3, 7, 10)),
     "a random collator": ({"collate": masked}, (1, 6, 7, 12)),
     "by length": ({"train_sampling_strategy": "group_by_length"}, (3, 9)),
     "workers": ({"dataloader_num_workers": 1, "collate": masked}, (3, 9)),
@@ -187,6 +195,7 @@ RUNS = {
     "early stopping": ({"make": stopping}, (3, 4)),
     "no evaluation ahead": ({"eval_strategy": "no", "logging_strategy": "epoch", "save_strategy": "epoch"}, (5, 8)),
     "generators of its own": (lambda: {"collate": OwnDice(), "data": Drawn(random.Random(5).random)}, (1, 7, 9)),
+    "a loss scale": ({"make": scaled, "max_grad_norm": 0, "max_steps": 8}, (2, 5)),
     "one batch a step": ({"gradient_accumulation_steps": 1, "max_steps": 9, "max_grad_norm": 0}, (1, 4)),
 }
 
