@@ -14,6 +14,7 @@ from support.checkpoints import Mixed, made, trained
 import memascend
 from memascend.checkpoint import reader as checkpoints
 from memascend.errors import ConfigError, CorruptionError
+from memascend.storage import checksum_of
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,17 @@ def test_every_byte_counts(saved, tmp_path):
             checkpoints.Checkpoint(folder)
     path.write_bytes(whole)
     checkpoints.Checkpoint(folder).verify()
+
+
+def test_each_part_of_a_tensor_that_several_ranks_wrote_counts(saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    path = folder / "memascend" / "manifest.json"
+    manifest, first = json.loads(path.read_bytes()), checksum_of(saved[1]["embed.weight"][0])
+    parts = manifest["files"]["model.safetensors"]["tensors"]["embed.weight"] = [[0, first], [32, first]]
+    path.write_bytes(checkpoints.render_manifest(manifest))
+    with pytest.raises(CorruptionError, match=r"'embed.weight' in .* is damaged") as caught:
+        checkpoints.Checkpoint(folder).verify()
+    assert caught.value.nbytes == saved[1]["embed.weight"].nbytes - parts[1][0]
 
 
 def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):

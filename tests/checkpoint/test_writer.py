@@ -16,7 +16,7 @@ import torch
 from support.checkpoints import batches, made, trained
 
 import memascend
-from memascend.checkpoint import files
+from memascend.checkpoint import files, shares
 from memascend.checkpoint import reader as checkpoints
 from memascend.checkpoint.files import new_folder, put_in_place
 from memascend.errors import ConfigError, StorageError, UsageError
@@ -237,16 +237,22 @@ def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(runni
     model, optimizer = running
     model.config = Configuration()
     synced = []
-    fsync = os.fsync
+    fsync, pwrite = os.fsync, os.pwrite
 
     def noted(descriptor):
         there = target.stat().st_ino if target.exists() else None
         synced.append((os.fstat(descriptor).st_ino, there))
         fsync(descriptor)
 
+    def written(descriptor, *part):
+        synced[:] = [one for one in synced if one[0] != os.fstat(descriptor).st_ino]
+        return pwrite(descriptor, *part)
+
     monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "pwrite", written)
     before = None
-    for _ in range(2):
+    for files_at_once in (16, 1):
+        monkeypatch.setattr(shares, "_OPEN_MAX", files_at_once)
         synced.clear()
         optimizer.save(target)
         new = target.stat().st_ino
@@ -280,6 +286,7 @@ def test_it_is_locked_until_the_end_also_once_the_folder_is_in_its_place(target,
     if is_there:
         (target / "memascend").mkdir(parents=True)
         (target / "memascend" / "manifest.json").write_text("{}")
+        target.chmod(0o710)
     with new_folder(target) as new:
         (new / "part").write_text("mine")
         put_in_place(target, new)
@@ -287,6 +294,7 @@ def test_it_is_locked_until_the_end_also_once_the_folder_is_in_its_place(target,
         with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
             pass
     assert (target / "part").read_text() == "mine"
+    assert (target.stat().st_mode & 0o777 == 0o710) == is_there
     assert [*target.parent.iterdir()] == [target]
 
 
