@@ -161,7 +161,8 @@ class Cargo:
 class Gate:
     """Runs faults, and keeps what became of them."""
 
-    def __init__(self):
+    def __init__(self, seconds):
+        self._seconds = seconds
         self._file = PLACE / "results.json"
         self._lock = threading.Lock()
         self.results = json.loads(self._file.read_text()) if self._file.is_file() else {}
@@ -209,14 +210,14 @@ class Gate:
             try:
                 with tree.having(fault):
                     runner.build(fault.package, fault.tests)
-                    said = runner.failure(fault.package, fault.tests, SECONDS)
+                    said = runner.failure(fault.package, fault.tests, self._seconds)
             except Late:
                 # The fault's doing, if they end without it.
                 runner.build(fault.package, fault.tests)
-                runner.failure(fault.package, fault.tests, SECONDS)
-                return "caught", f"no end within {SECONDS} s"
+                runner.failure(fault.package, fault.tests, self._seconds)
+                return "caught", f"no end within {self._seconds} s"
         except Late:
-            return "not run", f"without the fault they take more than {SECONDS} s, too"
+            return "not run", f"without the fault they take more than {self._seconds} s, too"
         except RuntimeError as error:
             return "not run", str(error)
         return ("survives" if said is None else "caught"), said
@@ -236,6 +237,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="faults whose language, package and name have one of these words")
     parser.add_argument("--list", action="store_true", help="only list them")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the tests of one fault (%(default)s)")
     options = parser.parse_args()
     asked = [fault for fault in faults() if not options.words or any(word in str(fault) for word in options.words)]
     wrong = list(problems(faults(), ROOT))
@@ -244,7 +246,7 @@ def main():
     if options.list:
         print(*asked, sep="\n")
         return 0
-    gate = Gate()
+    gate = Gate(options.seconds)
     with ThreadPoolExecutor() as lanes:
         languages = dict.fromkeys(fault.language for fault in asked)
         list(lanes.map(lambda language: gate.run(language, [f for f in asked if f.language == language]), languages))

@@ -346,6 +346,19 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
 }
 
 #[test]
+fn codes_that_nothing_is_given_for_stay_as_they_are() {
+    let memory = Memory::new(Form { weight: Weight::Single, moment: Moment::Blocks, has_second: true }, 700, false);
+    let wide = Wide::noise(700, 5, false);
+    memory.begin(&wide);
+    // Codes that their numbers do not give again.
+    memory.slice::<u8>(FIRST, 700).fill(3);
+    let before = memory.bytes();
+    let given = WideState { master: Some(&wide.master[..]), first: None, second: None };
+    encode(given, memory.state(), exec(1, Simd::PORTABLE)).unwrap_or_else(|error| panic!("{error}"));
+    assert!(memory.bytes() == before);
+}
+
+#[test]
 fn a_small_change_of_a_second_moment_is_not_lost() {
     let form = Form { weight: Weight::Single, moment: Moment::Bf16, has_second: true };
     let len = 4096;

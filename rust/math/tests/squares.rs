@@ -180,6 +180,15 @@ fn the_largest_sums_with_the_smallest_squares() {
 }
 
 #[test]
+fn a_sum_just_above_the_middle_of_two_numbers_is_rounded_up() {
+    let power = |exponent: i32| 2.0_f32.powi(exponent);
+    for (least, wanted) in [(0.0, 2.0_f64.powi(60)), (power(-100), 2.0_f64.powi(60) + 256.0)] {
+        let found = check(Floats::F32(&[power(30), 8.0, 8.0, least]), execs()[0]).squares;
+        assert_eq!(found.value().to_bits(), wanted.to_bits());
+    }
+}
+
+#[test]
 fn threads_change_nothing() {
     let values = spread::<f32>((1 << 20) + 4321, 0, 40, 7);
     let wanted = check(Floats::F32(&values), execs()[0]).squares;
@@ -200,6 +209,9 @@ fn what_is_not_finite_is_no_number() {
                 let found = check(Floats::F32(&values), exec);
                 assert!(found.nonfinite && found.squares.units().is_none());
                 assert!(found.squares.value().is_nan() == is_nan && !found.squares.value().is_finite());
+                let mut both = found;
+                both.merge(&check(Floats::F32(&[1.0]), exec));
+                assert!(both.nonfinite);
             }
         }
     }

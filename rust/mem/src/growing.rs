@@ -143,6 +143,9 @@ mod tests {
         assert_eq!(ok(arena.free_slots(1)), 1);
         drop(added);
         assert_eq!(ok(arena.free_slots(1)), 2);
+        let _taken = [ok(lease(&arena, 4000)), ok(lease(&arena, 4000))];
+        ok(arena.add(16384, &mut || true));
+        assert!(lease(&arena, 4000).is_err(), "no larger slot is taken of the added ones either");
     }
 
     #[test]

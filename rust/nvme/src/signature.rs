@@ -169,6 +169,15 @@ mod tests {
     }
 
     #[test]
+    fn the_superblock_of_ext4_is_found() {
+        let mut bytes = vec![0; 1 << 20];
+        for (offset, word) in [(0x4, 256), (0x18, 2), (0x38, 0x1_ef53), (0x4c, 1_u32)] {
+            bytes[1024 + offset..][..4].copy_from_slice(&word.to_le_bytes());
+        }
+        assert_eq!(find(&edges(&bytes)), Some("an ext2, ext3 or ext4 file system"));
+    }
+
+    #[test]
     fn every_signature_in_the_tables_is_found() {
         for magic in AT_START {
             let mut bytes = vec![0; 1 << 20];

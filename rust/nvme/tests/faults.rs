@@ -172,6 +172,7 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
             }
             assert!(failed > 0 && fine > 0, "{failed} failed, {fine} fine");
             assert_eq!(volume.stats().failed, failed);
+            assert!(volume.flush(Wait::forever()).is_ok(), "each error was told by its ticket");
         }
     }
 }
@@ -197,6 +198,15 @@ fn a_failed_flush_stays_failed() {
         assert_eq!(volume.stats().flushes, whole as u64);
     }
     assert!(failed > 100, "{failed} of 200 flushes failed");
+}
+
+#[test]
+fn a_durable_write_that_failed_fails_the_flushes_after_it() {
+    let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
+    let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
+    let durable = volume.write_durable(vec![1; 4096], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
+    assert!(durable.wait().result.is_err());
+    assert!((0..2).all(|_| volume.flush(Wait::forever()).is_err()), "the device may have dropped more than that");
 }
 
 #[test]

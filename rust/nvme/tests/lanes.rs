@@ -19,12 +19,17 @@ fn rooms(count: usize) -> Vec<Lease> {
     (0..count).map(|_| ring.lease(owner, Wait::never()).unwrap_or_else(|error| panic!("{error}"))).collect()
 }
 
+fn number(block: usize) -> u8 {
+    u8::try_from(block).unwrap_or(u8::MAX)
+}
+
 /// How many of the writes that were queued before a read were not done yet when the read was.
 fn overtaken(volume: &Volume, lane: Lane) -> usize {
     let mut rooms = rooms(WRITES + 1);
     let into = rooms.pop().unwrap_or_else(|| panic!("there is room"));
     let mut writes = Vec::new();
-    for (index, room) in rooms.into_iter().enumerate() {
+    for (index, mut room) in rooms.into_iter().enumerate() {
+        room.as_mut_slice().fill(number(index));
         let ticket = volume.write(room, ((index + 1) * BLOCK) as u64);
         writes.push(ticket.unwrap_or_else(|refused| panic!("{}", refused.error)));
     }
@@ -61,6 +66,12 @@ fn a_read_of_the_first_lane_overtakes_writes_that_are_queued() {
         options.backend = backend;
         let volume = Volume::open(&[&path], &options).unwrap_or_else(|error| panic!("{error}"));
         check(&volume);
+        let mut buffer = vec![0; BLOCK];
+        for index in 0..WRITES {
+            let read = volume.read(buffer, ((index + 1) * BLOCK) as u64);
+            buffer = read.unwrap_or_else(|refused| panic!("{}", refused.error)).wait().buffer;
+            assert!(buffer.iter().all(|&byte| byte == number(index)), "block {index} by {backend:?}");
+        }
         drop(volume);
         std::fs::remove_file(path).unwrap_or_else(|error| panic!("{error}"));
     }

@@ -56,6 +56,9 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     ok(store.discard_record(0, Wait::forever()));
     let Err(Error::Usage(message)) = committed(&store, 3) else { panic!("the failure was forgotten") };
     assert!(message.contains("a write of this step failed"), "{message}");
+    // After the whole step was dropped a commit fails by the device alone.
+    ok(store.discard(Wait::forever()));
+    assert!(matches!(committed(&store, 3), Err(Error::Storage(_))));
     drop(store);
     assert_eq!(model::opened(&disks, &model::how()), Ok(2));
 }
@@ -112,8 +115,10 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
         if step > 6 {
             // Others do not agree to a commit: the pages that it wrote are written again.
             stage_one(&store, given_up, 100 + step);
-            let commit = Commit { step, ..Commit::default() };
+            let (user, before) = (Some("given up".into()), store.info().user);
+            let commit = Commit { step, user, ..Commit::default() };
             assert!(store.commit_agreed(commit, Wait::forever(), &mut || false).is_err());
+            assert_eq!(store.info().user, before);
             ok(store.discard(Wait::forever()));
         }
         expected[record] = step;
@@ -126,4 +131,34 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
             assert!(bytes == content(record, 0, update, 4096), "record {record}");
         }
     }
+}
+
+#[test]
+fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
+    let disks = [SimDisk::new(8 << 20)];
+    let large = model::record("large", 0, Dtype::Bf16, &[600 * 2048], &[]);
+    let records = vec![memascend_store::Record { spill: None, ..large }];
+    let description = Description { units: vec!["all".into()], records, ..model::description() };
+    let volume = model::volume(&disks, &Faults::default());
+    let store = ok(Store::create_on(volume, model::STRIPE, description, &model::how()));
+    let wanted = model::contents(&store, 0, 1, 0);
+    ok(model::stage(&store, 0, &wanted));
+    ok(committed(&store, 0));
+    drop(store);
+    let found = ok(model::open(&disks, &model::how()));
+    for (extent, bytes) in (0..).zip(&wanted.extents) {
+        assert!(ok(ok(found.read(0, extent, vec![0; bytes.len()])).wait()).0 == *bytes, "extent {extent}");
+    }
+}
+
+#[test]
+fn what_ranks_compare_is_what_is_staged_and_not_what_was_dropped() {
+    let [once, again] = [1, 1].map(|last| model::trained(&model::disks(1), last));
+    [&once, &again].into_iter().for_each(|store| store.compare(&[0]));
+    ok(model::stage(&again, 0, &model::contents(&again, 0, 9, 2)));
+    let dropped = again.digest();
+    ok(again.discard(Wait::forever()));
+    [&once, &again].into_iter().for_each(|store| ok(model::stage(store, 0, &model::after(2)[&0])));
+    assert_eq!(once.digest(), again.digest());
+    assert_ne!(once.digest(), dropped);
 }

@@ -11,7 +11,10 @@ use memascend_nvme::{
 };
 use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Format, Record, Store};
 
-use crate::setup::{MASTER_AND_MOMENTS, MOMENTS, adam, description, many, ok, parameter, size};
+use crate::setup::{
+    Life, MASTER_AND_MOMENTS, MOMENTS, RunPlan, adam, contents, description, first, many, numbers, ok, parameter, rule,
+    size,
+};
 
 /// The device's error.
 const EIO: i32 = 5;
@@ -283,7 +286,8 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
                 Ok(()) => step += 1,
                 Err(error) => {
                     failures += 1;
-                    assert!(error.to_string().contains("errno 5"), "seed {seed}: {error}");
+                    let said = error.to_string();
+                    assert!(said.contains("errno 5") && !said.contains("only be discarded"), "seed {seed}: {said}");
                     let again = training.engine.finish(Wait::forever());
                     if let Err(again) = again {
                         assert!(again.to_string().contains("only be discarded"), "seed {seed}: {again}");
@@ -372,4 +376,51 @@ fn power_lost_at_any_point_of_a_step() {
         points += many(1, 3);
     }
     assert!(points > 60, "{points}");
+}
+
+#[test]
+fn a_master_begins_as_the_values() {
+    let life = Life::new(&RunPlan::streamed());
+    let (_, tensors) = &life.contents()[2];
+    let masters = tensors[1].chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    let values = tensors[0].chunks_exact(2).map(|bytes| F16(u16::from_le_bytes([bytes[0], bytes[1]])).to_f32());
+    assert!(masters.eq(values));
+}
+
+#[test]
+fn values_that_something_changed_in_memory_are_refused_and_never_become_the_master() {
+    let life = Life::new(&RunPlan::streamed());
+    let (_, tensors) = &life.contents()[1];
+    let mut changed = tensors[0].clone();
+    changed[700] ^= 1;
+    for (values, is_fine) in [(tensors[0].clone(), true), (changed, false)] {
+        let (by, values): (_, Box<dyn Buffer>) = (By::Given(crate::setup::gradient(1, 1)), Box::new(values));
+        ok(life.engine.update(1, by, Some(values), rule(1, 1), Wait::forever()));
+        match life.engine.finish(Wait::forever()) {
+            Ok(()) => assert!(is_fine),
+            Err(error) => assert!(error.to_string().contains("are not those of its last commit"), "{error}"),
+        }
+        ok(life.engine.discard(Wait::forever()));
+    }
+}
+
+#[test]
+fn chances_are_those_of_the_place_in_the_whole_parameter() {
+    let run = |first_element: u64, numel: u64| {
+        let drawn = |seed| numbers(seed, Dtype::Bf16, 4096)[size(2 * first_element)..].to_vec();
+        let record = parameter("by chance", Dtype::Bf16, numel, Format::StochasticBf16, &[]);
+        let record = Record { state: ok(record.state_in(Format::StochasticBf16, false)), ..record };
+        let tensors = record.state.len();
+        let described = Description { first_elements: vec![first_element], ..description(vec![record], 1) };
+        let volume = striped(&[SimDisk::new(1 << 20)], &Faults::default());
+        let engine = engine(Arc::new(ok(Store::create_on(volume, 8192, described, &Create::default()))), 4);
+        ok(engine.fill(0, first(drawn(1), tensors, 0), Wait::forever()));
+        ok(engine.commit(Commit::default(), Wait::forever()));
+        let by = By::Given(ok(Gradient::new(Box::new(drawn(2)), Dtype::Bf16)));
+        ok(engine.update(0, by, None, adam(1e-2, 1), Wait::forever()));
+        ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
+        contents(engine.store()).remove(0).1.remove(0)
+    };
+    // Two chunks, and the second one as the rows of another rank.
+    assert!(run(0, 4096)[4096..] == run(2048, 2048)[..]);
 }

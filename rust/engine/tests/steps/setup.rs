@@ -169,7 +169,7 @@ pub(crate) fn kinds() -> Description {
 }
 
 /// Numbers around one, of a dtype.
-fn numbers(seed: u64, dtype: Dtype, count: u64) -> Vec<u8> {
+pub(crate) fn numbers(seed: u64, dtype: Dtype, count: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let mut one = || {
         let drawn = u16::try_from(rng.below(65_536)).unwrap_or(0);

@@ -103,6 +103,16 @@ fn what_is_not_finite_is_found_in_every_chunk() {
 }
 
 #[test]
+fn gradients_that_wait_stay_within_the_bound() {
+    let disks: Vec<SimDisk> = filled().into_iter().map(SimDisk::of).collect();
+    let faults = Faults { delay: Duration::from_millis(2), ..Faults::default() };
+    let engine = engine(ok(Store::open_on(volume(&disks, &faults), 8192, &Create::default())));
+    (0..20).for_each(|number| ok(spill(&engine, number % 2, 1.0, false)));
+    let peak = engine.counters().queued_peak;
+    assert!((20_000..=30_000).contains(&peak), "{peak} bytes");
+}
+
+#[test]
 fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     let image = filled();
     let mut failures = 0;
@@ -157,6 +167,8 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
             let again = ask(&engine);
             assert!(again.is_err_and(|error| error.to_string().contains("only be discarded")), "{name}, again");
             ok(engine.discard(Wait::forever()));
+            let left = engine.spilled(0, Wait::forever());
+            assert!(left.is_err_and(|error| error.to_string().contains("no gradient of")), "{name}, after {pause:?}");
         }
     }
 }
