@@ -45,12 +45,9 @@ def test_a_sum_that_was_computed_elsewhere_has_its_arithmetic():
 
 
 class Lazy(KeptInMemory):
-    """A keeper that holds on to what it gets, as one does that writes while backward goes on."""
+    """An engine that holds on to what it gets, as one does that writes while backward goes on."""
 
-    def add(self, gradient, **_):
-        self.waiting = gradient
-
-    def assign(self, gradient):
+    def spill(self, _, gradient, **__):
         self.waiting = gradient
 
 
@@ -149,7 +146,7 @@ def test_reads_get_a_copy_with_the_arithmetic_done(call, inference):
     assert type(got) is torch.Tensor
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
-    assert "read" in handle.backing.seen
+    assert "a read of gradients" in handle.backing.seen
     assert_same(handle, plain)
 
 

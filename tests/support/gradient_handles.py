@@ -1,57 +1,77 @@
 """Builds gradient handles over gradients in RAM, and compares what they give with plain gradients."""
 
+from types import SimpleNamespace
+
 import torch
 from support.bits import same_bits
 
-from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
+from memascend.grads.gradient import Gradient
+from memascend.grads.norms import Norms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class KeptInMemory:
-    """A keeper that holds the gradient in RAM, as the store holds it on SSD; it counts what is out at a time."""
-
-    name, fused = "layer.weight", False
+    """The engine and the run of one gradient, which is in RAM as the store holds it on SSD; counts what is read."""
 
     def __init__(self, tensor):
-        self.tensor = tensor.clone()
-        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.seen = []
         self.reads = 0
+        self.norms = Norms()
+        self.engine = self.loop = self
+        place = SimpleNamespace(
+            parameter=SimpleNamespace(grad=None),
+            name="layer.weight",
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            dtype=tensor.dtype,
+            device=torch.device("cpu"),
+        )
+        self.gradient = Gradient(self, place, rule=None, step=0)
+        self.gradient.store(tensor.clone())
 
-    def read(self):
-        self.reads += 1
-        return self.tensor.clone()
+    # --- what an engine does --------------------------------------------------------
 
-    def add(self, gradient, **_):
-        assert gradient.stride() == self.tensor.stride()
-        assert gradient.dtype == self.dtype
-        self.tensor = self.tensor + gradient
-
-    def assign(self, gradient):
-        assert gradient.stride() == self.tensor.stride()
-        assert gradient.dtype == self.dtype
+    def spill(self, _, gradient, *, add=False):
+        if hasattr(self, "tensor"):
+            assert gradient.stride() == self.tensor.stride()
+            assert gradient.dtype == self.tensor.dtype
         assert type(gradient) is torch.Tensor
-        self.tensor = gradient
+        self.tensor = self.tensor + gradient if add else gradient
 
-    def nonfinite(self):
-        return not self.tensor.isfinite().all().item()
+    def read_spilled(self, _, into):
+        self.reads += 1
+        into.copy_(self.tensor)
 
-    def norm_by(self, _):
-        return None
+    def spilled(self, _):
+        return not self.tensor.isfinite().all().item(), 0.0
 
-    def noticed(self, what):
-        self.seen.append(what)
+    # --- what the gradients of a run do ---------------------------------------------
+
+    def settle(self, gradient):
+        pass
+
+    def add(self, gradient, values, *, summed):
+        gradient.change(gradient.laid_out(values), add=not summed)
+
+    def require_in_order(self, _):
+        self.seen.append("add")
+
+    def note_change(self):
+        pass
+
+    def notice(self, words):
+        self.seen.append(words)
 
 
-def handle_over(backing, strides=None):
-    """A handle on the CPU, row-major unless other strides are given."""
-    strides = torch.empty(backing.shape, device="meta").stride() if strides is None else strides
-    return GradientHandle(DeferredGradient(backing, strides, torch.device("cpu")))
+def handle_over(kept):
+    handle = kept.gradient.handle
+    handle.backing = kept
+    return handle
 
 
 def handle_of(tensor):
-    return handle_over(KeptInMemory(tensor), tensor.stride())
+    return handle_over(KeptInMemory(tensor))
 
 
 def assert_same(handle, expected):
@@ -62,7 +82,7 @@ def assert_same(handle, expected):
     assert same_bits(got, expected)
     factors = handle.gradient.factors()
     if factors is not None:
-        product = handle.backing.tensor.clone()
+        product = handle.gradient._gradients.tensor.clone()
         for factor in factors:
             product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(product.dtype)
         assert same_bits(product, expected)

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.grads.lazy_grad import DeferredGradient, GradientHandle
+from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.weight_access import Outlived
-from memascend.tensors import Squares, laid_out, rounded
+from memascend.tensors import laid_out, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.grads.gradients import Gradients
     from memascend.grads.lazy_grad import Notice
+    from memascend.grads.norms import Measure, Numbers
     from memascend.grads.operations import Operation
     from memascend.optim.rules import Rule
     from memascend.params.offloaded_param import Place
 
 
-# Whether a gradient has a value that is not finite, and its squared norm.
-Numbers = tuple[bool, Squares]
-# The same as it was measured: numbers; on a device a row of sums, or, of dtypes without kernels, two tensors.
-Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
 # Kinds of norms that are taken of one gradient as it arrives; loops ask for one or two.
 _NORMS_MAX = 4
+# How often a gradient's memory is counted that no other tensor has: its own use, and that of what asks.
+_STORAGE_USES = 2
+# How often a gradient that only autograd has is counted while it is being accumulated: by autograd's buffer and call,
+# by the dispatcher and by Python.
+_TENSOR_USES = 4
 
 
 class GradientState(Enum):
@@ -111,6 +111,30 @@ _WORDS: dict[Notice, str] = {
 }
 
 
+def shares_memory(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
+
+
+def _is_shared(values: torch.Tensor) -> bool:
+    """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
+
+    `backward(gradient=mine)` passes on such a tensor where no operation in between makes a new one.
+    """
+    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+        return True
+    return shares_memory(values) or bool(values._use_count() > _TENSOR_USES)  # noqa: SLF001
+
+
+def was_there(values: torch.Tensor, *, shared: bool) -> bool:
+    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+
+    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
+    an existing gradient raises its version; shared memory is seldom written to otherwise.
+    """
+    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
+
+
 class Gradient:
     """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
 
@@ -119,11 +143,14 @@ class Gradient:
         self._gradients = gradients
         self.place = place
         self.rule = rule
-        # As its handle asks for them.
-        self.name, self.shape, self.dtype = place.name, place.shape, place.dtype
+        self.name = place.name
         self.step = step
         self.state = GradientState.NONE
         self.handle: GradientHandle | None = None
+        # Counts those that were dropped: a handle of one of them never shows the present one.
+        self.dropped = 0
+        # Arithmetic on the gradient that its stored bytes do not contain yet.
+        self.operations: list[Operation] = []
         # Of the update that is staged.
         self.options: Any = None
         # What the gradient of an update that has begun early is multiplied by.
@@ -175,11 +202,34 @@ class Gradient:
         self._gradients.settle(self)
         self.state = after
 
-    def take(self, gradient: torch.Tensor, found: Measure) -> None:
-        """Use one that came where there was none: nothing is left of it but its measure."""
-        self.found = found
-        self._begin("take", gradient, 1.0)
-        self._stand_in()
+    def use(self, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
+        """Update by one that came where there was none, or store it; `whole`: no more of it comes.
+
+        `shared`: others have its memory.
+        """
+        gradients = self._gradients
+        mode, whole = gradients.loop.mode, whole and not self.in_pieces
+        # As it would lie in `p.grad`: autograd lays gradients out as their parameters.
+        values = self.laid_out(values)
+        if whole and mode != "fused" and not gradients.loop.adds_up:
+            # Before the copy: on a GPU the bits of a norm depend on the address.
+            self._take_norms(values)
+        if shared:
+            values = values.clone()
+        if whole and mode == "fused":
+            # Nothing is left of it but its measure.
+            self.found = gradients.norms.measure(values)
+            self._begin("take", values, 1.0)
+            self._stand_in()
+        elif not (whole and self.begin(values)):
+            self.store(values)
+
+    def use_stored(self) -> None:
+        """Update by one on storage that is whole, unless it waits for step()."""
+        if self._gradients.loop.mode == "fused":
+            self.stage(1.0)
+        else:
+            self.begin()
 
     def stage(self, factor: float, gradient: torch.Tensor | None = None, *, factors: Sequence[float] = ()) -> None:
         """Begin the update by its value in memory, multiplied by `factor`.
@@ -228,8 +278,7 @@ class Gradient:
     @property
     def is_changed(self) -> bool:
         """Whether something was done to one on storage that the update has to do to it, too."""
-        assert self.handle is not None, "a gradient on storage has one"
-        factors = self.handle.gradient.factors()
+        factors = self.factors()
         return factors is None or any(one != 1.0 for one in factors)
 
     def stands(self, factor: float) -> bool:
@@ -276,9 +325,9 @@ class Gradient:
             self._gradients.engine.discard(self.name)
         if self.state.stored:
             self._gradients.engine.drop_spilled(self.name)
-        if self.handle is not None:
-            self.handle.gradient.drop()
+        self.dropped += 1
         self.handle = self._given = None
+        self.operations.clear()
         self._norms.clear()
         self._move("drop")
 
@@ -301,22 +350,17 @@ class Gradient:
     # --- what stands in p.grad ------------------------------------------------------
 
     def _stand_in(self) -> None:
+        place = self.place
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
-        self.handle = GradientHandle(DeferredGradient(weakref.proxy(self), self.place.stride, self.place.device))
+        of = (weakref.ref(self), self.dropped, self.name)
+        self.handle = GradientHandle(place.shape, place.stride, place.dtype, place.device, of)
         self.put(self.handle)
 
-    def stands_in(self, gradient: torch.Tensor | None) -> bool:
+    def stands_in(self, values: torch.Tensor | None) -> bool:
         """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
-        if gradient is self.handle:
-            return True
-        if (
-            self.handle is None
-            or not isinstance(gradient, GradientHandle)
-            or gradient.gradient is not self.handle.gradient
-        ):
-            return False
-        self.handle = gradient
-        return True
+        if values is not self.handle and isinstance(values, GradientHandle) and values.is_of(self):
+            self.handle = values
+        return values is self.handle
 
     def note_used(self, gradient: torch.Tensor) -> None:
         """A step has used this gradient in memory."""
@@ -326,12 +370,12 @@ class Gradient:
         """Whether a step has used this gradient in memory, which was not written to since."""
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
-    def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient laid out as the parameter is stored."""
-        if isinstance(gradient, GradientHandle):
-            gradient = gradient.gradient.materialize()
-        gradient = gradient.detach()
-        return gradient if gradient.is_sparse else laid_out(gradient, self.place.stride)
+    def laid_out(self, values: torch.Tensor) -> torch.Tensor:
+        """Values laid out as the parameter is stored, nothing lazy about them; on their memory where they are so."""
+        if isinstance(values, GradientHandle):
+            values = values.gradient.materialize()
+        values = values.detach()
+        return values if values.is_sparse else laid_out(values.resolve_conj().resolve_neg(), self.place.stride)
 
     def note_given(self, values: torch.Tensor) -> None:
         """Note that it came on memory that other code may have, too."""
@@ -363,46 +407,119 @@ class Gradient:
         """A copy of the parameter's state, by torch's names, and the master."""
         return self.rule.state(*self._gradients.store.read(self.name), self.step)
 
-    # --- what its handle asks ---------------------------------------------------------
+    # --- its value --------------------------------------------------------------------
 
     @property
     def fused(self) -> bool:
         """Whether an update used it already: nothing but its norm is left, or a change would come too late."""
         return self.state.staged or not self.state.stored
 
-    def read(self) -> torch.Tensor:
-        """A copy of it, in host memory."""
-        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
-        self._gradients.engine.read_spilled(self.name, into)
-        return into
+    def empty(self) -> torch.Tensor:
+        """Memory for one where results appear, its values undefined."""
+        place = self.place
+        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
 
-    def add(self, gradient: torch.Tensor, *, summed: bool = False) -> None:
-        """Add another gradient of the parameter; `summed`: it was added already, and this is the sum."""
-        self._gradients.add(self, gradient, summed=summed)
+    def factors(self) -> tuple[float, ...] | None:
+        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
 
-    def assign(self, gradient: torch.Tensor) -> None:
-        """Replace it by another gradient."""
-        self.change(gradient, add=False)
+        None where torch would compute another result: then the update takes materialize().
+        """
+        place, factors = self.place, []
+        for operation in self.operations:
+            factor = operation.factor(place.dtype, len(place.shape), place.device)
+            if factor is None:
+                return None
+            factors.append(factor)
+        return tuple(factors)
+
+    def materialize(self) -> torch.Tensor:
+        """It as it is now, in new memory. Not reported to noticed()."""
+        if self.fused:
+            raise UsageError(
+                f"the gradient of {self.name} is gone, the update already used it: "
+                "pass gradients='ssd' to offload() to read gradients before step()"
+            )
+        if self.operations and self.operations[0].overwrites:
+            values = self.empty()
+        else:
+            place = self.place
+            stored = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
+            self._gradients.engine.read_spilled(self.name, stored)
+            values = stored.to(place.device)
+        with torch.no_grad():
+            for operation in self.operations:
+                operation.apply(values)
+        return values
+
+    def read(self, what: Notice = "read") -> torch.Tensor:
+        """Materialize it for user code, which is noticed."""
+        self.noticed(what)
+        return self.materialize()
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Replace it by a tensor to which no other code writes."""
+        self.change(self.laid_out(values), add=False)
         self._gradients.note_change()
+        self.operations.clear()
+
+    def require_open(self) -> None:
+        """Note that another gradient is added, and reject it where an update used this one."""
+        self.noticed("add")
+        if self.fused:
+            raise UsageError(
+                f"a second gradient for {self.name}, whose update already used the first: call step() and "
+                "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
+            )
+
+    def accumulate(self, operation: Operation, values: torch.Tensor) -> None:
+        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
+        self.require_open()
+        if self.operations:
+            total = self.materialize()
+            operation.apply(total)
+            self.assign(total)
+        else:
+            self._gradients.add(self, values.clone() if _is_shared(values) else values, summed=False)
+
+    def replace_by_sum(self, total: torch.Tensor) -> None:
+        """Replace it by its sum with another gradient, which was computed elsewhere."""
+        self.require_open()
+        if self.operations:
+            self.assign(total)
+        else:
+            self._gradients.add(self, total, summed=True)
+
+    def noticed(self, what: Notice) -> None:
+        """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
+        if what == "add":
+            self._gradients.require_in_order(self)
+        else:
+            self._gradients.loop.notice(_WORDS[what])
+
+    # --- its norm ---------------------------------------------------------------------
 
     def measure(self) -> Measure:
         """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
 
         Scalar arithmetic on a gradient on storage, as of clipping, counts as factors.
         """
-        assert self.handle is not None, "a gradient in memory is measured there"
         if not self.state.stored:
             return self._measured()
-        factors = self.handle.gradient.factors()
+        factors = self.factors()
         assert factors is not None, "a gradient that was changed in another way is measured in memory"
         bad, squared = self._gradients.engine.spilled(self.name)
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
-    def norm(self) -> float:
-        """Its 2-norm, in double precision."""
-        return math.sqrt(rounded(self._gradients.norms.read([self._measured()])[0][1]))
+    def numbers(self) -> Numbers:
+        """Whether it has a value that is not finite, and its squared norm, as it is stored or was used."""
+        return self._gradients.norms.read([self._measured()])[0]
 
-    def take_norms(self, gradient: torch.Tensor) -> None:
+    def _measured(self) -> Measure:
+        if self.state.stored:
+            return self._gradients.engine.spilled(self.name)
+        return (False, 0) if self.found is None else self.found
+
+    def _take_norms(self, gradient: torch.Tensor) -> None:
         """Take the expected norms by torch of one that arrives whole, so that clipping need not read it again."""
         if not self.expected:
             return
@@ -420,20 +537,3 @@ class Gradient:
         if operation not in self._asked and len(self._asked) < _NORMS_MAX:
             self._asked.append(operation)
         return next((norm.clone() for taken, norm in self._norms if taken == operation), None)
-
-    def nonfinite(self) -> bool:
-        """Whether it has a value that is not finite."""
-        return self._gradients.norms.read([self._measured()])[0][0]
-
-    def _measured(self) -> Measure:
-        """As it was taken, or as it is stored."""
-        if self.state.stored:
-            return self._gradients.engine.spilled(self.name)
-        return (False, 0) if self.found is None else self.found
-
-    def noticed(self, what: Notice) -> None:
-        """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
-        if what == "add":
-            self._gradients.require_in_order(self)
-        else:
-            self._gradients.loop.notice(_WORDS[what])

@@ -16,8 +16,8 @@ import torch
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
 from memascend.grads.backward import Backwards, in_reentrant_checkpoint
-from memascend.grads.gradient import Gradient, GradientState
-from memascend.grads.lazy_grad import GradientHandle, shares_memory
+from memascend.grads.gradient import Gradient, GradientState, shares_memory, was_there
+from memascend.grads.lazy_grad import GradientHandle
 from memascend.grads.norms import norm_of
 from memascend.grads.operations import CLIPPING_NORM
 from memascend.memory import begin_heap_backward
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from memascend.grads.gradient import Numbers
     from memascend.grads.loop import Loop, LossScale, Speculation
-    from memascend.grads.norms import Norms
+    from memascend.grads.norms import Norms, Numbers
     from memascend.optim.rules import Rule
     from memascend.params.cached_units import CachedUnits
     from memascend.params.offloaded_param import Place
@@ -167,7 +166,7 @@ class Gradients:
             )
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
-        if lasting or (not own_rows and _was_there(values, shared=shared)):
+        if lasting or (not own_rows and was_there(values, shared=shared)):
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return
         if shared and not own_rows:
@@ -176,36 +175,12 @@ class Gradients:
             gradient.note_given(values)
         if nested:
             gradient.expect_pieces()
-        self._use(gradient, values, whole=last and not gradient.in_pieces, shared=shared)
-
-    def _use(self, gradient: Gradient, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
-        """Update by a gradient that came where there was none, or store it; `whole`: no more of it comes.
-
-        `shared`: others have its memory.
-        """
-        # As it would lie in `p.grad`: autograd lays gradients out as their parameters.
-        values = gradient.laid_out(values)
-        if whole and self.loop.mode != "fused" and not self.loop.adds_up:
-            # Before the copy: on a GPU the bits of a norm depend on the address.
-            gradient.take_norms(values)
-        if shared:
-            values = values.clone()
-        if whole and self.loop.mode == "fused":
-            gradient.take(values, self.norms.measure(values))
-        elif not (whole and gradient.begin(values)):
-            gradient.store(values)
+        gradient.use(values, whole=last, shared=shared)
 
     def expect_clipping(self) -> None:
         """Note that the loop clips by torch's `clip_grad_norm_`, before its first step shows it."""
         for gradient in self.by_name.values():
             gradient.expected = (CLIPPING_NORM,)
-
-    def use_stored(self, gradient: Gradient) -> None:
-        """Update by a gradient on storage that is whole, unless it waits for step()."""
-        if self.loop.mode == "fused":
-            gradient.stage(1.0)
-        else:
-            gradient.begin()
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
@@ -213,7 +188,7 @@ class Gradients:
         if self.loop.mode == "ram":
             gradient.put(values)
         else:
-            self._use(gradient, values, whole=whole and not gradient.in_pieces)
+            gradient.use(values, whole=whole)
 
     def store_sum(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A sum, or the first part of one, which waits on storage."""
@@ -292,7 +267,7 @@ class Gradients:
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=not summed)
         if not (again or gradient.in_pieces) and self.backwards.is_last():
-            self.use_stored(gradient)
+            gradient.use_stored()
 
     # --- around a backward --------------------------------------------------------------
 
@@ -403,7 +378,7 @@ class Gradients:
             if gradient.name not in there and gradient.rule.code.manner.zeros:
                 place = gradient.place
                 # Without memory: they are laid out when their turn comes.
-                zeros = torch.zeros((), dtype=gradient.dtype, device="cpu").expand(place.shape)
+                zeros = torch.zeros((), dtype=place.dtype, device="cpu").expand(place.shape)
                 found.append((gradient, zeros))
         return found
 
@@ -432,16 +407,16 @@ class Gradients:
                     f"the gradient of {gradient.name!r} was used by the last step and is gone, and this one needs it: "
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
-            factors = gradient.handle.gradient.factors()
+            factors = gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
             if factors is not None:
                 gradient.stage(factor, factors=factors)
                 continue
-            changed = gradient.handle.gradient.materialize()
+            changed = gradient.materialize()
             if gradient.name in self.ram_tier or self.defers(gradient):
                 # In place of the gradient that it was made of: memory is planned for one of them, and the commit names
                 # the one on storage.
-                gradient.handle.gradient.assign(changed)
+                gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
             else:
@@ -482,8 +457,8 @@ class Gradients:
         for gradient, values in present:
             if values is not gradient.handle:
                 self.norms.measure_once(gradient, gradient.laid_out(values))
-            elif gradient.state.stored and gradient.handle.gradient.operations:
-                self.norms.measure_once(gradient, gradient.handle.gradient.materialize())
+            elif gradient.state.stored and gradient.operations:
+                self.norms.measure_once(gradient, gradient.materialize())
         return self.norms.of(present)
 
     def nonfinite(self, present: Present) -> list[str]:
@@ -575,15 +550,6 @@ def _may_wait(gradient: Gradient, values: torch.Tensor) -> bool:
     """Whether an update can be left to the next step, as that of the last one was."""
     rule = gradient.rule
     return not values.is_sparse and rule.numbers(rule.options(), gradient.step, 1.0) is not None
-
-
-def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
-    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
-
-    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
-    an existing gradient raises its version; shared memory is seldom written to otherwise.
-    """
-    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
 
 
 @functools.cache

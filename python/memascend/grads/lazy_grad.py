@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
+from memascend.grads.norms import norm_of
 from memascend.grads.operations import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
@@ -22,240 +23,23 @@ if TYPE_CHECKING:
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
-# How often a gradient's memory is counted that no other tensor has: its own use, and that of what asks.
-_STORAGE_USES = 2
-# How often a gradient that only autograd has is counted while it is being accumulated: by autograd's buffer and call,
-# by the dispatcher and by Python.
-_TENSOR_USES = 4
-
-
-def shares_memory(values: Tensor) -> bool:
-    """Whether another tensor has the memory."""
-    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
-
-
-def is_shared(gradient: Tensor) -> bool:
-    """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
-
-    `backward(gradient=mine)` passes on such a tensor where no operation in between makes a new one.
-    """
-    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
-        return True
-    return shares_memory(gradient) or bool(gradient._use_count() > _TENSOR_USES)  # noqa: SLF001
-
-
-@dataclass
-class Dropped:
-    """Stands for a gradient that was dropped: any other access raises an error."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def __getattr__(self, _: str) -> NoReturn:
-        raise UsageError(
-            f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: "
-            "take p.grad.clone() before, which lasts"
-        )
-
-
-@dataclass(eq=False)
-class DeferredGradient:
-    """The state that a handle shares with all tensors detached from it.
-
-    Tensors go to and come from `backing` with the handle's shape, dtype and strides. One that goes there is its own,
-    and is held for as long as it likes; one that comes from there belongs to the handle, which writes into it.
-    """
-
-    backing: Gradient
-    strides: tuple[int, ...]
-    device: torch.device  # where results appear
-    # Arithmetic on the gradient that its stored bytes do not contain yet.
-    operations: list[Operation] = field(default_factory=list)
-
-    # --- its value ----------------------------------------------------------------
-
-    def empty(self) -> Tensor:
-        """Memory for a gradient, its values undefined."""
-        return torch.empty_strided(self.backing.shape, self.strides, dtype=self.backing.dtype, device=self.device)
-
-    def drop(self) -> None:
-        """Drop it: a handle that user code still has raises an error, and never shows the parameter's next gradient."""
-        self.backing = cast("Gradient", Dropped(self.backing.name, self.backing.shape, self.backing.dtype))
-        self.operations.clear()
-
-    def laid_out(self, tensor: Tensor) -> Tensor:
-        """The tensor with the gradient's strides, nothing lazy about it; itself where it is so."""
-        if tensor.stride() == self.strides and not tensor.is_conj() and not tensor.is_neg():
-            return tensor
-        return self.empty().copy_(tensor)
-
-    def replay(self, tensor: Tensor) -> Tensor:
-        """Do the operations to a tensor, in place, and return it."""
-        with torch.no_grad():
-            for operation in self.operations:
-                operation.apply(tensor)
-        return tensor
-
-    def factors(self) -> tuple[float, ...] | None:
-        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
-
-        None where torch would compute another result: then the update takes materialize().
-        """
-        factors = []
-        for operation in self.operations:
-            factor = operation.factor(self.backing.dtype, len(self.backing.shape), self.device)
-            if factor is None:
-                return None
-            factors.append(factor)
-        return tuple(factors)
-
-    def materialize(self) -> Tensor:
-        """The gradient as it is now, in new memory. Not reported to noticed()."""
-        if self.backing.fused:
-            raise UsageError(
-                f"the gradient of {self.backing.name} is gone, the update already used it: "
-                "pass gradients='ssd' to offload() to read gradients before step()"
-            )
-        if self.operations and self.operations[0].overwrites:
-            return self.replay(self.empty())
-        return self.replay(self.backing.read().to(self.device))
-
-    def read(self, what: Notice = "read") -> Tensor:
-        """Materialize it for user code, which is reported to the backing."""
-        self.backing.noticed(what)
-        return self.materialize()
-
-    def norm(self, operation: Operation) -> Tensor:
-        """A norm, by torch; the 2-norm also once the gradient is used."""
-        self.backing.noticed("norm")
-        if not self.backing.fused:
-            taken = None if self.operations or not operation.is_of_all else self.backing.norm_by(operation)
-            result: Tensor = operation.apply(self.materialize()) if taken is None else taken
-            return result
-        order, dimensions, keep = (*operation.arguments, *(2, None, False)[len(operation.arguments) :])[:3]
-        dtype = operation.options.get("dtype")
-        if operation.listed:
-            dimensions, keep, dtype = None, False, operation.arguments[1] if len(operation.arguments) > 1 else dtype
-        if order != 2 or dimensions or keep:
-            raise UsageError(
-                f"of the gradient of {self.backing.name} only the 2-norm is left, the update already used it: "
-                "pass gradients='ssd' to offload()"
-            )
-        return torch.tensor(self.backing.norm(), dtype=torch.float64, device="cpu").to(
-            self.device, dtype or self.backing.dtype
-        )
-
-    # --- changes ------------------------------------------------------------------
-
-    def assign(self, tensor: Tensor) -> None:
-        """Replace it by a tensor to which no other code writes."""
-        self.backing.assign(self.laid_out(tensor))
-        self.operations.clear()
-
-    def overwrite(self, source: Tensor) -> None:
-        """Replace it by what copy_ makes of the source."""
-        self.backing.noticed("change")
-        if self.backing.fused:
-            self._refuse_change("copy_")
-        self.assign(self.empty().copy_(source))
-
-    def accumulate(self, operation: Operation, gradient: Tensor) -> None:
-        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
-        self.require_open()
-        if self.operations:
-            total = self.materialize()
-            operation.apply(total)
-            self.assign(total)
-            return
-        self.backing.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
-
-    def replace_by_sum(self, total: Tensor) -> None:
-        """Replace it by its sum with another gradient, which was computed elsewhere."""
-        self.require_open()
-        if self.operations:
-            self.assign(total)
-        else:
-            self.backing.add(self.laid_out(total), summed=True)
-
-    def require_open(self) -> None:
-        """Note that another gradient is added, and reject it where an update used this one."""
-        self.backing.noticed("add")
-        if self.backing.fused:
-            raise UsageError(
-                f"a second gradient for {self.backing.name}, whose update already used the first: call step() and "
-                "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
-            )
-
-    def record(self, operation: Operation) -> None:
-        """Do an elementwise operation by scalars, later."""
-        self.backing.noticed("zero" if operation.name == "zero_" else "change")
-        # torch's own complaint, if it has one, on as little as possible.
-        shape = (0,) if self.backing.shape else ()
-        operation.apply(torch.zeros(shape, dtype=self.backing.dtype, device=self.device))
-        self._append(operation)
-
-    def unscale(self, operation: Operation) -> None:
-        """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
-        self.backing.noticed("scaler")
-        if self.backing.fused:
-            raise UsageError(
-                f"GradScaler comes too late for the gradient of {self.backing.name}, the update already used it: "
-                "pass loss_scale= to offload() and call optimizer.backward(loss), or gradients='ssd'"
-            )
-        found: Tensor = operation.arguments[0]
-        nonfinite = None if self.operations else self.backing.nonfinite()
-        if nonfinite is None:
-            operation.apply(self.materialize())
-        elif nonfinite:
-            found.fill_(1.0)
-        # The replay writes its flag again, which is not used.
-        own = (torch.zeros_like(found), *operation.arguments[1:])
-        self._append(Operation(operation.function, UNSCALE, own, operation.options, listed=True))
-
-    def _append(self, operation: Operation) -> None:
-        # To read the number from a GPU, every clip would wait for it: only a call that is rejected otherwise does.
-        if (self.backing.fused or not operation.is_on_gpu) and operation.changes_nothing():
-            return
-        if self.backing.fused:
-            self._refuse_change(operation.name)
-        if operation.overwrites:
-            self.operations.clear()
-        self.operations.append(operation.owned())
-        if len(self.operations) > OPERATIONS_MAX:
-            self.assign(self.materialize())
-
-    # --- errors -------------------------------------------------------------------
-
-    def refuse_memory(self, what: str) -> NoReturn:
-        """Say that something needs memory which is not there."""
-        raise UsageError(
-            f"{what} needs the memory of {self.backing.name}'s gradient, which is kept elsewhere: "
-            "take p.grad.clone(), or pass gradients='ram' to offload()"
-        )
-
-    def _refuse_change(self, name: str) -> NoReturn:
-        if name == "zero_":
-            raise UsageError(
-                f"zero_grad(set_to_none=False) would leave a zero gradient for {self.backing.name} to the next step, "
-                "but gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
-            )
-        raise UsageError(
-            f"{name}() comes too late for the gradient of {self.backing.name}, the update already used it: "  # noqa: S608
-            "pass max_grad_norm= to offload() (and set the Trainer's to 0), or gradients='ssd'"
-        )
-
-
 # These look at shape and dtype alone.
-SHAPE_ONLY = frozenset((
+_SHAPE_ONLY = frozenset((
     "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
     "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
 ))  # fmt: skip
 
 
+def _refuse_memory(handle: GradientHandle, what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} needs the memory of {handle.gradient.name}'s gradient, which is kept elsewhere: "
+        "take p.grad.clone(), or pass gradients='ram' to offload()"
+    )
+
+
 def _refusing(what: str) -> Any:
     def refuse(self: GradientHandle, *_: Any, **__: Any) -> NoReturn:
-        self.gradient.refuse_memory(what)
+        _refuse_memory(self, what)
 
     return refuse
 
@@ -263,30 +47,41 @@ def _refusing(what: str) -> Any:
 class GradientHandle(torch.Tensor):
     """A gradient without its bytes."""
 
-    gradient: DeferredGradient
+    # The gradient, how many of the parameter were dropped before it, and its name.
+    of: tuple[weakref.ref[Gradient], int, str]
 
     @staticmethod
-    def __new__(cls: type[Self], gradient: DeferredGradient) -> Self:
-        """Make a tensor that has all of a tensor but its memory."""
+    def __new__(  # noqa: D102 - a tensor that has all of a tensor but its memory
+        cls: type[Self],
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        of: tuple[weakref.ref[Gradient], int, str],
+    ) -> Self:
         handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
-            cls,
-            gradient.backing.shape,
-            strides=gradient.strides,
-            dtype=gradient.backing.dtype,
-            device=gradient.device,
+            cls, shape, strides=strides, dtype=dtype, device=device
         )
+        handle.of = of
         return handle
 
-    def __init__(self, gradient: DeferredGradient) -> None:
-        self.gradient = gradient
+    def is_of(self, gradient: Gradient) -> bool:
+        """Whether it is of this gradient, which was not dropped since."""
+        return self.of[0]() is gradient and self.of[1] == gradient.dropped
+
+    @property
+    def gradient(self) -> Gradient:
+        """The gradient; of one that was dropped, any use raises an error."""
+        gradient = self.of[0]()
+        if gradient is None or not self.is_of(gradient):
+            raise UsageError(
+                f"this gradient of {self.of[2]} was dropped, by zero_grad() or because p.grad was replaced: "
+                "take p.grad.clone() before, which lasts"
+            )
+        return gradient
 
     # Results are plain tensors; torch's default would make handles of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
-
-    @property
-    def backing(self) -> Gradient:
-        """Where the gradient is."""
-        return self.gradient.backing
 
     # --- calls of torch -----------------------------------------------------------
 
@@ -307,8 +102,9 @@ class GradientHandle(torch.Tensor):
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
             # Another tensor that is the same gradient.
-            return GradientHandle(args[0].gradient)
-        if name in SHAPE_ONLY:
+            handle: GradientHandle = args[0]
+            return GradientHandle(handle.shape, handle.stride(), handle.dtype, handle.device, handle.of)
+        if name in _SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
         # Under inference_mode composite operations arrive here, too.
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):  # noqa: SLF001
@@ -340,9 +136,10 @@ class GradientHandle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        if self.backing.fused:
-            return f"GradientHandle({self.backing.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
-        return f"GradientHandle({self.backing.name}, {self.gradient.read()!r})"
+        gradient = self.gradient
+        if gradient.fused:
+            return f"GradientHandle({gradient.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
+        return f"GradientHandle({gradient.name}, {gradient.read()!r})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
@@ -366,7 +163,9 @@ def _handles(values: Any) -> Iterator[GradientHandle]:
 
 
 def _without_values(value: object) -> object:
-    return value.gradient.empty() if isinstance(value, GradientHandle) else value
+    if not isinstance(value, GradientHandle):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _is_view(func: Any) -> bool:
@@ -387,7 +186,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
     """Do any operation on copies of the gradients, and write back the copies that it changed."""
     # Two handles of one gradient are one tensor to the operation.
-    copies: dict[DeferredGradient, Tensor] = {}
+    copies: dict[Gradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}
 
     def copy(value: object) -> object:
@@ -402,7 +201,7 @@ def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], w
     for gradient, handle in changed.items():
         tensor = copies[gradient]
         if tensor.shape != handle.shape:
-            gradient.refuse_memory(f"{func}")
+            _refuse_memory(handle, f"{func}")
         gradient.assign(tensor)
         back[id(tensor)] = handle
     return tree_map(lambda value: back.get(id(value), value), result) if back else result
@@ -413,7 +212,7 @@ def _through_memory(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     written = _written(func, args, options)
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if torch.Tag.inplace_view in func.tags if written else _is_view(func):
-        next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
+        _refuse_memory(next(_handles((args, options))), f"{name}()")
     if written and any(True for _ in _handles(args[:1])):
         return _each(func, args, options, _change)
     return _through_copies(func, args, options, written)
@@ -454,18 +253,90 @@ def _each(
     return results if func._schema.returns else None  # noqa: SLF001
 
 
-def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _each(func, args, options, lambda handle, operation: handle.gradient.norm(operation))
+# --- one operation on one gradient -----------------------------------------------------------
 
 
-def _unscale(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:
-    del options
-    tensors, found, inverse = args
-    plain = [tensor for tensor in tensors if not isinstance(tensor, GradientHandle)]
-    if plain:
-        func(plain, found, inverse)
-    for handle in _handles(tensors):
-        handle.gradient.unscale(Operation(func, UNSCALE, (found, inverse), listed=True))
+def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
+    """A norm, by torch; the 2-norm also once the gradient is used."""
+    gradient = handle.gradient
+    gradient.noticed("norm")
+    if not gradient.fused:
+        taken = None if gradient.operations or not operation.is_of_all else gradient.norm_by(operation)
+        result: Tensor = operation.apply(gradient.materialize()) if taken is None else taken
+        return result
+    order, dimensions, keep = (*operation.arguments, *(2, None, False)[len(operation.arguments) :])[:3]
+    dtype = operation.options.get("dtype")
+    if operation.listed:
+        dimensions, keep, dtype = None, False, operation.arguments[1] if len(operation.arguments) > 1 else dtype
+    if order != 2 or dimensions or keep:
+        raise UsageError(
+            f"of the gradient of {gradient.name} only the 2-norm is left, the update already used it: "
+            "pass gradients='ssd' to offload()"
+        )
+    norm = torch.tensor(norm_of(gradient.numbers()[1]), dtype=torch.float64, device="cpu")
+    return norm.to(handle.device, dtype or handle.dtype)
+
+
+def _overwrite(handle: GradientHandle, source: Tensor) -> None:
+    """Replace it by what copy_ makes of the source."""
+    gradient = handle.gradient
+    gradient.noticed("change")
+    if gradient.fused:
+        _refuse_change(gradient, "copy_")
+    gradient.assign(gradient.empty().copy_(source))
+
+
+def _record(handle: GradientHandle, operation: Operation) -> None:
+    """Do an elementwise operation by scalars, later."""
+    gradient = handle.gradient
+    gradient.noticed("zero" if operation.name == "zero_" else "change")
+    # torch's own complaint, if it has one, on as little as possible.
+    operation.apply(torch.zeros((0,) if handle.shape else (), dtype=handle.dtype, device=handle.device))
+    _append(gradient, operation)
+
+
+def _unscale(handle: GradientHandle, operation: Operation) -> None:
+    """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
+    gradient = handle.gradient
+    gradient.noticed("scaler")
+    if gradient.fused:
+        raise UsageError(
+            f"GradScaler comes too late for the gradient of {gradient.name}, the update already used it: "
+            "pass loss_scale= to offload() and call optimizer.backward(loss), or gradients='ssd'"
+        )
+    found: Tensor = operation.arguments[0]
+    if gradient.operations:
+        operation.apply(gradient.materialize())
+    elif gradient.numbers()[0]:
+        found.fill_(1.0)
+    # The replay writes its flag again, which is not used.
+    own = (torch.zeros_like(found), *operation.arguments[1:])
+    _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
+
+
+def _append(gradient: Gradient, operation: Operation) -> None:
+    # To read the number from a GPU, every clip would wait for it: only a call that is rejected otherwise does.
+    if (gradient.fused or not operation.is_on_gpu) and operation.changes_nothing():
+        return
+    if gradient.fused:
+        _refuse_change(gradient, operation.name)
+    if operation.overwrites:
+        gradient.operations.clear()
+    gradient.operations.append(operation.owned())
+    if len(gradient.operations) > OPERATIONS_MAX:
+        gradient.assign(gradient.materialize())
+
+
+def _refuse_change(gradient: Gradient, name: str) -> NoReturn:
+    if name == "zero_":
+        raise UsageError(
+            f"zero_grad(set_to_none=False) would leave a zero gradient for {gradient.name} to the next step, "
+            "but gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
+        )
+    raise UsageError(
+        f"{name}() comes too late for the gradient of {gradient.name}, the update already used it: "  # noqa: S608
+        "pass max_grad_norm= to offload() (and set the Trainer's to 0), or gradients='ssd'"
+    )
 
 
 def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
@@ -477,13 +348,13 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         argument = [gradient] if operation.listed else gradient
         addition = Operation(operation.function, name, (argument,), listed=operation.listed)
         handle.gradient.accumulate(addition, gradient)
-    elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].gradient is handle.gradient:
+    elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].of == handle.of:
         # On itself, as a module's `.cpu()` does where nothing moves: it may be of a gradient that was used.
         pass
     elif name == "copy_":
-        handle.gradient.overwrite(_plain(values[0]))
+        _overwrite(handle, _plain(values[0]))
     elif is_recordable(name, [*values, *options.values()]):
-        handle.gradient.record(operation)
+        _record(handle, operation)
     else:
         first = [handle] if operation.listed else handle
         _through_copies(operation.function, (first, *arguments), options, [handle])
@@ -503,9 +374,23 @@ def _is_gradient_of(handle: GradientHandle, value: object) -> bool:
     )
 
 
+def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return _each(func, args, options, _norm)
+
+
+def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:
+    del options
+    tensors, found, inverse = args
+    plain = [tensor for tensor in tensors if not isinstance(tensor, GradientHandle)]
+    if plain:
+        func(plain, found, inverse)
+    for handle in _handles(tensors):
+        _unscale(handle, Operation(func, UNSCALE, (found, inverse), listed=True))
+
+
 # Operations that need less than the values.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    UNSCALE: _unscale,
+    UNSCALE: _unscale_all,
     "linalg_vector_norm": _norms,
     "_foreach_norm": _norms,
 }

@@ -28,7 +28,7 @@ from memascend.grads.baton import (
     Recorder,
     same_states,
 )
-from memascend.grads.lazy_grad import shares_memory
+from memascend.grads.gradient import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class PartialSums:
         if found.stored:
             gradient.put(gradient.handle)
             if self.whole and not gradient.in_pieces:
-                self.gradients.use_stored(gradient)
+                gradient.use_stored()
         elif found.values is not None:
             values = found.take()
             self.nbytes -= values.nbytes

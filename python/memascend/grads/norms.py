@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from memascend import kernels
-from memascend.tensors import flat, rounded, total
+from memascend.tensors import Squares, flat, rounded, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.grads.gradient import Gradient, Measure, Numbers
-    from memascend.tensors import Squares
+    from memascend.grads.gradient import Gradient
 
 
+# Whether a gradient has a value that is not finite, and its squared norm.
+Numbers = tuple[bool, Squares]
+# The same as it was measured: numbers; on a device a row of sums, or, of dtypes without kernels, two tensors.
+Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # The dtypes that the kernels have.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Gradients that wait to be measured by one launch: their copies take so much memory at most.
@@ -109,7 +112,7 @@ class Norms:
         Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
         on storage, as clipping does, counts as a factor.
         """
-        numbers = self.each(one for one, _ in gradients)
+        numbers = self.each([one for one, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
         squares = total(squared for _, squared in numbers)
         return any(bad for bad, _ in numbers), squares if self._counts else 0

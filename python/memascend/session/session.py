@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
-    from memascend.grads.gradient import Numbers
     from memascend.grads.gradients import Present
     from memascend.grads.microbatches import Accumulation
+    from memascend.grads.norms import Numbers
     from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
     from memascend.session.materialize import Saving
     from memascend.session.report import Measurements, Report
