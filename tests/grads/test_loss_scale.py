@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memascend.errors import ConfigError
-from memascend.grads.loop import GROWTH_STEPS, LossScale
+from memascend.grads.loss_scale import GROWTH_STEPS, LossScale
 
 
 def torch_sequence(overflows, first=65536.0):

@@ -48,7 +48,7 @@ class KeptInMemory:
 
     # --- what the gradients of a run do ---------------------------------------------
 
-    def settle(self, gradient):
+    def settle_later(self, _):
         pass
 
     def add(self, gradient, values, *, summed):

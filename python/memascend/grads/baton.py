@@ -23,7 +23,7 @@ from memascend.params import module_hooks
 from memascend.params.threads import working_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memascend.grads.gradient import Gradient
     from memascend.params.unit import Home
@@ -46,7 +46,7 @@ class Path:
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
             # A unit that is always in memory is read once, whichever micro-batch uses it.
-            if home.pinned or home.in_ram or (self.units and unit_in(self.units[-1]) == home.index):
+            if home.pinned or home.in_ram or (self.units and _unit_in(self.units[-1]) == home.index):
                 continue
             use = ~home.index if backward else home.index
             self.units.append(use)
@@ -54,7 +54,7 @@ class Path:
         return begun
 
 
-def unit_in(use: int) -> int:
+def _unit_in(use: int) -> int:
     """The number of the unit that is used."""
     return use if use >= 0 else ~use
 
@@ -148,45 +148,6 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
         if tag in ("insert", "replace"):
             merged += second[k:m]
     return merged
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
-    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
-
-
-class ModuleValues:
-    """The attributes and buffers of a model's modules, as they were: by identity, tensors also by version."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Note the values that modules have now, and keep them, so that nothing else takes their identity."""
-        self._noted = [
-            (f"module {name!r}" if name else "the model", values, dict(values), _versions(values))
-            for name, module in model.named_modules()
-            for values in (vars(module), module._buffers)  # noqa: SLF001
-        ]
-
-    def changed(self) -> str | None:
-        """The first value that is another one or was written to, in words; None where all are as before."""
-        for title, values, before, versions in self._noted:
-            names = [
-                name
-                for name in {**before, **values}
-                if not (name in before and name in values and _is_same(before[name], values[name]))
-            ]
-            names += [name for name, version in _versions(values).items() if versions.get(name) != version]
-            if names:
-                return f"{title} changes {names[0]!r} from one micro-batch to the next"
-        return None
-
-
-def _versions(values: Mapping[str, Any]) -> dict[str, int]:
-    """How often each tensor was written to in place; a weight's counter also counts that its values come and go."""
-    return {
-        name: value._version  # noqa: SLF001
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
-    }
 
 
 # How long the process waits at its end for micro-batches that were interrupted.

@@ -151,8 +151,9 @@ class Gradient:
         self.dropped = 0
         # Arithmetic on the gradient that its stored bytes do not contain yet.
         self.operations: list[Operation] = []
-        # Of the update that is staged.
+        # Of the update that is staged, and whether it is left to the next step.
         self.options: Any = None
+        self.deferred = False
         # What the gradient of an update that has begun early is multiplied by.
         self._scale = 1.0
         # The measure of a gradient that is gone into an update.
@@ -188,18 +189,20 @@ class Gradient:
 
     def store(self, gradient: torch.Tensor) -> None:
         """Write one that came where there was none to storage."""
-        self._gradients.engine.spill(self.name, gradient)
-        self._gradients.settle(self)
-        self._move("store")
+        self._spill("store", gradient)
         self._stand_in()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
         """Replace the gradient on storage, or add to it."""
         self.take_back()
-        after = moved(self.name, self.state, "change")
         self._norms.clear()
-        self._gradients.engine.spill(self.name, gradient, add=add)
-        self._gradients.settle(self)
+        self._spill("change", gradient, add=add)
+
+    def _spill(self, move: Move, gradient: torch.Tensor, *, add: bool = False) -> None:
+        after, engine = moved(self.name, self.state, move), self._gradients.engine
+        engine.spill(self.name, gradient, add=add)
+        # What the last step left of the parameter's update is made now, if it was not yet.
+        engine.settle_later(self.name)
         self.state = after
 
     def use(self, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
@@ -252,8 +255,7 @@ class Gradient:
             engine.spill(self.name, gradient)
         if not engine.defer(self.name, numbers, factors=factors):
             return False
-        self.options, self.state = options, after
-        self._gradients.deferred.add(self.name)
+        self.options, self.deferred, self.state = options, True, after
         return True
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
@@ -341,7 +343,7 @@ class Gradient:
         if options is None:
             return False
         # Only now: an update that could not begin is no part of the step.
-        self.options, self.state = options, after
+        self.options, self.deferred, self.state = options, False, after
         return True
 
     def _move(self, move: Move) -> None:

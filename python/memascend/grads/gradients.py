@@ -15,11 +15,11 @@ import torch
 
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
-from memascend.grads.backward import Backwards, in_reentrant_checkpoint
 from memascend.grads.gradient import Gradient, GradientState, shares_memory, was_there
 from memascend.grads.lazy_grad import GradientHandle
+from memascend.grads.loop import Backwards, in_reentrant_checkpoint
 from memascend.grads.norms import norm_of
-from memascend.grads.operations import CLIPPING_NORM
+from memascend.grads.operations import Operation
 from memascend.memory import begin_heap_backward
 from memascend.optim.shared import give_gradient
 from memascend.tensors import rounded
@@ -29,17 +29,22 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from memascend.grads.loop import Loop, LossScale, Speculation
+    from memascend.grads.loop import Loop, Speculation
+    from memascend.grads.loss_scale import LossScale
     from memascend.grads.norms import Norms, Numbers
     from memascend.optim.rules import Rule
     from memascend.params.cached_units import CachedUnits
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.storage import Chunk, Engine, Store
+    from memascend.storage import Engine, Store
     from memascend.tensors import Squares
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
+
+
+# The norm by which torch's `clip_grad_norm_` clips.
+_CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)  # noqa: SLF001
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,8 +67,7 @@ class Gradients:
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
         # Parameters whose updates may be left to the next step, which the store has room for.
         self.deferrable: frozenset[str] = frozenset()
-        # Parameters whose updates this step leaves to the next one, and those of which the last one did.
-        self.deferred: set[str] = set()
+        # Parameters whose updates the last step left to this one.
         self.behind: set[str] = set()
         # Whether this step leaves updates.
         self._defers = False
@@ -120,13 +124,13 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values, parts = parameter.grad, self.residency.stages
             if values is not None and parts is not None and parts.take(gradient):
-                pass
-            elif values is not None and (gradient.handle is None or not gradient.stands_in(values)):
+                values = None
+            if values is not None and gradient.handle is not None and gradient.stands_in(values):
+                self.backwards.enter()
+            elif values is not None:
                 # How ranks are handed theirs refers to it, too: there it is known.
                 alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
-            elif values is not None:
-                self.backwards.enter()
         self.handing_seconds += time.perf_counter() - began
         # Updates may have released units since the last one was used.
         self.residency.units.look_ahead()
@@ -180,7 +184,7 @@ class Gradients:
     def expect_clipping(self) -> None:
         """Note that the loop clips by torch's `clip_grad_norm_`, before its first step shows it."""
         for gradient in self.by_name.values():
-            gradient.expected = (CLIPPING_NORM,)
+            gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
         """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
@@ -194,11 +198,6 @@ class Gradients:
         """A sum, or the first part of one, which waits on storage."""
         self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
-
-    def settle(self, gradient: Gradient) -> None:
-        """A gradient has arrived: what the last step left of its parameter's update is made now, if it was not yet."""
-        if gradient.name in self.behind:
-            self.engine.settle_later(gradient.name)
 
     def defers(self, gradient: Gradient) -> bool:
         """Whether the step that is made leaves the update of a parameter to the next one, if that is possible."""
@@ -223,7 +222,7 @@ class Gradients:
         """A gradient became another one, which no step has used."""
         self.fresh = True
 
-    def note_step(self, *, unchanged: bool) -> None:
+    def _note_step(self, *, unchanged: bool) -> None:
         """A step has used all that arrived, or was skipped; see `Speculation.step_ended`."""
         self.speculation.step_ended(unchanged=unchanged)
         self.fresh = False
@@ -294,7 +293,6 @@ class Gradients:
             self.engine.discard()
         for gradient in self.by_name.values():
             gradient.drop(discarded=True)
-        self.deferred.clear()
         self.fresh = False
         self._left.clear()
         self.speculation.restart()
@@ -473,17 +471,15 @@ class Gradients:
 
     def committed(self, present: Present) -> list[str]:
         """The step is committed; the names of the parameters that it updated."""
-        updated = []
-        for gradient in self.by_name.values():
-            if gradient.state.staged:
-                gradient.commit()
-                updated.append(gradient.name)
-        self.behind, self.deferred = self.deferred, set()
+        updated = [gradient for gradient in self.by_name.values() if gradient.state.staged]
+        for gradient in updated:
+            gradient.commit()
+        self.behind = {gradient.name for gradient in updated if gradient.deferred}
         for gradient, values in present:
             if values is not gradient.handle:
                 gradient.note_used(values)
-        self.note_step(unchanged=self._unchanged)
-        return updated
+        self._note_step(unchanged=self._unchanged)
+        return [gradient.name for gradient in updated]
 
     def skip(self) -> None:
         """Discard staged updates; gradients stay where they are."""
@@ -491,23 +487,7 @@ class Gradients:
         for gradient in self.by_name.values():
             if gradient.state.begun:
                 gradient.skip()
-        self.deferred.clear()
-        self.note_step(unchanged=False)
-
-    # --- values outside of a step -------------------------------------------------------
-
-    def rewrite(self, name: str, values: torch.Tensor) -> None:
-        """Stage other values, and a master that equals them; the moments stay."""
-        gradient = self.by_name.get(name)
-        self.engine.apply(name, _rewritten, step=gradient.step if gradient else 0, gradient=values)
-
-    def switch(self, mode: str, switched: Container[int]) -> list[str]:
-        """Stage what `train()` or `eval()` does to the parameters of these optimizers (see `Arithmetic.switched`)."""
-        return [
-            name
-            for name, one in self.by_name.items()
-            if one.rule.code.first_group in switched and one.rule.switch(self.engine, mode, one.step)
-        ]
+        self._note_step(unchanged=False)
 
     # --- the end ----------------------------------------------------------------------
 
@@ -560,17 +540,3 @@ def _references_of_one() -> int:
         give_gradient(parameter, torch.zeros((), device="cpu"))
     values = parameter.grad
     return sys.getrefcount(values)
-
-
-def _rewritten(chunk: Chunk) -> None:
-    assert chunk.gradient is not None
-    chunk.values.copy_(chunk.gradient)
-    if "master" in chunk.state:
-        chunk.state["master"].copy_(chunk.gradient)
-    # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
-    for of in ("rest", "rounded_up"):
-        if of in chunk.state:
-            chunk.state[of].zero_()
-    second = chunk.state.get("exp_avg_sq")
-    if "rest" in chunk.state and second is not None and second.is_floating_point():
-        second.abs_()

@@ -1,16 +1,22 @@
-"""Detects how the training loop uses gradients, whether updates begin before step(), and the scale of its loss."""
+"""Follows the training loop: its backwards, its use of gradients, and whether updates may begin before step()."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
-from typing import TYPE_CHECKING, Any, Literal
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
-from memascend.errors import ConfigError
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from memascend.errors import UsageError
+from memascend.params import module_hooks
+from memascend.params.threads import current, is_autograds, works_for_another
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Iterator
+    from types import FrameType
 
     from memascend.distributed.control_plane import Exchange
 
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # Actions that always change gradients between their arrival and step().
 _CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
+# What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
+_CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
 class Loop:
@@ -139,75 +147,127 @@ class Speculation:
         self.restart()
 
 
-# torch.amp.GradScaler's defaults.
-SCALE_FIRST = 65536.0
-GROWTH = 2.0
-BACKOFF = 0.5
-GROWTH_STEPS = 2000
-Mode = Literal["dynamic", "fixed", "off"]
+class Backwards:
+    """The backwards since the last step, and the one that is open or failed."""
 
+    def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
+        """None yet; `declared` ones make a step.
 
-def _float32(value: float) -> float:
-    """GradScaler keeps its scale in fp32."""
-    return ctypes.c_float(value).value
+        `begins` is called at the begin of each backward, which it may reject, and `fails` after each failed one, once
+        the failure is seen.
+        """
+        self.declared: float = declared
+        # Backwards before those that a call has said will follow; None outside of such a call.
+        self.before: int | None = None
+        # Backwards that ended and brought a gradient.
+        self.count = 0
+        self._begins = begins
+        self._fails = fails
+        # The state of the last one, and whether it has brought a gradient, where it is open.
+        self._state: Literal["ended", "open", "delivers", "failed"] = "ended"
+        # Of the one that is open or failed: autograd's number, and the thread that began it.
+        self._number = self._thread = 0
+        # The thread that computed the model last, which begins a backward where autograd's own thread runs it.
+        self._last = 0
 
+    @staticmethod
+    def inside() -> bool:
+        """Whether autograd runs a backward in this thread now."""
+        return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
-def _checked(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise ConfigError(f"loss_scale is {scale!r}: give 'dynamic', a positive number or None")
-    try:
-        rounded = _float32(scale)
-    except OverflowError:
-        rounded = math.inf
-    if not 0.0 < rounded < math.inf:
-        raise ConfigError(f"loss_scale is {scale!r}: a fixed scale is positive and finite as fp32")
-    return rounded
+    @property
+    def failed(self) -> bool:
+        """Whether the last one failed, and its gradients were not dropped."""
+        return self._state == "failed"
 
+    def enter(self, *, delivers: bool = False) -> bool:
+        """Note that a backward runs, and whether it brings a gradient; returns whether this is one inside another."""
+        number = torch._C._current_graph_task_id()  # noqa: SLF001
+        if number == -1:
+            return False
+        if self._state in ("ended", "failed"):
+            self._begins()
+            module_hooks.note_thread()
+            self._state = "open"
+            self._number, self._thread = number, self._last if is_autograds() else current()
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
+        if delivers:
+            self._state = "delivers"
+        return bool(number != self._number)
 
-class LossScale:
-    """The factor of the loss, and how it changes from step to step.
+    def _ended(self) -> None:
+        # One that asked for gradients of something else is none.
+        self.count += self._state == "delivers"
+        self._state = "ended"
 
-    `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
-    None (off: 1.0, and an overflow is the user's business).
-    """
-
-    def __init__(self, setting: float | str | None) -> None:
-        if setting is None:
-            self._set("off", 1.0)
-        elif setting == "dynamic":
-            self._set("dynamic", SCALE_FIRST)
-        else:
-            self._set("fixed", _checked(setting))
-
-    def _set(self, mode: Mode, scale: float, good_steps: int = 0) -> None:
-        self.mode: Mode = mode
-        self.enabled = mode != "off"
-        # What the loss is multiplied by now, an fp32 number.
-        self.scale = scale
-        # Its reciprocal as GradScaler takes it, in f64 and rounded to fp32.
-        self.inverse = _float32(1.0 / scale) if scale else math.inf
-        self._good_steps = good_steps
-
-    def update(self, overflowed: bool) -> None:
-        """Account for one step: whether any gradient was not finite."""
-        if self.mode != "dynamic":
+    def entered(self) -> None:
+        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        if works_for_another():
+            # Another micro-batch of the call may be in its backward, and the call itself sees which fails.
             return
-        if overflowed:
-            self._set(self.mode, _float32(self.scale * BACKOFF))
-        elif self._good_steps + 1 < GROWTH_STEPS:
-            self._good_steps += 1
-        else:
-            grown = _float32(self.scale * GROWTH)
-            self._set(self.mode, grown if math.isfinite(grown) else self.scale)
+        here, inside = current(), torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if not inside:
+            self._last = here
+        if inside if self._state == "ended" else here == self._thread:
+            self.seen_outside()
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resume needs, as a JSON value."""
-        return {"mode": self.mode, "scale": self.scale, "good_steps": self._good_steps}
+    def seen_outside(self) -> None:
+        """A backward that is still open, seen from outside, failed."""
+        if self.inside():
+            self.enter()
+        elif self._state in ("open", "delivers"):
+            self._state = "failed"
+            self._fails()
+            module_hooks.let_go()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what state() gave, mode included."""
-        mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
-        if mode not in {"dynamic", "fixed", "off"} or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
-            raise ConfigError(f"the stored loss scale is {dict(state)!r}, which no memascend up to this one writes")
-        # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
-        self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)
+    def restart(self) -> None:
+        """Count anew: a step was made, or all gradients were dropped."""
+        self.count = 0
+
+    def note_ended(self, more: int) -> None:
+        """Count backwards that ended and brought gradients, and that this object did not follow."""
+        self.count += more
+
+    def forget_failure(self) -> None:
+        """The gradients of a failed backward were dropped."""
+        if self.failed:
+            self._state = "ended"
+        self.restart()
+
+    @contextmanager
+    def expecting(self, more: float) -> Iterator[None]:
+        """So many backwards follow inside; where no number was declared, the last of them makes the step.
+
+        Infinity: their number is not known, so `step()` makes it.
+        """
+        declared, self.before = self.declared, self.count
+        if declared == 1:
+            self.declared = self.count + more
+        try:
+            yield
+        finally:
+            self.declared, self.before = declared, None
+
+    def is_last(self, more: int = 1) -> bool:
+        """Whether the one that is open makes a step."""
+        return (self.count + more) % self.declared == 0
+
+    def require_declared(self, name: str) -> None:
+        """Refuse more backwards than were declared: the step would be none of the loop's."""
+        if 1 < self.declared <= self.count:
+            raise UsageError(
+                f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
+                'how many make a step; pass another number, or gradients="ssd", which takes any'
+            )
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the forward of a reentrant checkpoint: its backward is going to run inside of another."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is _CHECKPOINTED:
+            return True
+        frame = frame.f_back
+    return False

@@ -23,7 +23,6 @@ from memascend.grads.baton import (
     CallerStream,
     Course,
     Generators,
-    ModuleValues,
     Path,
     Recorder,
     same_states,
@@ -32,7 +31,7 @@ from memascend.grads.gradient import shares_memory
 from memascend.memory import free_scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from memascend.grads.baton import MicroBatch
     from memascend.grads.gradient import Gradient
@@ -250,6 +249,45 @@ class PartialSums:
 def _is_compiled(module: torch.nn.Module) -> bool:
     # torch.compile() of a module wraps it in another one; compile() of its own does not.
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # noqa: SLF001
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
+    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
+
+
+class ModuleValues:
+    """The attributes and buffers of a model's modules, as they were: by identity, tensors also by version."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Note the values that modules have now, and keep them, so that nothing else takes their identity."""
+        self._noted = [
+            (f"module {name!r}" if name else "the model", values, dict(values), _versions(values))
+            for name, module in model.named_modules()
+            for values in (vars(module), module._buffers)  # noqa: SLF001
+        ]
+
+    def changed(self) -> str | None:
+        """The first value that is another one or was written to, in words; None where all are as before."""
+        for title, values, before, versions in self._noted:
+            names = [
+                name
+                for name in {**before, **values}
+                if not (name in before and name in values and _is_same(before[name], values[name]))
+            ]
+            names += [name for name, version in _versions(values).items() if versions.get(name) != version]
+            if names:
+                return f"{title} changes {names[0]!r} from one micro-batch to the next"
+        return None
+
+
+def _versions(values: Mapping[str, Any]) -> dict[str, int]:
+    """How often each tensor was written to in place; a weight's counter also counts that its values come and go."""
+    return {
+        name: value._version  # noqa: SLF001
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not (isinstance(value, torch.nn.Parameter) or value.is_inference())
+    }
 
 
 _log = logging.getLogger("memascend")

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 # Elementwise, in place, and the same whenever they run: nothing random, nothing that looks at a whole tensor.
-RECORDABLE = frozenset((
+_RECORDABLE = frozenset((
     "abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "copysign_", "div_", "fill_", "mul_", "nan_to_num_", "neg_",
     "pow_", "sgn_", "sign_", "sub_", "zero_",
 ))  # fmt: skip
 # The old values do not matter to these.
-OVERWRITING = frozenset({"zero_", "fill_"})
+_OVERWRITING = frozenset({"zero_", "fill_"})
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-def is_scalar(value: object) -> bool:
+def _is_scalar(value: object) -> bool:
     """Whether an argument is one number (or none, or a mode such as a rounding), whatever carries it."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.dim() == 0
@@ -31,7 +31,7 @@ def is_scalar(value: object) -> bool:
 
 def is_recordable(name: str, arguments: list[Any]) -> bool:
     """Whether the operation, by its name without "_foreach_", is elementwise by these arguments alone."""
-    return name in RECORDABLE and all(is_scalar(argument) for argument in arguments)
+    return name in _RECORDABLE and all(_is_scalar(argument) for argument in arguments)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Operation:
     @property
     def overwrites(self) -> bool:
         """Whether the result is the same for any gradient."""
-        return self.name in OVERWRITING
+        return self.name in _OVERWRITING
 
     @property
     def rounds_its_scalar(self) -> bool:
@@ -141,7 +141,3 @@ class Operation:
         inverse = 1.0 / value if value else math.inf
         is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
-
-
-# The norm by which torch's `clip_grad_norm_` clips.
-CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)  # noqa: SLF001

@@ -117,7 +117,7 @@ class SavedTensorHooks:
         except (NotImplementedError, RuntimeError):
             # Sparse, or a subclass without memory of its own: no bytes of ours.
             return None
-        found, start = self._residency.units.home_at(address), 0
+        found, start = self._residency.units.at.get(address), 0
         if found is None and _is_offloaded(tensor):
             # It has a copy for a moment, see `WeightCopies.materialized`: the unit has the same values.
             place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001

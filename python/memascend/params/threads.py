@@ -163,8 +163,8 @@ class Turns:
         # The thread that changes values or waits to, and whether the others have stopped; see `alone`.
         self._changer: int | None = None
         self._changing = False
-        # Threads that carry out one operation on a parameter, with how often.
-        self._touching: dict[int, int] = {}
+        # Threads that carry out one operation on a parameter.
+        self._touching: set[int] = set()
         # More than one thread has materialized units: a unit that one has materialized is not so for another.
         self.several = False
         # The first one that used them.
@@ -211,21 +211,23 @@ class Turns:
         """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
         here = current()
         with self.lock:
-            if here not in self._touching:
+            is_outermost = here not in self._touching
+            if is_outermost:
                 self._turn.wait_for(lambda: self._changer in (None, here))
-            count(self._touching, here, 1)
+                self._touching.add(here)
         try:
             yield
         finally:
-            with self.lock:
-                count(self._touching, here, -1)
-                self._turn.notify_all()
+            if is_outermost:
+                with self.lock:
+                    self._touching.discard(here)
+                    self._turn.notify_all()
 
     def release(self) -> None:
         """End operations of this thread that an interrupt left open."""
         with self.lock:
-            if self._touching.pop(current(), None) is not None:
-                self._turn.notify_all()
+            self._touching.discard(current())
+            self._turn.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -237,7 +239,7 @@ class Turns:
         try:
             with self.lock:
                 # An operation that has begun continues, also where it materializes more; no other begins.
-                self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+                self._turn.wait_for(lambda: not self._touching - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield
         finally:
@@ -245,12 +247,3 @@ class Turns:
                 with self.lock:
                     self._changer, self._changing = None, False
                     self._turn.notify_all()
-
-
-def count(threads: dict[int, int], thread: int, more: int) -> None:
-    """Count for a thread; one whose count is zero has no item. An interrupt in here leaves a thread that is found."""
-    counted = threads.get(thread, 0) + more
-    if counted > 0:
-        threads[thread] = counted
-    else:
-        threads.pop(thread, None)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.params.threads import count
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -192,7 +190,11 @@ class Home:
 
     def count(self, holder: int, more: int) -> None:
         """Count how often a thread has it materialized. An interrupt in here leaves a holder that is found."""
-        count(self.holders, holder, more)
+        counted = self.holders.get(holder, 0) + more
+        if counted > 0:
+            self.holders[holder] = counted
+        else:
+            self.holders.pop(holder, None)
 
     def materialize(self, holder: int, *, guarded: bool) -> None:
         """Let the parameters have their values, for a thread; `guarded`: they ask each thread whether it holds them.

@@ -9,7 +9,8 @@ import torch
 
 from memascend.checkpoint.init import embody, move_buffers
 from memascend.grads.gradients import Gradients
-from memascend.grads.loop import Loop, LossScale, Speculation
+from memascend.grads.loop import Loop, Speculation
+from memascend.grads.loss_scale import LossScale
 from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
 from memascend.memory import settle_heap

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.checkpoint.init import Buffers
     from memascend.device.unit_memory import UnitMemory
     from memascend.grads.gradients import Gradients
-    from memascend.grads.loop import LossScale
+    from memascend.grads.loss_scale import LossScale
     from memascend.optim.rules import Arithmetic
     from memascend.params.module_hooks import Frames
     from memascend.params.residency import Residency

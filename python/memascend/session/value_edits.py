@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Exchange
     from memascend.params.offloaded_param import Place
     from memascend.session.run import Run
+    from memascend.storage import Chunk
 
 
 _log = logging.getLogger("memascend")
@@ -228,7 +229,9 @@ class Edits:
                 self.run.gradients.catch_up()
             # The name first: values that an interrupt leaves half staged are dropped, too.
             edit.names.append(place.name)
-            self.run.gradients.rewrite(place.name, given)
+            # A master that equals them, too; the moments stay.
+            kept = self.run.gradients.by_name.get(place.name)
+            self.run.resources.engine.apply(place.name, _rewritten, step=kept.step if kept else 0, gradient=given)
 
     def commit(self, edit: Edit, *, user_state: Any = None, hyperparameters: Any = None) -> None:
         """Make the staged values live, all at once.
@@ -262,6 +265,20 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in parts)
 
 
+def _rewritten(chunk: Chunk) -> None:
+    assert chunk.gradient is not None
+    chunk.values.copy_(chunk.gradient)
+    if "master" in chunk.state:
+        chunk.state["master"].copy_(chunk.gradient)
+    # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
+    for of in ("rest", "rounded_up"):
+        if of in chunk.state:
+            chunk.state[of].zero_()
+    second = chunk.state.get("exp_avg_sq")
+    if "rest" in chunk.state and second is not None and second.is_floating_point():
+        second.abs_()
+
+
 def switch_mode(edits: Edits, mode: str) -> None:
     """Run the optimizer's `train` or `eval`, and commit its changes as a part of the committed step.
 
@@ -279,7 +296,11 @@ def switch_mode(edits: Edits, mode: str) -> None:
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
-            names = run.gradients.switch(mode, changed)
+            names = [
+                name
+                for name, one in run.gradients.by_name.items()
+                if one.rule.code.first_group in changed and one.rule.switch(engine, mode, one.step)
+            ]
             edit.undo.callback(metadata.arithmetic.adopt(names, engine.finish, changed))
             if not names:
                 # The next step commits the mode.

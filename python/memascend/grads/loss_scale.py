@@ -1,0 +1,86 @@
+"""Scales the loss, dynamically as torch.amp.GradScaler does, or by a fixed factor."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+# torch.amp.GradScaler's defaults.
+SCALE_FIRST = 65536.0
+GROWTH = 2.0
+BACKOFF = 0.5
+GROWTH_STEPS = 2000
+Mode = Literal["dynamic", "fixed", "off"]
+
+
+def _float32(value: float) -> float:
+    """GradScaler keeps its scale in fp32."""
+    return ctypes.c_float(value).value
+
+
+def _checked(scale: object) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ConfigError(f"loss_scale is {scale!r}: give 'dynamic', a positive number or None")
+    try:
+        rounded = _float32(scale)
+    except OverflowError:
+        rounded = math.inf
+    if not 0.0 < rounded < math.inf:
+        raise ConfigError(f"loss_scale is {scale!r}: a fixed scale is positive and finite as fp32")
+    return rounded
+
+
+class LossScale:
+    """The factor of the loss, and how it changes from step to step.
+
+    `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
+    None (off: 1.0, and an overflow is the user's business).
+    """
+
+    def __init__(self, setting: float | str | None) -> None:
+        if setting is None:
+            self._set("off", 1.0)
+        elif setting == "dynamic":
+            self._set("dynamic", SCALE_FIRST)
+        else:
+            self._set("fixed", _checked(setting))
+
+    def _set(self, mode: Mode, scale: float, good_steps: int = 0) -> None:
+        self.mode: Mode = mode
+        self.enabled = mode != "off"
+        # What the loss is multiplied by now, an fp32 number.
+        self.scale = scale
+        # Its reciprocal as GradScaler takes it, in f64 and rounded to fp32.
+        self.inverse = _float32(1.0 / scale) if scale else math.inf
+        self._good_steps = good_steps
+
+    def update(self, overflowed: bool) -> None:
+        """Account for one step: whether any gradient was not finite."""
+        if self.mode != "dynamic":
+            return
+        if overflowed:
+            self._set(self.mode, _float32(self.scale * BACKOFF))
+        elif self._good_steps + 1 < GROWTH_STEPS:
+            self._good_steps += 1
+        else:
+            grown = _float32(self.scale * GROWTH)
+            self._set(self.mode, grown if math.isfinite(grown) else self.scale)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resume needs, as a JSON value."""
+        return {"mode": self.mode, "scale": self.scale, "good_steps": self._good_steps}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what state() gave, mode included."""
+        mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
+        if mode not in {"dynamic", "fixed", "off"} or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
+            raise ConfigError(f"the stored loss scale is {dict(state)!r}, which no memascend up to this one writes")
+        # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
+        self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)
