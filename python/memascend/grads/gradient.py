@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.grads.gradients import Gradients
-    from memascend.grads.lazy_grad import Notice
     from memascend.grads.norms import Measure, Numbers
     from memascend.grads.operations import Operation
     from memascend.optim.rules import Rule
@@ -99,16 +98,6 @@ def moved(name: str, state: GradientState, move: Move) -> GradientState:
     after = _MOVES[move].get(state)
     assert after is not None, f"{move!r} of the gradient of {name!r}, which is {state.name}"
     return after
-
-
-_WORDS: dict[Notice, str] = {
-    "add": "accumulation",
-    "change": "a change of gradients, as by clipping",
-    "norm": "a norm of gradients",
-    "read": "a read of gradients",
-    "scaler": "a GradScaler",
-    "zero": "zero_grad(set_to_none=False)",
-}
 
 
 def shares_memory(values: torch.Tensor) -> bool:
@@ -453,10 +442,14 @@ class Gradient:
                 operation.apply(values)
         return values
 
-    def read(self, what: Notice = "read") -> torch.Tensor:
-        """Materialize it for user code, which is noticed."""
+    def read(self, what: str = "a read of gradients") -> torch.Tensor:
+        """Materialize it for user code, which the loop's habits have as `what`."""
         self.noticed(what)
         return self.materialize()
+
+    def noticed(self, what: str) -> None:
+        """User code read or changed it before step()."""
+        self._gradients.loop.notice(what)
 
     def assign(self, values: torch.Tensor) -> None:
         """Replace it by a tensor to which no other code writes."""
@@ -465,8 +458,8 @@ class Gradient:
         self.operations.clear()
 
     def require_open(self) -> None:
-        """Note that another gradient is added, and reject it where an update used this one."""
-        self.noticed("add")
+        """Reject another gradient where an update used this one, or its sum is complete."""
+        self._gradients.require_in_order(self)
         if self.fused:
             raise UsageError(
                 f"a second gradient for {self.name}, whose update already used the first: call step() and "
@@ -490,13 +483,6 @@ class Gradient:
             self.assign(total)
         else:
             self._gradients.add(self, total, summed=True)
-
-    def noticed(self, what: Notice) -> None:
-        """User code read or changed it. Whether a second piece is accumulation is decided where it is added."""
-        if what == "add":
-            self._gradients.require_in_order(self)
-        else:
-            self._gradients.loop.notice(_WORDS[what])
 
     # --- its norm ---------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
 
 
-Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
+_CHANGE = "a change of gradients, as by clipping"
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
 # These look at shape and dtype alone.
@@ -193,7 +193,8 @@ def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], w
         if not isinstance(value, GradientHandle):
             return value
         if value.gradient not in copies:
-            copies[value.gradient] = value.gradient.read("change" if value.gradient in changed else "read")
+            gradient = value.gradient
+            copies[gradient] = gradient.read(_CHANGE) if gradient in changed else gradient.read()
         return copies[value.gradient]
 
     result = func(*tree_map(copy, args), **tree_map(copy, options))
@@ -259,7 +260,7 @@ def _each(
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
     """A norm, by torch; the 2-norm also once the gradient is used."""
     gradient = handle.gradient
-    gradient.noticed("norm")
+    gradient.noticed("a norm of gradients")
     if not gradient.fused:
         taken = None if gradient.operations or not operation.is_of_all else gradient.norm_by(operation)
         result: Tensor = operation.apply(gradient.materialize()) if taken is None else taken
@@ -280,7 +281,7 @@ def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
 def _overwrite(handle: GradientHandle, source: Tensor) -> None:
     """Replace it by what copy_ makes of the source."""
     gradient = handle.gradient
-    gradient.noticed("change")
+    gradient.noticed(_CHANGE)
     if gradient.fused:
         _refuse_change(gradient, "copy_")
     gradient.assign(gradient.empty().copy_(source))
@@ -289,7 +290,7 @@ def _overwrite(handle: GradientHandle, source: Tensor) -> None:
 def _record(handle: GradientHandle, operation: Operation) -> None:
     """Do an elementwise operation by scalars, later."""
     gradient = handle.gradient
-    gradient.noticed("zero" if operation.name == "zero_" else "change")
+    gradient.noticed("zero_grad(set_to_none=False)" if operation.name == "zero_" else _CHANGE)
     # torch's own complaint, if it has one, on as little as possible.
     operation.apply(torch.zeros((0,) if handle.shape else (), dtype=handle.dtype, device=handle.device))
     _append(gradient, operation)
@@ -298,7 +299,7 @@ def _record(handle: GradientHandle, operation: Operation) -> None:
 def _unscale(handle: GradientHandle, operation: Operation) -> None:
     """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
     gradient = handle.gradient
-    gradient.noticed("scaler")
+    gradient.noticed("a GradScaler")
     if gradient.fused:
         raise UsageError(
             f"GradScaler comes too late for the gradient of {gradient.name}, the update already used it: "
