@@ -93,13 +93,6 @@ _MOVES: dict[Move, dict[GradientState, GradientState]] = {
 }
 
 
-def moved(name: str, state: GradientState, move: Move) -> GradientState:
-    """The state after a move, which has to be one that this state allows."""
-    after = _MOVES[move].get(state)
-    assert after is not None, f"{move!r} of the gradient of {name!r}, which is {state.name}"
-    return after
-
-
 def shares_memory(values: torch.Tensor) -> bool:
     """Whether another tensor has the memory."""
     return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
@@ -188,7 +181,7 @@ class Gradient:
         self._spill("change", gradient, add=add)
 
     def _spill(self, move: Move, gradient: torch.Tensor, *, add: bool = False) -> None:
-        after, engine = moved(self.name, self.state, move), self._gradients.engine
+        after, engine = self._after(move), self._gradients.engine
         engine.spill(self.name, gradient, add=add)
         # What the last step left of the parameter's update is made now, if it was not yet.
         engine.settle_later(self.name)
@@ -235,7 +228,7 @@ class Gradient:
         """Leave the update to the next step, where this one does so; the gradient lies on storage then."""
         if not self._gradients.defers(self) or (gradient is not None and gradient.is_sparse):
             return False
-        after, engine = moved(self.name, self.state, "stage"), self._gradients.engine
+        after, engine = self._after("stage"), self._gradients.engine
         options = self.rule.options()
         numbers = self.rule.numbers(options, self.step, self._gradients.scale.inverse * factor)
         if numbers is None:
@@ -324,7 +317,7 @@ class Gradient:
 
     def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
         """Begin an update; False: the optimizer's own code would run, which does not begin early."""
-        after = moved(self.name, self.state, move)
+        after = self._after(move)
         engine, units, scale = self._gradients.engine, self._gradients.units, self._gradients.scale.inverse * factor
         values = None if units is None or gradient is None else units.values_of(self.place)
         early = move == "begin"
@@ -335,8 +328,14 @@ class Gradient:
         self.options, self.deferred, self.state = options, False, after
         return True
 
+    def _after(self, move: Move) -> GradientState:
+        """The state after a move, which has to be one that this state allows."""
+        after = _MOVES[move].get(self.state)
+        assert after is not None, f"{move!r} of the gradient of {self.name!r}, which is {self.state.name}"
+        return after
+
     def _move(self, move: Move) -> None:
-        self.state = moved(self.name, self.state, move)
+        self.state = self._after(move)
 
     # --- what stands in p.grad ------------------------------------------------------
 
