@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
 import logging
-import numbers
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from memascend.storage.store import not_as_written
 from memascend.text import counted, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -28,17 +26,15 @@ if TYPE_CHECKING:
 
 # A commit holds 128 KiB of options, loss scale, schedulers and position together.
 _BYTES_MAX = 32 << 10
-# Entries of torch's state dicts that tell where a scheduler is, and not with which arguments it was made. Any other is
-# taken for an argument until a step changes it.
-_PLACE = frozenset(
-    {"last_epoch", "_last_lr", "T_cur", "T_i", "_step_count", "_is_initial", "_get_lr_called_within_step"}
-)
 # accelerate counts calls that advance nothing.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
+# Entries of state dicts that tell where a scheduler is, and not with which arguments it was made.
+_PLACE = _COUNTS | {"last_epoch", "_last_lr", "T_cur", "T_i"}
 # Options of groups that torch's schedulers set once, from their arguments or from the learning rate.
 _SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _PAGE = "docs/resume.md"
-_BASE_RATES = "base_lrs"
+# Stands for a missing entry in words, and in a commit.
+_NONE = "none"
 _log = logging.getLogger("memascend")
 
 
@@ -48,15 +44,13 @@ class _Moment:
     def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """The present one; `ConfigError` names an entry that JSON cannot hold."""
         self._schedulers, self._groups = schedulers, groups
-        # State dicts as flat JSON, with arguments that they leave out.
         self.entries = [_entries(scheduler) for scheduler in schedulers]
-        self._states = [copied(scheduler.state_dict(), deep=True) for scheduler in schedulers]
         self.options = SharedValues({}, [group_options(group) for group in groups])
 
     def bring_back(self) -> None:
         """Give schedulers and groups what they had."""
-        for scheduler, state in zip(self._schedulers, self._states, strict=True):
-            scheduler.load_state_dict(copied(state, deep=True))
+        for scheduler, entries in zip(self._schedulers, self.entries, strict=True):
+            _load(scheduler, entries)
         now = SharedValues({}, [group_options(group) for group in self._groups])
         for place, value in now.changes(self.options).items():
             assert place.group is not None
@@ -68,6 +62,9 @@ class Schedule:
 
     They are advanced after the updates of a step have begun and before its commit, which holds the new options and
     their state. So a process killed at any moment leaves updates and schedulers of one step.
+
+    A commit has two states of each scheduler: the newest one, which a resume loads, and the fresh one, as it was made.
+    A scheduler with other arguments differs in the latter.
     """
 
     def __init__(
@@ -82,8 +79,7 @@ class Schedule:
         self._store = store
         self._resumed = resumed
         self._schedulers: tuple[Any, ...] = ()
-        # For each scheduler, the entries that steps changed.
-        self._moved: list[set[str]] = []
+        self._fresh: list[dict[str, Any]] = []
         # Options of groups that steps changed.
         self._options: set[str] = set()
         self._now: _Moment | None = None
@@ -104,11 +100,16 @@ class Schedule:
 
         Where one is rejected, nothing was changed.
         """
-        schedulers = tuple(_unwrapped(one) for one in given)
+        schedulers = tuple(map(_unwrapped, given))
+        own = {id(group) for group in self._groups}
         for number, scheduler in enumerate(schedulers):
             _require_scheduler(scheduler, number)
-            self._require_own_groups(scheduler)
-        if len({id(scheduler) for scheduler in schedulers}) != len(schedulers):
+            if not all(id(group) in own for group in scheduler.optimizer.param_groups):
+                raise ConfigError(
+                    f"{_title(scheduler)} sets the options of another optimizer: make it from the optimizer that "
+                    "offload() returned, or from the one that was given to it"
+                )
+        if len(set(map(id, schedulers))) != len(schedulers):
             raise ConfigError("a scheduler is given to schedule() twice: give each once")
         dropped = [one for one in self._schedulers if one not in schedulers]
         if dropped and not self._stepped:
@@ -117,39 +118,33 @@ class Schedule:
                 "schedulers in one call"
             )
         now = _Moment(schedulers, self._groups)
+        # One that is given again is not fresh.
+        known = dict(zip(map(id, self._schedulers), self._fresh, strict=True))
+        fresh = [known.get(id(one), entries) for one, entries in zip(schedulers, now.entries, strict=True)]
+        options = self._options if self._stepped else set()
         begins = restore and not self._stepped
-        stored = self._stored()
-        if begins and stored is not None:
-            _require_fits(schedulers, now, stored, _Rates(self._given, self._kept_groups(), stored))
+        stored = self._stored() if begins else None
+        if stored is not None:
+            self._require_fits(schedulers, fresh, now, stored)
+            parts = zip(fresh, stored["schedulers"], strict=True)
+            fresh, options = [{**entries, **_fresh(one)} for entries, one in parts], set(stored["options"])
         elif begins and self._resumed and self._store.step:
             warn(
                 f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
                 f"where it was made or loaded, and the next resume restores it ({_PAGE})"
             )
-        moved: list[set[str]] = [set() for _ in schedulers]
-        options: set[str] = set()
-        if stored is not None and _stored_titles(stored) == _listed(schedulers):
-            moved = [set(one["moved"]) for one in stored["schedulers"]]
-            options = set(stored["options"])
-        _require_small(self._saved(schedulers, now, moved, options))
-        if begins and stored is not None:
+        _require_small(self._saved(schedulers, now, fresh, options))
+        if stored is not None:
             now = self._restored(schedulers, now, stored)
-        uncompared = [name for scheduler in schedulers for name in _functions(scheduler)]
+        functions = types.FunctionType | types.BuiltinFunctionType
+        uncompared = [place for one in schedulers for place, has in _lambdas(one) if isinstance(has, functions)]
         if uncompared:
             _log.info(
                 "a resume cannot compare functions of %s: %s may compute other rates then",
                 _listed(schedulers),
                 ", ".join(uncompared),
             )
-        self._schedulers, self._moved, self._options, self._now, self._before = schedulers, moved, options, now, None
-
-    def _require_own_groups(self, scheduler: Any) -> None:
-        own = {id(group) for group in self._groups}
-        if not all(id(group) in own for group in scheduler.optimizer.param_groups):
-            raise ConfigError(
-                f"{_title(scheduler)} sets the options of another optimizer: make it from the optimizer that offload() "
-                "returned, or from the one that was given to it"
-            )
+        self._schedulers, self._fresh, self._options, self._now, self._before = schedulers, fresh, options, now, None
 
     def _stored(self) -> dict[str, Any] | None:
         """The entry of the last commit, which another program may have written."""
@@ -162,16 +157,52 @@ class Schedule:
         groups: list[dict[str, Any]] = (self._store.hyperparameters or {})["groups"]
         return groups
 
+    def _require_fits(
+        self, schedulers: Sequence[Any], fresh: Sequence[Mapping[str, Any]], now: _Moment, stored: Mapping[str, Any]
+    ) -> None:
+        """Reject schedulers of other classes or arguments, and other rates of the optimizer that they begin with."""
+        instead = (
+            "Nothing was changed: give the schedulers that the run had, and the optimizer its rates, or begin with "
+            "these, in this one start, by schedule(..., restore=False)"
+        )
+        titles = _stored_titles(stored)
+        if _listed(schedulers) != titles:
+            raise ConfigError(f"the run was scheduled by {titles}, not {_listed(schedulers)}. {instead}")
+        found = self._other_options(now.options.groups, stored)
+        begun = [group.get("initial_lr") for group in self._kept_groups()]
+        for entries, one in zip(fresh, stored["schedulers"], strict=True):
+            # One that is made after offload() finds the stored rates in the groups, and not the optimizer's own.
+            inherited = {
+                path
+                for path, rates in entries.items()
+                if path.rpartition(".")[2] == "base_lrs" and all(rate in begun for rate in rates)
+            }
+            found += _differences(_fresh(one), entries, {*_PLACE, *inherited, *one.get("moved", ())})
+        if found:
+            raise ConfigError(
+                f"{titles} has other arguments than in the run: {', '.join(sorted({*found})[:3])}"
+                f"{' and more' if len({*found}) > 3 else ''}. {instead}"
+            )
+
+    def _other_options(self, groups: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> list[str]:
+        """The options of groups that schedulers set once, and that differ from the run's, in words."""
+        rates = [] if _begins_rates(stored) else stored.get("rates", [])
+        found = [
+            (number, "initial_lr", *pair)
+            for number, pair in enumerate(zip(rates, map(_own_rate, self._given), strict=False))
+        ]
+        for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept_groups(), strict=True)):
+            for name in kept.keys() & group.keys() - {*stored["options"]} - (given.keys() - _SET_ONCE):
+                now = plain(group[name])
+                # Where it was made before offload(), that set the stored option.
+                found.append((number, name, kept[name], given.get(name, now) if now == kept[name] else now))
+        return [f"{name} of group {number} {had} -> {now}" for number, name, had, now in found if now != had]
+
     def _restored(self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any]) -> _Moment:
         """Set what was stored on schedulers that fit, and on the groups."""
         try:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
-                state = copied(scheduler.state_dict())
-                for path, value in one["state"].items():
-                    name = path.rpartition(".")[2]
-                    if path in one["moved"] or name in _PLACE or name == _BASE_RATES:
-                        _set(state, path.split("."), value)
-                scheduler.load_state_dict(state)
+                _load(scheduler, one["state"])
             for group, theirs in zip(self._groups, self._kept_groups(), strict=True):
                 for name in {"lr", *stored["options"]} & theirs.keys():
                     put(group, name, restored(theirs[name], group.get(name)))
@@ -194,7 +225,7 @@ class Schedule:
             self._warn_of_others(optimizers)
 
     def _require_own(self) -> None:
-        found = self._advanced()
+        found = self._changed()
         if found:
             raise UsageError(
                 f"{found}, and step() advances it by itself since optimizer.schedule(), which also restores it at a "
@@ -217,10 +248,10 @@ class Schedule:
             return
         warn(f"{words}: {_PAGE} has the lines that resume exactly")
 
-    def _advanced(self) -> str | None:
+    def _changed(self) -> str | None:
         """The scheduler that something else advanced since the last step, in words."""
         for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
-            found = _differences(known, _entries(scheduler), lambda name: name.rpartition(".")[2] in _COUNTS)
+            found = _differences(known, _entries(scheduler), _COUNTS)
             if found:
                 return f"{_title(scheduler)} was changed since the last step ({found[0]})"
         return None
@@ -238,11 +269,8 @@ class Schedule:
                 error.add_note(f"{_title(scheduler)} was advanced by optimizer.step(), and nothing was committed")
                 raise
         now = _Moment(self._schedulers, self._groups)
-        for moved, was, is_now in zip(self._moved, before.entries, now.entries, strict=True):
-            changed = {name for name in {*was, *is_now} if not same(was.get(name), is_now.get(name))}
-            moved |= {name for name in changed if name.rpartition(".")[2] not in _PLACE}
         self._options |= {place.name for place in before.options.changes(now.options)}
-        _require_small(self._saved(self._schedulers, now, self._moved, self._options))
+        _require_small(self._saved(self._schedulers, now, self._fresh, self._options))
         self._now = now
 
     def take_back(self) -> None:
@@ -259,13 +287,15 @@ class Schedule:
             stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
             return {} if stored is None else {"schedule": stored}
         self._require_own()
-        return {"schedule": self._saved(self._schedulers, self._now, self._moved, self._options)}
+        return {"schedule": self._saved(self._schedulers, self._now, self._fresh, self._options)}
 
     def _saved(
-        self, schedulers: Sequence[Any], now: _Moment, moved: Sequence[set[str]], options: set[str]
+        self, schedulers: Sequence[Any], now: _Moment, fresh: Sequence[Mapping[str, Any]], options: set[str]
     ) -> dict[str, Any]:
-        parts = zip(schedulers, now.entries, moved, strict=True)
-        states = [{"scheduler": _title(one), "state": state, "moved": sorted(names)} for one, state, names in parts]
+        states = [
+            {"scheduler": _title(one), "state": state, "fresh": _since(state, began)}
+            for one, state, began in zip(schedulers, now.entries, fresh, strict=True)
+        ]
         return {"schedulers": states, "options": sorted(options), "rates": [_own_rate(group) for group in self._given]}
 
     # --- trainers that advance schedulers themselves -------------------------------------------
@@ -283,7 +313,7 @@ class Schedule:
     @property
     def is_foreign(self) -> bool:
         """Whether something else advanced a scheduler since the last step."""
-        return self._advanced() is not None
+        return self._changed() is not None
 
 
 def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
@@ -350,32 +380,26 @@ def _stored_titles(stored: Mapping[str, Any]) -> str:
 
 
 def _entries(scheduler: Any) -> dict[str, Any]:
-    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on."""
-    found = {}
-    for path, value in [*_leaves(scheduler.state_dict()), *_partials(scheduler)]:
+    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on.
+
+    With the arguments of transformers' schedulers: they are bound to the functions of a LambdaLR, whose state leaves
+    them out.
+    """
+    found = dict(_leaves(scheduler.state_dict()))
+    for place, function in _lambdas(scheduler):
+        if isinstance(function, functools.partial):
+            bound = [*enumerate(function.args), *function.keywords.items()]
+            found |= {f"{place}({name})": value for name, value in bound if storable(value)}
+    for path, value in found.items():
         # Keys of JSON are texts, and MultiStepLR counts by numbers.
         pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
-        pairs = _with_plain_integers(pairs)
         if not storable(pairs):
             raise ConfigError(
-                f"{path!r} in the state of {_title(scheduler)} has {_odd(pairs).__name__}, which a commit cannot "
-                "hold: let its state_dict() have numbers, texts, lists and dicts alone"
+                f"{path!r} in the state of {_title(scheduler)} is {value!r:.80}, which a commit cannot hold: let its "
+                "state_dict() have numbers, texts, lists and dicts alone"
             )
         found[path] = plain(pairs)
     return found
-
-
-def _with_plain_integers(value: Any) -> Any:
-    """A value in which integers of numpy are Python's."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_with_plain_integers, value)) if type(value) in (list, tuple) else value
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, int) else value
-
-
-def _odd(value: Any) -> type:
-    """The innermost class in a value that cannot be stored."""
-    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return next((_odd(part) for part in parts if not storable(part)), type(value))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -391,15 +415,21 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(part, f"{path}.{name}" if path else str(name))
 
 
-def _partials(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The arguments of transformers' schedulers: bound to the functions of a LambdaLR, whose state leaves them out."""
+def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The functions of a scheduler and of its parts, by their places."""
     for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        if isinstance(function, functools.partial):
-            for name, value in [*enumerate(function.args), *function.keywords.items()]:
-                if storable(value):
-                    yield f"{path}lr_lambdas.{number}({name})", value
+        yield f"{path}lr_lambdas.{number}", function
     for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        yield from _partials(part, f"{path}_schedulers.{number}.")
+        yield from _lambdas(part, f"{path}_schedulers.{number}.")
+
+
+def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
+    """Set the entries that differ; a scheduler's own values keep their classes."""
+    state, now = copied(scheduler.state_dict(), deep=True), _entries(scheduler)
+    for path, value in entries.items():
+        if path not in now or not same(value, now[path]):
+            _set(state, path.split("."), value)
+    scheduler.load_state_dict(state)
 
 
 def _set(state: Any, path: Sequence[str], value: Any) -> None:
@@ -413,21 +443,25 @@ def _set(state: Any, path: Sequence[str], value: Any) -> None:
     except (KeyError, IndexError, ValueError, TypeError):
         return
     if isinstance(like, dict) and isinstance(value, list):
-        made = copy.copy(like)
-        made.clear()
-        made.update(value)
-        state[key] = made
+        like.clear()
+        like.update(value)
     else:
         state[key] = restored(value, like)
 
 
-def _functions(scheduler: Any, path: str = "") -> Iterator[str]:
-    """The places of a scheduler's functions that nothing describes, such as a lambda."""
-    for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
-            yield f"{path}lr_lambdas.{number}"
-    for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        yield from _functions(part, f"{path}_schedulers.{number}.")
+def _since(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a fresh state that steps have changed since, but for those of its place."""
+    return {
+        name: fresh.get(name, _NONE)
+        for name in dict.fromkeys((*fresh, *state))
+        if not same(fresh.get(name, _NONE), state.get(name, _NONE)) and name.rpartition(".")[2] not in _PLACE
+    }
+
+
+def _fresh(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fresh state of a stored scheduler, as far as it is known."""
+    moved = stored.get("moved", ())
+    return {**{name: value for name, value in stored["state"].items() if name not in moved}, **stored.get("fresh", {})}
 
 
 def described(scheduler: Any) -> dict[str, Any]:
@@ -450,91 +484,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     if before["scheduler"] != now["scheduler"]:
         return [f"{before['scheduler']} -> {now['scheduler']}"]
-    had, has = before["state"], now["state"]
-    return _differences(had, has, lambda name: _is_place(name) or _comes_and_goes(name, had, has))
+    return _differences(before["state"], now["state"], _PLACE)
 
 
-def _is_place(name: str) -> bool:
-    return name.rpartition(".")[2] in _PLACE
-
-
-def _comes_and_goes(name: str, had: Mapping[str, Any], has: Mapping[str, Any]) -> bool:
-    """Whether an entry is private and one of two states lacks it, as with another version of torch."""
-    return name.rpartition(".")[2].startswith("_") and not (name in had and name in has)
-
-
-def _require_fits(schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any], rates: _Rates) -> None:
-    """Reject schedulers of other classes or arguments, and other rates of the optimizer that they begin with."""
-    instead = (
-        "Nothing was changed: give the schedulers that the run had, and the optimizer its rates, or begin with these, "
-        "in this one start, by schedule(..., restore=False)"
-    )
-    if _listed(schedulers) != _stored_titles(stored):
-        raise ConfigError(f"the run was scheduled by {_stored_titles(stored)}, not {_listed(schedulers)}. {instead}")
-    found = rates.other_options(now.options.groups, {*stored["options"]})
-    for entries, one in zip(now.entries, stored["schedulers"], strict=True):
-        had = {name: value for name, value in one["state"].items() if name not in one["moved"]}
-        has = {
-            name: rates.begun(value, had.get(name)) if name.rpartition(".")[2] == _BASE_RATES else value
-            for name, value in entries.items()
-            if name not in one["moved"]
-        }
-        title = one["scheduler"]
-        found += differences({"scheduler": title, "state": had}, {"scheduler": title, "state": has})
-    if found:
-        raise ConfigError(
-            f"{_listed(schedulers)} has other arguments than in the run: {', '.join(sorted(found)[:3])}"
-            f"{' and more' if found[3:] else ''}. {instead}"
-        )
-
-
-class _Rates:
-    """Options of groups that schedulers begin with, as they would be at a run's begin.
-
-    A scheduler that is made after `offload()` finds the stored options in the groups, and not the optimizer's own.
-    """
-
-    def __init__(
-        self, given: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]
-    ) -> None:
-        """`given` are the optimizer's own options by group, `kept` those that were committed."""
-        self._given, self._kept = given, kept
-        # A store of an earlier version lacks them.
-        self._before: Sequence[Any] = stored.get("rates") or [None] * len(given)
-        self._sets = _begins_rates(stored)
-
-    def begun(self, rates: Any, had: Any) -> Any:
-        """Base rates by group that a scheduler has now, as they would be at a run's begin; `had`: the run's."""
-        if not (isinstance(rates, list) and isinstance(had, list) and len(rates) == len(had) == len(self._given)):
-            return rates
-        return [self._begun(number, rate, had[number]) for number, rate in enumerate(rates)]
-
-    def _begun(self, number: int, rate: Any, had: Any) -> Any:
-        given = self._given[number]
-        # Made before offload(), or with a rate of its own.
-        if "initial_lr" in given or rate != self._kept[number].get("initial_lr"):
-            return rate
-        # A scheduler, or the script after offload(), set the rate with which the run began.
-        if rate == had and (self._sets or had != self._before[number]):
-            return rate
-        return _own_rate(given)
-
-    def other_options(self, groups: Sequence[Mapping[str, Any]], changed: set[str]) -> list[str]:
-        """The options that schedulers set once, and that differ from the run's, in words; steps change `changed`."""
-        found = []
-        for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept, strict=True)):
-            for name in (kept.keys() & group.keys()) - changed:
-                if name in given and name not in _SET_ONCE:
-                    continue
-                now, had = plain(group[name]), kept[name]
-                if name == "initial_lr":
-                    now = self._begun(number, now, had)
-                elif now == had:
-                    # Made before offload(), which set the stored option.
-                    now = given.get(name, now)
-                if now != had:
-                    found.append(f"{name} of group {number} {had} -> {now}")
-        return found
+def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignored: Container[str]) -> list[str]:
+    """The entries that differ, in words, but for those `ignored`, by their paths or last names."""
+    found = []
+    for path in dict.fromkeys((*had, *has)):
+        name = path.rpartition(".")[2]
+        # Another version of torch may have other private entries.
+        comes_or_goes = name.startswith("_") and (path in had) != (path in has)
+        one, other = had.get(path, _NONE), has.get(path, _NONE)
+        if not (comes_or_goes or path in ignored or name in ignored or one == other or same(one, other)):
+            found.append(f"{path} {one} -> {other}")
+    return found
 
 
 def _own_rate(given: Mapping[str, Any]) -> Any:
@@ -542,35 +505,25 @@ def _own_rate(given: Mapping[str, Any]) -> Any:
     return given.get("initial_lr", given.get("lr"))
 
 
-def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignores: Callable[[str], bool]) -> list[str]:
-    """The entries that differ, in words."""
-    found = []
-    for name in dict.fromkeys((*had, *has)):
-        one, other = had.get(name, "none"), has.get(name, "none")
-        if one != other and not same(one, other) and not ignores(name):
-            found.append(f"{name} {one} -> {other}")
-    return found
-
-
 def _is_schedule(value: Any) -> bool:
-    """Whether a value that was read has the form that `Schedule.committed` makes."""
+    """Whether a value that was read has the form that `Schedule.committed` makes, or that an earlier version made."""
     return (
         isinstance(value, dict)
-        and _are_texts(value.get("options"))
-        and isinstance(value.get("schedulers"), list)
+        and _are(str, value.get("options"))
         and isinstance(value.get("rates", []), list)
+        and _are(dict, value.get("schedulers"))
         and all(
-            isinstance(one, dict)
-            and isinstance(one.get("scheduler"), str)
+            isinstance(one.get("scheduler"), str)
             and isinstance(one.get("state"), dict)
-            and _are_texts(one.get("moved"))
+            and isinstance(one.get("fresh", {}), dict)
+            and _are(str, one.get("moved", []))
             for one in value["schedulers"]
         )
     )
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(one, kind) for one in values)
 
 
 def _require_small(saved: Mapping[str, Any]) -> None:
