@@ -296,9 +296,12 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         with pytest.raises(ConfigError, match=words):
             optimizer.schedule(given)
         assert given.get_last_lr() == before == [group["lr"] for group in optimizer.param_groups]
-        # The way that the message names.
+        # The way that the message names, which the next start leaves out.
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
+    _, optimizer = opened(tmp_path / "s")
+    with optimizer:
+        optimizer.schedule(scheduler_of(optimizer))
         assert optimizer.steps == 2
 
 
