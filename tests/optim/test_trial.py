@@ -1,6 +1,7 @@
 """Tests which optimizers can stream, how others are refused, and that a trial changes nothing."""
 
 import copy
+import functools
 import random
 import re
 
@@ -54,20 +55,25 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Its count is that of parameters with a gradient; alone each of them counts one."""
+    """Its count is that of parameters with a gradient; alone each of them counts one. No update depends on it."""
 
     count = 0
 
     def one(self, group, parameter, state):
         self.count += 1
-        super().one({"lr": group["lr"] / self.count}, parameter, state)
 
 
-class CountingAll(CountingUpdates):
-    """As the one above, and no update depends on it."""
+class Passing(Plain):
+    """Passes a number through a tensor of its own, which it reads before or after it has written it."""
+
+    def __init__(self, rate, groups, *, reads_first=False):
+        super().__init__(rate, groups)
+        self.passed, self.reads_first = torch.tensor(0.0), reads_first
 
     def one(self, group, parameter, state):
-        self.count += 1
+        before = self.passed.clone()
+        self.passed.fill_(group["lr"] * parameter.grad.norm())
+        parameter.sub_(parameter.grad * (before if self.reads_first else self.passed))
 
 
 class Measuring(Plain):
@@ -168,13 +174,14 @@ def made(kind):
     [
         (Remembering, "its attribute 'seen'"),
         (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
-        (CountingAll, "its attribute 'count' by how many parameters have a gradient"),
+        (functools.partial(Passing, reads_first=True), "depends on the others"),
         (Measuring, "the option 'seen' of a group by values of single parameters"),
         (PythonDraw, "random numbers"),
         (Shared, "state that belongs to no parameter"),
         (Clipping, "depends on the others"),
         (Noisy, "random numbers"),
         (First, "depends on the others"),
+        (Sparse, "depends on the others"),
         (Closing, "missing 1 required positional argument: 'closure'"),
     ],
 )
@@ -184,7 +191,9 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
     before = copy.deepcopy(optimizer.param_groups)
     drawn = torch.random.get_rng_state()
     python_drawn = random.getstate()
-    with pytest.raises(ConfigError, match=f"{kind.__name__} cannot run on streamed state.*{re.escape(says)}"):
+    with pytest.raises(
+        ConfigError, match=f"{type(optimizer).__name__} cannot run on streamed state.*{re.escape(says)}"
+    ):
         require_streamable(optimizer)
     assert {name: value for name, value in vars(optimizer).items() if name != "param_groups"} == attributes
     for group, old in zip(optimizer.param_groups, before, strict=True):
@@ -212,6 +221,11 @@ def test_state_that_cannot_be_stored_is_refused(kind, says):
     with pytest.raises(ConfigError, match=says):
         layout_of(optimizer, optimizer.param_groups[1]["params"][0])
     assert not optimizer.state
+
+
+def test_a_tensor_that_each_update_writes_before_it_reads_it_is_none_of_the_state():
+    changes, manner = require_streamable(made(Passing))
+    assert (changes, manner.scratch) == ({}, {"passed"})
 
 
 def test_lbfgs_and_what_is_no_optimizer_are_refused():

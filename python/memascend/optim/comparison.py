@@ -1,11 +1,17 @@
-"""Compares the steps of small parameters together, as torch makes them, and one at a time, as they are streamed."""
+"""Tries optimizers: compares steps of small parameters together, as torch makes them, and one at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import itertools
+import random
+import sys
+import warnings
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.errors import ConfigError
 from memascend.optim.shared import (
@@ -26,7 +32,7 @@ from memascend.optim.shared import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,10 @@ class Manner:
     omits: bool = False
     # A parameter without a gradient is updated with zeros, as soon as any parameter has a gradient.
     zeros: bool = False
-    # torch's step keeps the state of several parameters as one stack; here each parameter has its own.
+    # The trial found that torch's step keeps the state of several parameters as one stack; here each has its own.
     stacks: bool = False
-    # Attributes that each update writes before it reads them: their values between steps are meaningless.
+    # Attributes that each update writes before it reads them: their values between steps are meaningless, and others
+    # in a trial.
     scratch: frozenset[str] = frozenset()
 
 
@@ -55,7 +62,64 @@ _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
 MODES = ("train", "eval")
 
 
-class Member:
+class _Draws(TorchDispatchMode):
+    """Rejects operations that draw random numbers, on any device."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # A trial compiles nothing; to tell torch's compiler so would load it, which takes seconds.
+        return False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._optimizer = optimizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A generator that the step makes itself begins with the same state for each parameter.
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
+            raise _draws_refused(self._optimizer)
+        return func(*args, **(kwargs or {}))
+
+
+def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
+    return refused(
+        optimizer,
+        "its step draws random numbers, which streamed parameters would get in another order than torch's; use an "
+        "optimizer that draws none",
+    )
+
+
+@contextlib.contextmanager
+def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
+    """Run a trial of an optimizer, without warnings; one that draws random numbers is rejected.
+
+    The generators of torch, Python and numpy stay as they are. On `meta`, unlike elsewhere, torch itself draws from
+    Python's generator for a collective. What a step compiles runs uncompiled: for small tensors it would take minutes.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate()
+    theirs: Any = numpy.random.get_state() if numpy else None
+    # Without the compiler nothing is compiled yet, and loading it takes seconds.
+    uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            _Draws(optimizer),
+            warnings.catch_warnings(),
+            uncompiled("force_eager"),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+        drawn = random.getstate() != before or (numpy is not None and numpy.random.get_state()[2] != theirs[2])
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(theirs)
+    if drawn and not meta:
+        raise _draws_refused(optimizer)
+
+
+class _Member:
     """A parameter of the trial, and the position in its group of the real parameter that it stands for."""
 
     def __init__(
@@ -83,7 +147,7 @@ class _Joint:
     """All members in one copy, as torch steps them."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[Member], *, spread: bool
+        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
     ) -> None:
         """With `spread`, each member has its real position in the group, among others that never have a gradient."""
         shared = begin.copy(deep=True)
@@ -113,7 +177,7 @@ class _OneByOne:
     """Each member in a copy of its own, which begins with the shared values of the step before."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[Member], manner: Manner
+        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], manner: Manner
     ) -> None:
         self._optimizer = optimizer
         self._members = members
@@ -121,8 +185,6 @@ class _OneByOne:
         self._shared = begin.copy(deep=True)
         self._parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
         self._states: list[dict[str, Any]] = [{} for _ in members]
-        # The names of attributes that are written before they are read, as far as was found.
-        self.scratch: set[str] = set()
 
     def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
         if self._manner.zeros and method == "step":
@@ -130,59 +192,26 @@ class _OneByOne:
                 torch.zeros_like(parameter) if gradient is None else gradient
                 for parameter, gradient in zip(self._parameters, gradients, strict=True)
             ]
-        before = copied(([parameter.data for parameter in self._parameters], self._states), deep=True)
-        ends = self._run(method, gradients, self._shared)
-        while True:
-            try:
-                changes = common_end([(group, without_scratch(own, self.scratch)) for group, own in ends])
-                break
-            except Disagreement as other:
-                if other.place.group is not None or other.place.name in self.scratch:
-                    raise
-                self.scratch.add(other.place.name)
-                if not self._same_with_others(method, gradients, before):
-                    raise
-        lost = next((name for name, value in changes.items() if not storable(value)), None)
-        if lost is not None:
-            raise refused(self._optimizer, f"its step changes {lost} to what is neither number nor text")
-        self._shared = self._shared.with_changes(changes)
-
-    def _run(
-        self, method: str, gradients: Sequence[torch.Tensor | None], shared: SharedValues
-    ) -> list[tuple[int, dict[SharedName, Any]]]:
-        """Run each member alone; returns the number of its group, and its changes of the shared values."""
         ends = []
         for number, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
             if method == "step" and gradient is None:
                 continue
             parameter = self._parameters[number]
             give_gradient(parameter, None if gradient is None else gradient.clone())
-            begin, state = shared.copy(deep=True), self._states[number]
+            begin, state = self._shared.copy(deep=True), self._states[number]
+            for name in self._manner.scratch:
+                # A value that no step would leave in it.
+                value = begin.attributes[name]
+                value.fill_(float("nan") if value.is_floating_point() else 101)
             copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._manner)
             run(copy, method)
             self._states[number] = dict(copy.state.get(parameter, {}))
-            ends.append((member.group, changes_alone(begin=shared, copy=copy, group=member.group, manner=self._manner)))
-        return ends
-
-    def _same_with_others(
-        self, method: str, gradients: Sequence[torch.Tensor | None], before: tuple[list[torch.Tensor], Any]
-    ) -> bool:
-        """Whether the step has the same bits where the scratch attributes begin with other values."""
-        after = copied(self.now()[:2], deep=True)
-        other = self._shared.copy(deep=True)
-        for name in self.scratch:
-            value = other.attributes.get(name)
-            if type(value) is not torch.Tensor:
-                return False
-            # A value that no step would leave in it.
-            value.fill_(float("nan") if value.is_floating_point() else 101)
-        values, states = copied(before, deep=True)
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.copy_(value)
-        self._states = states
-        self._run(method, gradients, other)
-        return same(after, self.now()[:2])
+            ends.append((member.group, changes_alone(self._shared, copy, member.group, self._manner)))
+        changes = common_end(ends)
+        lost = next((name for name, value in changes.items() if not storable(value)), None)
+        if lost is not None:
+            raise refused(self._optimizer, f"its step changes {lost} to what is neither number nor text")
+        self._shared = self._shared.with_changes(changes)
 
     def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
         return [parameter.data for parameter in self._parameters], self._states, self._shared
@@ -207,13 +236,10 @@ def changes_alone(
     begin: SharedValues, copy: torch.optim.Optimizer, group: int, manner: Manner
 ) -> dict[SharedName, Any]:
     """The changes of shared values by a copy that has one parameter, in the group of that number."""
-    if not manner.omits:
-        return begin.changes(SharedValues.of(copy))
-    own = SharedValues(begin.attributes, [begin.groups[group]])
-    return {
-        place if place.group is None else SharedName(group, place.name): value
-        for place, value in own.changes(SharedValues.of(copy)).items()
-    }
+    after = SharedValues.of(copy)
+    if manner.omits:
+        after = SharedValues(after.attributes, [*begin.groups[:group], *after.groups, *begin.groups[group + 1 :]])
+    return without_scratch(begin.changes(after), manner.scratch)
 
 
 def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> dict[SharedName, Any]:
@@ -223,9 +249,9 @@ def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> 
     return {place: value for place, value in changes.items() if place.group is not None or place.name not in scratch}
 
 
-def chosen_members(
+def _chosen_members(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, generator: torch.Generator
-) -> list[Member]:
+) -> list[_Member]:
     """The first and the last of each group, and some that differ from these in dimensions or type."""
     members = []
     for number, group in enumerate(optimizer.param_groups):
@@ -235,29 +261,29 @@ def chosen_members(
         chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
         for place in sorted(chosen):
             dtype = arithmetic_dtype(chosen[place].dtype, master_dtype)
-            members.append(Member(number, place, chosen[place], dtype, generator))
+            members.append(_Member(number, place, chosen[place], dtype, generator))
     return members
 
 
-def members_at_size(
+def _members_at_size(
     optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
-) -> list[Member]:
+) -> list[_Member]:
     """The first parameters of a group that stacks them, at their true size, on which matrix products depend."""
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
     count = max(2, min(_STACK_MAX, _STACK_BYTES_MAX // max(1, first.numel() * dtype.itemsize)))
     alike = [(place, one) for place, one in enumerate(params) if one.shape == first.shape][:count]
-    return [Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in alike]
+    return [_Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in alike]
 
 
-Plan = list[tuple[str, list[bool]]]
+_Plan = list[tuple[str, list[bool]]]
 
 
-def all_present(optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Plan:
+def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
     """Steps with all gradients, then an evaluation between two steps."""
     every, none = [True] * len(members), [False] * len(members)
-    plan: Plan = [("step", every)] * _STEPS
+    plan: _Plan = [("step", every)] * _STEPS
     if callable(getattr(type(optimizer), "train", None)):
         # Twice: the second call must change nothing.
         plan = [("train", none), ("train", none), *plan]
@@ -266,9 +292,9 @@ def all_present(optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> 
     return plan
 
 
-def some_missing(optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Plan:
+def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
     """Steps in each of which another member has no gradient."""
-    plan: Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
+    plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
     plan = [(method, present) for method, present in plan if any(present)]
     plan.append(("step", [True] * len(members)))
     if callable(getattr(type(optimizer), "train", None)):
@@ -277,12 +303,12 @@ def some_missing(optimizer: torch.optim.Optimizer, members: Sequence[Member]) ->
 
 
 @dataclass(eq=False)
-class Comparison:
+class _Comparison:
     """Compares steps of all members together with steps of one at a time."""
 
     optimizer: torch.optim.Optimizer
     begin: SharedValues
-    members: Sequence[Member]
+    members: Sequence[_Member]
     manner: Manner
     spread: bool  # see `_Joint`
 
@@ -295,8 +321,10 @@ class Comparison:
                 self.optimizer, f"what it holds cannot be copied ({type(error).__name__}: {error})"
             ) from error
         self._last = ""
+        # The numbers of groups in which torch's step keeps the state of several parameters as one.
+        self.stacked: set[int] = set()
 
-    def follow(self, plan: Plan, generator: torch.Generator) -> SharedValues:
+    def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
         """Run the plan; returns the shared values at the end."""
         for method, present in plan:
             gradients = [
@@ -326,10 +354,8 @@ class Comparison:
         self._last = method
         try:
             self._one_by_one.do(method, gradients)
-        except ConfigError:
+        except (ConfigError, Disagreement):
             raise
-        except Disagreement as other:
-            raise refused(optimizer, f"its {method} changes {other} by values of single parameters") from None
         except Exception as error:
             raise refused(
                 optimizer, f"its {method} failed on one small parameter at a time ({type(error).__name__}: {error})"
@@ -340,7 +366,7 @@ class Comparison:
     def _require_same(self, method: str) -> None:
         values, states, shared = self._joint.now()
         others, other_states, other_shared = self._one_by_one.now()
-        differs = next(iter(without_scratch(shared.changes(other_shared), self.scratch)), None)
+        differs = next(iter(without_scratch(shared.changes(other_shared), self.manner.scratch)), None)
         if differs is not None:
             raise refused(
                 self.optimizer,
@@ -349,51 +375,89 @@ class Comparison:
             )
         # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
         begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
-        alike = _stacked_alike(begun, other_states) if self.manner.stacks else same(begun, other_states)
-        if not alike or not same(values, others):
+        stacks = _stacks(begun, other_states)
+        if stacks is None or not same(values, others):
             raise refused(
                 self.optimizer,
                 "its update of one parameter depends on the others, so that one at a time it would be another; use an "
                 "optimizer whose update needs one parameter at a time",
             )
 
-    @property
-    def stacked_groups(self) -> set[int]:
-        """The numbers of groups in which torch's step keeps the state of several parameters as one."""
-        (_, joint, _), (_, others, _) = self._joint.now(), self._one_by_one.now()
-        return {
-            member.group
-            for member, state, own in zip(self.members, joint, others, strict=True)
-            if own and not same(state, own)
-        }
-
-    @property
-    def scratch(self) -> frozenset[str]:
-        """The names of attributes that each update writes before it reads them."""
-        return frozenset(self._one_by_one.scratch)
+        self.stacked |= {self.members[number].group for number in stacks}
 
 
-def _stacked_alike(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
-    """Whether each state equals its own alone, or is a stack of its own and the next ones, which then have none."""
-    taken = 0
-    for number, (state, own) in enumerate(zip(joint, others, strict=True)):
-        if number < taken or same(state, own):
-            continue
-        tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
-        count = tensors[0].shape[0] if tensors else 0
-        if count < 2 or any(joint[number + 1 : number + count]):
-            return False
-        taken = number + count
-        for place, alone_state in enumerate(others[number:taken]):
-            part = {
-                name: value[place : place + 1] if isinstance(value, torch.Tensor) and value.dim() else value
-                for name, value in state.items()
-            }
-            if not same(part, alone_state):
-                return False
-    return True
+def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> set[int] | None:
+    """The numbers of states that are stacks of their own alone and of the next ones, which then have none.
+
+    None where a state differs otherwise.
+    """
+    found, number = set(), 0
+    while number < len(joint):
+        state, count = joint[number], 1
+        if not same(state, others[number]):
+            plain = {name: value for name, value in state.items() if type(value) is torch.Tensor and value.dim()}
+            # Others, as sparse ones, have no slices that could be compared.
+            tensors = {name: value for name, value in plain.items() if value.layout == torch.strided}
+            count = min(map(len, tensors.values()), default=0)
+            if count < 2 or any(joint[number + 1 : number + count]):
+                return None
+            parts = [state | {name: value[at : at + 1] for name, value in tensors.items()} for at in range(count)]
+            if not same(parts, others[number : number + count]):
+                return None
+            found.add(number)
+        number += count
+    return found
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
     """The error for an optimizer that cannot stream, with the reason."""
     return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")
+
+
+def require_independent(
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
+) -> tuple[dict[SharedName, Any], Manner]:
+    """Reject an optimizer whose parameters do not get the same bits together and one at a time.
+
+    Small parameters are stepped several times, all with a gradient, then some without. `train()` and `eval()` are tried
+    too, where the class has them. Returns the values that a step changes for all parameters alike, as at the end of the
+    trial, and the first manner that works, in which the optimizer is then run for one parameter.
+    """
+    first: ConfigError | None = None
+    for omits, zeros in itertools.product((False, True), repeat=2):
+        try:
+            return _tried(optimizer, master_dtype, Manner(omits=omits, zeros=zeros))
+        except ConfigError as error:
+            # A manner in which the code runs, and differs, explains more than one in which it fails.
+            if first is None or (first.__cause__ is not None and error.__cause__ is None):
+                first = error
+    assert first is not None
+    raise first
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner
+) -> tuple[dict[SharedName, Any], Manner]:
+    generator = torch.Generator().manual_seed(1)
+    members = _chosen_members(optimizer, master_dtype, generator)
+    begin = SharedValues.of(optimizer)
+    try:
+        with on_trial(optimizer):
+            every = _Comparison(optimizer, begin, members, manner, spread=False)
+            after = every.follow(_all_present(optimizer, members), generator)
+            some = _Comparison(optimizer, begin, members, manner, spread=True)
+            some.follow(_some_missing(optimizer, members), generator)
+            for group in sorted(every.stacked):
+                whole = _members_at_size(optimizer, group, master_dtype, generator)
+                whole += [member for member in members if member.group != group]
+                true = _Comparison(optimizer, begin, whole, manner, spread=False)
+                true.follow([("step", [True] * len(whole))] * 2, generator)
+    except Disagreement as other:
+        name, scratch = other.place.name, manner.scratch
+        is_attribute = other.place.group is None and name not in scratch
+        if is_attribute and type(begin.attributes.get(name)) is torch.Tensor:
+            # The trial fails again where an update reads it before it writes it.
+            return _tried(optimizer, master_dtype, replace(manner, scratch=scratch | {name}))
+        raise refused(optimizer, f"its step changes {other} by values of single parameters") from None
+    changes = without_scratch(begin.changes(after), manner.scratch)
+    return changes, replace(manner, stacks=bool(every.stacked))

@@ -302,7 +302,6 @@ class Runs:
         if self.is_known:
             self._kinds_ended.add(kind)
             return
-        changes = without_scratch(changes, self.manner.scratch)
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
             raise UsageError(

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from memascend.errors import ConfigError
-from memascend.optim.comparison import PLAIN, Manner
-from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
-from memascend.optim.trial import elementwise, known, on_trial, stepping
+from memascend.optim.comparison import PLAIN, Manner, copy_of_one, on_trial
+from memascend.optim.shared import (
+    SharedValues,
+    TensorParts,
+    arithmetic_dtype,
+    give_gradient,
+    named,
+    parts_of,
+    run,
+    same,
+    stand_in,
+    user_attributes,
+)
+from memascend.optim.trial import elementwise, known
 from memascend.storage import MIN_8BIT_SIZE
 from memascend.tensors import laid_out
 
@@ -148,9 +159,33 @@ class StateTrials:
         plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
         parameter = stand_in(values, attributes)
-        states = stepping(self._optimizer, group, parameter, gradients, off, self._manner)
+        states = _stepping(self._optimizer, group, parameter, gradients, off, self._manner)
         with on_trial(self._optimizer, meta=way.device == "meta"):
             return _steady(self._optimizer, states)
+
+
+def _stepping(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    parameter: torch.nn.Parameter,
+    gradients: Iterator[torch.Tensor],
+    options: Mapping[str, Any],
+    manner: Manner = PLAIN,
+) -> Iterator[dict[str, Any]]:
+    """Step one parameter in place of the original's, changing it; yields its state after each step.
+
+    `group` is the number of its group, and `options` override those of every group that has such an option.
+    """
+    shared = SharedValues.of(optimizer).copy(deep=True)
+    for made in shared.groups:
+        made.update({name: value for name, value in options.items() if name in made})
+    copy = copy_of_one(optimizer, shared, group, parameter, {}, manner)
+    if callable(getattr(type(optimizer), "train", None)):
+        run(copy, "train")
+    for gradient in gradients:
+        give_gradient(parameter, gradient)
+        run(copy)
+        yield dict(copy.state.get(parameter, {}))
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

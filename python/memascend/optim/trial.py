@@ -2,92 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import random
 import sys
 import types
-import warnings
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.errors import ConfigError
-from memascend.optim.comparison import (
-    PLAIN,
-    Comparison,
-    Manner,
-    all_present,
-    chosen_members,
-    copy_of_one,
-    members_at_size,
-    some_missing,
-    without_scratch,
-)
-from memascend.optim.shared import SharedName, SharedValues, attributes_of, give_gradient, named, run
+from memascend.optim.comparison import PLAIN, Manner, refused, require_independent
+from memascend.optim.shared import SharedName, attributes_of, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-
-class _Draws(TorchDispatchMode):
-    """Rejects operations that draw random numbers, on any device."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # A trial compiles nothing; to tell torch's compiler so would load it, which takes seconds.
-        return False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._optimizer = optimizer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A generator that the step makes itself begins with the same state for each parameter.
-        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
-            raise _draws_refused(self._optimizer)
-        return func(*args, **(kwargs or {}))
-
-
-def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
-    return ConfigError(
-        f"{named(optimizer)} cannot run on streamed state: its step draws random numbers, which streamed parameters "
-        "would get in another order than torch's; use an optimizer that draws none"
-    )
-
-
-@contextlib.contextmanager
-def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Run a trial of an optimizer, without warnings; one that draws random numbers is rejected.
-
-    The generators of torch, Python and numpy stay as they are. On `meta`, unlike elsewhere, torch itself draws from
-    Python's generator for a collective. What a step compiles runs uncompiled: for small tensors it would take minutes.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate()
-    theirs: Any = numpy.random.get_state() if numpy else None
-    # Without the compiler nothing is compiled yet, and loading it takes seconds.
-    uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            _Draws(optimizer),
-            warnings.catch_warnings(),
-            uncompiled("force_eager"),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-        drawn = random.getstate() != before or (numpy is not None and numpy.random.get_state()[2] != theirs[2])
-    finally:
-        random.setstate(before)
-        if numpy is not None:
-            numpy.random.set_state(theirs)
-    if drawn and not meta:
-        raise _draws_refused(optimizer)
+    from collections.abc import Iterator
 
 
 # These lead to the whole interpreter, and to nothing that a step would change.
@@ -128,10 +57,7 @@ def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
 
 def _reach_refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
     inner = "; where it wraps an optimizer, give offload() that one" if "optimizer" in why else ""
-    return ConfigError(
-        f"{named(optimizer)} cannot run on streamed state: {why}, and only the groups and the state of each parameter "
-        f"are streamed{inner}"
-    )
+    return refused(optimizer, f"{why}, and only the groups and the state of each parameter are streamed{inner}")
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -167,79 +93,6 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting += gc.get_referents(value)
         elif isinstance(value, torch.nn.Module):
             waiting.append(vars(value))
-
-
-_MANNERS = [
-    replace(one, zeros=zeros)
-    for one in (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
-    for zeros in (False, True)
-]
-
-
-def require_independent(
-    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
-) -> tuple[dict[SharedName, Any], Manner]:
-    """Reject an optimizer whose parameters do not get the same bits together and one at a time.
-
-    Small parameters are stepped several times, all with a gradient, then some without. `train()` and `eval()` are tried
-    too, where the class has them. Returns the values that a step changes for all parameters alike, as at the end of the
-    trial, and the first manner that works, in which the optimizer is then run for one parameter.
-    """
-    first: ConfigError | None = None
-    for manner in _MANNERS:
-        try:
-            return _tried(optimizer, master_dtype, manner)
-        except ConfigError as error:
-            # A manner in which the code runs, and differs, explains more than one in which it fails.
-            if first is None or (first.__cause__ is not None and error.__cause__ is None):
-                first = error
-    assert first is not None
-    raise first
-
-
-def _tried(
-    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner
-) -> tuple[dict[SharedName, Any], Manner]:
-    generator = torch.Generator().manual_seed(1)
-    members = chosen_members(optimizer, master_dtype, generator)
-    begin = SharedValues.of(optimizer)
-    with on_trial(optimizer):
-        every = Comparison(optimizer, begin, members, manner, spread=False)
-        after = every.follow(all_present(optimizer, members), generator)
-        some = Comparison(optimizer, begin, members, manner, spread=True)
-        some.follow(some_missing(optimizer, members), generator)
-        if manner.stacks:
-            for group in sorted(every.stacked_groups):
-                whole = members_at_size(optimizer, group, master_dtype, generator)
-                whole += [member for member in members if member.group != group]
-                true = Comparison(optimizer, begin, whole, manner, spread=False)
-                true.follow([("step", [True] * len(whole))] * 2, generator)
-    scratch = every.scratch | some.scratch
-    return without_scratch(begin.changes(after), scratch), replace(manner, scratch=scratch)
-
-
-def stepping(
-    optimizer: torch.optim.Optimizer,
-    group: int,
-    parameter: torch.nn.Parameter,
-    gradients: Iterator[torch.Tensor],
-    options: Mapping[str, Any],
-    manner: Manner = PLAIN,
-) -> Iterator[dict[str, Any]]:
-    """Step one parameter in place of the original's, changing it; yields its state after each step.
-
-    `group` is the number of its group, and `options` override those of every group that has such an option.
-    """
-    shared = SharedValues.of(optimizer).copy(deep=True)
-    for made in shared.groups:
-        made.update({name: value for name, value in options.items() if name in made})
-    copy = copy_of_one(optimizer, shared, group, parameter, {}, manner)
-    if callable(getattr(type(optimizer), "train", None)):
-        run(copy, "train")
-    for gradient in gradients:
-        give_gradient(parameter, gradient)
-        run(copy)
-        yield dict(copy.state.get(parameter, {}))
 
 
 # The update of an element needs only that element and the scalars of its parameter.
