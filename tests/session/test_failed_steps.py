@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.chains import loss_of, require_same, step, twins
+from support.chains import chain, loss_of, offloaded, require_same, step, twins
 
 import memascend
 from memascend.optim import rules
@@ -58,22 +58,19 @@ def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, mo
 
 
 def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_path, monkeypatch):
-    model = torch.nn.Linear(16, 16).half()
-    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "store")
-    session = optimizer._session
+    model, optimizer = offloaded(tmp_path / "store", chain(dtype=torch.float16))
 
     def failing(*_, **__):
         raise memascend.StorageError("no room")
 
     with optimizer:
-        before = session.run.metadata.scale.state()
-        optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
+        scale = optimizer._session.run.metadata.scale
+        before = scale.state()
         with monkeypatch.context() as patch:
             patch.setattr(memascend.engine.Engine, "commit", failing)
             with pytest.raises(memascend.StorageError, match="no room"):
-                optimizer.step()
-        assert session.run.metadata.scale.state() == before
+                step(model, optimizer)
+        assert scale.state() == before
         optimizer.zero_grad()
-        optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
-        optimizer.step()
-        assert session.run.metadata.scale.state() != before
+        step(model, optimizer)
+        assert scale.state() != before

@@ -51,8 +51,9 @@ def asked(model, optimizer, folder):
     return wrong
 
 
-@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "in RAM"])
-@pytest.mark.parametrize("when", ["idle", "staged", "loaded"])
+@pytest.mark.parametrize(
+    ("when", "host_memory"), [("idle", None), ("idle", "64MiB"), ("staged", "64MiB"), ("loaded", None)]
+)
 def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
     model, optimizer = begun(tmp_path, host_memory)
     with optimizer:

@@ -9,11 +9,6 @@ from torch import nn
 import memascend
 from memascend import ConfigError, UsageError
 
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
-}
-
 
 def stack():
     return chain(4, bias=True)
@@ -23,10 +18,6 @@ def two_groups(model):
     return [{"params": list(model[:2].parameters()), "lr": 1e-2}, {"params": list(model[2:].parameters()), "lr": 1e-3}]
 
 
-def removes(optimizer):
-    del optimizer.param_groups[0]["params"][0]
-
-
 def moves(optimizer):
     optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
 
@@ -34,10 +25,6 @@ def moves(optimizer):
 def exchanges(optimizer):
     one, other = (group["params"] for group in optimizer.param_groups)
     one[0], other[0] = other[0], one[0]
-
-
-def appends(optimizer):
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [optimizer.param_groups[0]["params"].pop()]})
 
 
 def replaces(optimizer):
@@ -54,8 +41,9 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
-@pytest.mark.parametrize("change", [removes, moves, exchanges, appends, replaces, takes_out])
+@pytest.mark.parametrize(
+    ("change", "gradients"), [(moves, "fused"), (exchanges, "ssd"), (replaces, "fused"), (takes_out, "ssd")]
+)
 def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
     model = stack()
     original = torch.optim.AdamW(two_groups(model))
@@ -82,10 +70,9 @@ def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
         assert optimizer.steps == 2
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path, name):
+def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
     model, heard = stack(), []
-    original = OPTIMIZERS[name](model.parameters())
+    original = torch.optim.AdamW(model.parameters())
     original.register_step_pre_hook(lambda *_: heard.append("before"))
     original.register_step_post_hook(lambda *_: heard.append("after"))
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s")
@@ -143,8 +130,10 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("start", ["resume", "open", "checkpoint"])
-@pytest.mark.parametrize("groups", MOVED)
+@pytest.mark.parametrize(
+    ("start", "groups"),
+    [("resume", swapped), ("open", with_a_moved_boundary), ("checkpoint", swapped), ("checkpoint", as_one)],
+)
 def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, groups, start):
     model = stack()
     model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
@@ -169,13 +158,13 @@ def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, gro
 
 
 def test_another_order_within_the_groups_is_taken(tmp_path):
-    model = stack()
-    model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
-    step(model, optimizer)
-    optimizer.close()
-    model = stack()
-    given = torch.optim.AdamW([{**group, "params": group["params"][::-1]} for group in two_groups(model)])
-    model, optimizer = memascend.offload(model, given, storage=tmp_path / "s", existing="resume")
-    with optimizer:
-        step(model, optimizer)
-        assert optimizer.steps == 2
+    def turned(model):
+        return [{**group, "params": group["params"][::-1]} for group in two_groups(model)]
+
+    for steps, (groups, existing) in enumerate([(two_groups, "refuse"), (turned, "resume")]):
+        model = stack()
+        given = torch.optim.AdamW(groups(model))
+        model, optimizer = memascend.offload(model, given, storage=tmp_path / "s", existing=existing)
+        with optimizer:
+            assert optimizer.steps == steps
+            step(model, optimizer)

@@ -12,7 +12,7 @@ from support.bits import same_states
 from support.chains import chain, offloaded, step, values
 from support.stores import filled
 
-from memascend import engine, memory, nvme
+from memascend import engine, nvme
 from memascend.errors import ConfigError, CorruptionError, StorageError
 
 
@@ -70,91 +70,57 @@ def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypa
 
 
 def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
-    empty = tmp_path / "empty"
-    empty.touch()
-    empty.chmod(0o666)
-    filled(empty, records()).close()
-    assert mode_of(empty) == 0o600
-
     target, link = tmp_path / "target", tmp_path / "link"
     target.touch()
-    target.chmod(0o644)
     link.symlink_to(target)
-    filled(link, records()).close()
-    assert mode_of(target) == 0o600
-    assert link.is_symlink()
-
-    for existing in ("resume", "replace"):
-        empty.chmod(0o664)
-        store = filled(empty, records(), existing=existing)
-        assert mode_of(empty) == 0o600
-        store.close()
-    empty.chmod(0o604)
-    store = engine.Store.open(empty)
-    assert mode_of(empty) == 0o600
-    store.close()
-    # Less than that is the owner's own wish.
-    empty.chmod(0o400)
-    engine.Store.open(empty).close() if os.geteuid() == 0 else None
-    assert mode_of(empty) == 0o400
-
-
-def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
-    path = tmp_path / "store"
-    filled(path, records()).close()
-    path.chmod(0o644)
-    size = path.stat().st_size
-    other = [engine.Record(name="other", values=torch.zeros(1 << 16), state={})]
-    with pytest.raises(ConfigError, match="does not fit"):
-        engine.Store.create(path, other, existing="resume")
-    assert (mode_of(path), path.stat().st_size) == (0o644, size)
-    empty = tmp_path / "empty"
-    empty.touch()
-    empty.chmod(0o664)
-    monkeypatch.chdir(tmp_path)
-    huge = [engine.Record(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
-    with pytest.raises(StorageError, match="no space"):
-        engine.Store.create("empty", huge, chunk_elements=1 << 20)
-    assert (mode_of(empty), empty.stat().st_size) == (0o664, 0)
-
-
-def test_a_volume_leaves_modes_alone(tmp_path):
-    path = tmp_path / "volume"
-    path.touch()
-    path.chmod(0o664)
-    nvme.open(path, size=1 << 16).close()
-    assert mode_of(path) == 0o664
+    for mode, existing in ((0o666, "refuse"), (0o664, "resume"), (0o604, "replace")):
+        target.chmod(mode)
+        with filled(link, records(), existing=existing):
+            assert mode_of(target) == 0o600
+            assert link.is_symlink()
+    target.chmod(0o604)
+    with engine.Store.open(target):
+        assert mode_of(target) == 0o600
+    # Less than that is the owner's own wish; a volume is nobody's store.
+    target.chmod(0o400)
+    engine.Store.open(target).close() if os.geteuid() == 0 else None
+    assert mode_of(target) == 0o400
+    (tmp_path / "volume").touch(0o664)
+    (tmp_path / "volume").chmod(0o664)
+    nvme.open(tmp_path / "volume", size=1 << 16).close()
+    assert mode_of(tmp_path / "volume") == 0o664
 
 
 @pytest.mark.root
 def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
     path = tmp_path / "store"
-    path.touch()
-    os.chown(path, 1000, 1000)
-    path.chmod(0o666)
-    with pytest.raises(StorageError, match="belongs to user 1000") as error:
-        engine.Store.create(path, records())
-    assert error.value.path == str(path)
-    assert (mode_of(path), path.stat().st_size) == (0o666, 0)
-    path.unlink()
     filled(path, records()).close()
     os.chown(path, 1000, 1000)
     # To look at it, root may; to put something of its own in its place is another thing.
-    engine.Store.open(path).close()
-    with pytest.raises(StorageError, match="belongs to user 1000"):
-        engine.Store.create(path, records(), existing="replace")
     with engine.Store.open(path) as store:
-        assert torch.equal(store.read("weight")[0], torch.full((64,), 7.0))
+        content = store.read("weight")[0].clone()
+    for length in (path.stat().st_size, 0):
+        os.truncate(path, length)
+        path.chmod(0o666)
+        with pytest.raises(StorageError, match="belongs to user 1000") as error:
+            engine.Store.create(path, records(8.0), existing="replace")
+        assert error.value.path == str(path)
+        assert (mode_of(path), path.stat().st_size) == (0o666, length)
+        if length:
+            with engine.Store.open(path) as store:
+                assert torch.equal(store.read("weight")[0], content)
 
 
 @pytest.mark.timeout(60)
 def test_what_is_no_file_is_refused_by_name(tmp_path):
     # Opening a pipe waits for its other end.
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match="neither a file nor a block device"):
-        engine.Store.create(tmp_path / "pipe", records())
-    with pytest.raises(StorageError, match="neither a file nor a block device"):
-        engine.Store.open(tmp_path / "pipe")
+    for opening in (
+        lambda: engine.Store.create(tmp_path / "pipe", records()),
+        lambda: engine.Store.open(tmp_path / "pipe"),
+    ):
+        with pytest.raises(StorageError, match="neither a file nor a block device"):
+            opening()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"it is a link to .*elsewhere, which is not there"):
         engine.Store.create(tmp_path / "link", records())
@@ -282,7 +248,14 @@ def test_a_file_that_was_truncated_is_told_at_the_end(tmp_path):
     optimizer.close()
 
 
-def test_a_second_of_several_files_is_missed_too(tmp_path):
+def test_a_second_of_several_files_is_missed_too_and_a_temporary_one_has_no_name_to_lose(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, optimizer = offloaded(None)
+    with warned():
+        step(model, optimizer)
+        model.state_dict()
+        optimizer.close()
+    assert not list(tmp_path.iterdir())
     paths = [tmp_path / "one", tmp_path / "two"]
     model, optimizer = offloaded(paths)
     step(model, optimizer)
@@ -291,37 +264,3 @@ def test_a_second_of_several_files_is_missed_too(tmp_path):
         step(model, optimizer)
     with pytest.raises(StorageError, match="was deleted"):
         optimizer.close()
-
-
-def test_a_temporary_file_has_no_name_to_lose(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, optimizer = offloaded(None)
-    with warned():
-        step(model, optimizer)
-        model.state_dict()
-        optimizer.close()
-    assert not list(tmp_path.iterdir())
-
-
-# --- memory that nobody asked for -------------------------------------------------------------------------------
-
-
-def test_a_store_brings_no_memory_for_copies(tmp_path):
-    def copies():
-        return [region for region in memory.regions() if "unaligned" in region["owner"]]
-
-    before = copies()
-    path = tmp_path / "run"
-    model, optimizer = offloaded(path)
-    step(model, optimizer)
-    model.state_dict()
-    optimizer.save(tmp_path / "saved")
-    assert copies() == before, "made and trained"
-    optimizer.close()
-    model, optimizer = offloaded(path, existing="resume")
-    step(model, optimizer)
-    assert copies() == before, "resumed and trained"
-    optimizer.close()
-    with engine.Store.open(path) as store:
-        store.verify()
-        assert copies() == before, "opened and verified"

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 from grads.test_deferred import run as deferred_run
-from session.test_log import ALL, begun, stepped
+from session.test_log import begun
 from support.bits import same_states
-from support.chains import everything
+from support.chains import everything, loss_of, train
 from support.disks import loop, small_ext4  # noqa: F401 - fixtures
 
 import memascend
@@ -21,8 +21,7 @@ def sizes(tmp_path):
     """Bytes of a store, and of a log of 16 steps and of one."""
     found = {}
     for steps in (16, 1):
-        _, optimizer = begun(tmp_path / f"sizes-{steps}", log_steps=steps)
-        with optimizer:
+        with begun(tmp_path / f"sizes-{steps}", log_steps=steps)[1] as optimizer:
             found[steps] = optimizer.plan.log_bytes
             store = optimizer.plan.disk_bytes
     return store, found
@@ -47,7 +46,7 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypa
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
     with optimizer:
-        stepped(model, optimizer, 1)
+        train(model, optimizer, [0])
         steps, report = optimizer.plan.log_steps, optimizer.report()
         assert steps in ([0] if is_none else [6, 7, 8]), "half of what is free is others'"
         assert optimizer.plan.log_bytes <= half
@@ -71,8 +70,7 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
         begun(tmp_path / "store", log_steps=64)
     assert not (tmp_path / "store").exists()
     room(logs[16])
-    _, optimizer = begun(tmp_path / "store", log_steps=16)
-    with optimizer:
+    with begun(tmp_path / "store", log_steps=16)[1] as optimizer:
         assert optimizer.plan.log_steps == 16
 
 
@@ -84,11 +82,10 @@ def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
         with optimizer:
             for step in range(3):
                 for _ in range(drops):
-                    values = torch.randn(4, model[0].in_features, dtype=torch.bfloat16)
-                    model(values).float().square().mean().backward()
+                    loss_of(model).backward()
                     for parameter in model.parameters():
                         parameter.grad = None
-                stepped(model, optimizer, 1, first=step)
+                train(model, optimizer, [step])
             ends.append(everything(model, optimizer))
             report = optimizer.report()
             assert (report.unlogged > 0) == (drops > 0)
@@ -102,9 +99,9 @@ def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
     for store in (tmp_path / "store", None):
         model, optimizer = begun(store, existing="refuse")
         with optimizer:
-            stepped(model, optimizer, 1)
+            train(model, optimizer, [0])
             before = optimizer.report()
-            stepped(model, optimizer, 4, first=1)
+            train(model, optimizer, range(1, 5))
             report = optimizer.report()
             ends.append(everything(model, optimizer))
             written = {kind: report.written[kind] - before.written[kind] for kind in ("values", "state", "log")}
@@ -120,21 +117,21 @@ def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
 def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_name():
     model, optimizer = begun(None, existing="refuse")
     with optimizer:
-        stepped(model, optimizer, 1)
+        train(model, optimizer, [0])
 
         def scribble(module, *_):
             with torch.no_grad():
                 module.weight.mul_(2)
 
         hook = model[0].register_forward_pre_hook(scribble)
-        model(torch.ones(4, model[0].in_features, dtype=torch.bfloat16)).float().square().mean().backward()
+        loss_of(model).backward()
         hook.remove()
         with pytest.raises(memascend.UsageError, match="written to in place"):
             optimizer.step()
         assert optimizer.steps == 1
         optimizer.zero_grad()
         with pytest.raises(memascend.UsageError, match=r"no other copy .*storage="):
-            stepped(model, optimizer, 1, first=1)
+            train(model, optimizer, [1])
         optimizer._session.run.resources.values_read()
 
 
@@ -147,10 +144,10 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         device = loop((store + room + (1 << 16)) // 4096 * 4096)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "memascend"):
-            model, optimizer = begun(device, existing="refuse", host_memory=ALL, scratch=tmp_path)
+            model, optimizer = begun(device, existing="refuse", scratch=tmp_path)
         assert optimizer.plan.log_steps == steps
         assert ("no disk space for a gradient log" in caplog.text) == (steps < 16)
-        stepped(model, optimizer, 5)
+        train(model, optimizer, range(5))
         expected = everything(model, optimizer)
         # As a kill leaves it.
         with open(device, "rb") as left, open(tmp_path / "left", "wb") as copy:

@@ -1,7 +1,5 @@
 """Tests real parameters for a while: changes without `modify`, and memory that a program gives to weights."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,6 @@ from memascend import UsageError
 
 WRITES = {
     "in place": lambda p: p.mul_(2),
-    "data": lambda p: p.data.mul_(2),
-    "detach": lambda p: p.detach()[0].zero_(),
     "numpy": lambda p: p.detach().view(torch.uint8).numpy().fill(1),
     "data =": lambda p: setattr(p, "data", torch.ones_like(p)),
     "another shape": lambda p: setattr(p, "data", torch.ones(3, dtype=p.dtype)),
@@ -34,18 +30,6 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
         assert said[0].filename == __file__
         assert same_states(values(model), before)
         del kept
-
-
-def test_what_is_looked_at_is_not_said(tmp_path):
-    model, optimizer = offloaded(tmp_path / "s")
-    with optimizer, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with memascend.materialized(model), torch.no_grad():
-            loss_of(model)
-            # The same bits.
-            model[0].weight.mul_(1)
-        with memascend.materialized(model, modify=True), torch.no_grad():
-            model[0].weight.mul_(2)
 
 
 @pytest.mark.parametrize("modify", [False, True])
@@ -87,11 +71,7 @@ def exchanged(model):
     model[0].weight, model[1].weight = model[1].weight, model[0].weight
 
 
-def itself(model):
-    model[1].weight = torch.nn.Parameter(model[1].weight.data)
-
-
-@pytest.mark.parametrize("replace", [assigned, new, exchanged, itself])
+@pytest.mark.parametrize("replace", [assigned, exchanged])
 def test_parameters_that_replace_others_are_written(tmp_path, replace):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True))
     with optimizer:
@@ -187,24 +167,18 @@ def vector(model):
     return given
 
 
-def data(model):
-    model[0].weight.data = given = torch.full((WIDTH, WIDTH), 0.1)
-    return given
-
-
 def inside(model, give):
     with memascend.materialized(model, modify=True):
         return give(model)
 
 
-@pytest.mark.parametrize("give", [vector, data])
-def test_memory_that_is_given_to_weights_is_watched(tmp_path, give):
+def test_memory_that_is_given_to_weights_is_watched(tmp_path):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         step(model, optimizer)
         with pytest.raises(UsageError, match=r"0\.weight.*other memory through \.data: write to weights within"):
-            give(model)
-        given = inside(model, give)
+            vector(model)
+        given = inside(model, vector)
         before = values(model)
         with pytest.raises(UsageError, match=r"0\.weight.*is about to change.*your code holds"):
             step(model, optimizer)
@@ -222,15 +196,11 @@ def array(model):
     model[0].weight.data = torch.from_numpy(np.ones((WIDTH, WIDTH), "float32"))
 
 
-def shared(model):
-    model[0].weight.data = torch.ones(WIDTH, WIDTH).share_memory_()
-
-
 def together(model):
     model[0].weight.data = model[1].weight.data[:]
 
 
-@pytest.mark.parametrize("give", [array, shared, together])
+@pytest.mark.parametrize("give", [array, together])
 def test_memory_that_may_be_written_to_unseen_is_refused(tmp_path, give):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:

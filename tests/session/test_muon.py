@@ -3,7 +3,9 @@
 import pytest
 import torch
 from parity.reference import Reference
+from support import chains
 from support.bits import same_bits
+from support.chains import train
 from torch import nn
 
 import memascend
@@ -18,12 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def made(dtype):
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDE, NARROW, bias=False), nn.Linear(NARROW, WIDE, bias=False)]
-    return nn.Sequential(*layers, nn.Linear(WIDE, NARROW, bias=False), nn.Linear(NARROW, WIDE, bias=False)).to(dtype)
+    return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in 2 * [(WIDE, NARROW), (NARROW, WIDE)])).to(dtype)
 
 
-def batch(index, dtype):
-    return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(index)).to(dtype)
+def offloaded(storage, dtype=torch.bfloat16, **options):
+    return chains.offloaded(storage, made(dtype), torch.optim.Muon, 0.02, **options)
 
 
 def in_memory(dtype, steps, momentum=torch.float32):
@@ -32,51 +33,30 @@ def in_memory(dtype, steps, momentum=torch.float32):
     optimizer = Reference(torch.optim.Muon(model.parameters(), lr=0.02), loss_scale=1.0)
     masters = list(optimizer.masters.values())
     for index in range(steps):
-        model(batch(index, dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        chains.step(model, optimizer, index)
         for kept in optimizer.inner.state.values():
             kept["momentum_buffer"].copy_(kept["momentum_buffer"].to(momentum))
-    found = [*model.parameters(), *masters, *(optimizer.inner.state[one]["momentum_buffer"] for one in masters)]
-    return [one.detach().clone() for one in found]
+    return [*model.parameters(), *masters, *(optimizer.inner.state[one]["momentum_buffer"] for one in masters)]
 
 
-def offloaded(storage, dtype, **options):
-    model = made(dtype)
-    return memascend.offload(model, torch.optim.Muon(model.parameters(), lr=0.02), storage=storage, **options)
-
-
-def stepped(model, optimizer, dtype, upto):
-    for index in range(optimizer.steps, upto):
-        optimizer.backward(model(batch(index, dtype)).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def values(model, optimizer):
+def require_same(model, optimizer, wanted):
     states = [optimizer.state_of(one) for one in model.parameters()]
-    found = [*model.state_dict().values(), *(one["master"] for one in states)]
-    return [one.clone() for one in [*found, *(one["momentum_buffer"] for one in states)]]
-
-
-def require_same(one, other):
-    assert len(one) == len(other)
-    assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+    found = [*model.state_dict().values(), *(one[name] for name in ("master", "momentum_buffer") for one in states)]
+    assert len(found) == len(wanted)
+    assert all(map(same_bits, found, wanted))
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_memory_for_one_matrix_or_two_has_the_same_bits(tmp_path, gradients):
-    dtype = torch.bfloat16
-    model = made(dtype)
+    model = made(torch.bfloat16)
     plan = planned(model, torch.optim.Muon(model.parameters()), Options(gradients=gradients)).plan
     one = {}
     for budget, is_next in [(plan.smallest, False), (plan.comfortable - 1, False), (plan.comfortable, True)]:
-        storage, options = tmp_path / str(budget), {"gradients": gradients, "host_memory": budget}
-        model, optimizer = offloaded(storage, dtype, **options)
+        model, optimizer = offloaded(tmp_path / str(budget), gradients=gradients, host_memory=budget)
         with optimizer:
             assert (optimizer.plan.whole_next_bytes > 0) == is_next
-            stepped(model, optimizer, dtype, 3)
-            require_same(values(model, optimizer), in_memory(dtype, 3))
+            train(model, optimizer, range(3))
+            require_same(model, optimizer, in_memory(torch.bfloat16, 3))
             host = optimizer.report().to_dict()["host"]
             assert host["total"] <= host["peak"] <= budget
             one[budget] = host["owners"]["whole parameters"]["bytes"]
@@ -85,22 +65,21 @@ def test_memory_for_one_matrix_or_two_has_the_same_bits(tmp_path, gradients):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
-    options = {"state": "bf16", "loss_scale": 1.0} if dtype == torch.float16 else {"state": "bf16"}
-    model, optimizer = offloaded(tmp_path / "store", dtype, **options)
+    scale = {"loss_scale": 1.0} if dtype == torch.float16 else {}
+    model, optimizer = offloaded(tmp_path / "store", dtype, state="bf16", **scale)
     with optimizer:
-        stepped(model, optimizer, dtype, 3)
-        want = in_memory(dtype, 3, momentum=torch.bfloat16)
-        require_same(values(model, optimizer), want)
+        train(model, optimizer, range(3))
+        require_same(model, optimizer, in_memory(dtype, 3, momentum=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
 def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
     """Beside what pages are filled up with, of which small parameters have much."""
-    model, optimizer = offloaded(tmp_path / "store", torch.bfloat16, gradients="fused", state=state)
+    model, optimizer = offloaded(tmp_path / "store", gradients="fused", state=state)
     with optimizer:
-        stepped(model, optimizer, torch.bfloat16, 2)
+        train(model, optimizer, range(2))
         before = optimizer.report()
-        stepped(model, optimizer, torch.bfloat16, 4)
+        train(model, optimizer, range(2, 4))
         after = optimizer.report()
         kinds = ("values", "values, update", "state", "gradients")
         moved = [sum(one.read.get(kind, 0) + one.written.get(kind, 0) for kind in kinds) / 2 for one in (before, after)]
@@ -111,5 +90,5 @@ def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
 def test_other_formats_are_refused(tmp_path):
     for options in ({"state": "8bit"}, {"state": "bf16", "master_dtype": None}):
         with pytest.raises(memascend.ConfigError, match="state="):
-            offloaded(tmp_path / "store", torch.bfloat16, **options)
+            offloaded(tmp_path / "store", **options)
     assert not (tmp_path / "store").exists()

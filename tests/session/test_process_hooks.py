@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import WIDTH, chain, loss_of, offloaded, values
-from support.grids import covered
+from support.chains import WIDTH, chain, loss_of, offloaded, step, values
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -54,11 +53,10 @@ def test_a_call_that_fails_leaves_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("units", "gradients", "kind"),
-    covered([2, 16], ["fused", "ssd", "ram"], [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
+    ("gradients", "kind"), [("fused", torch.optim.AdamW), ("ssd", torch.optim.SGD), ("ram", torch.optim.RMSprop)]
 )
-def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, units, gradients, kind):
-    model = chain(units, bias=True)
+def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, gradients, kind):
+    model = chain(bias=True)
     original = kind(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
     other = kind(model.parameters(), lr=1e-2)
@@ -87,10 +85,6 @@ def parameter_registered(model):
     model[1].register_parameter("extra", nn.Parameter(torch.zeros(WIDTH)))
 
 
-def appended(model):
-    model.append(nn.Linear(WIDTH, WIDTH))
-
-
 def wrapped(model):
     model[0] = nn.Sequential(model[0], nn.Linear(WIDTH, WIDTH))
 
@@ -103,11 +97,9 @@ def nested(model):
 NEW = r"new trainable .* offload\(\) anew"
 
 
-@pytest.mark.parametrize(
-    ("units", "adds"), covered([2, 16], [module_set, parameter_registered, wrapped, appended, nested])
-)
-def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
-    model, optimizer = offloaded(tmp_path / "s", chain(units, bias=True))
+@pytest.mark.parametrize("adds", [module_set, parameter_registered, wrapped, nested])
+def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.later = nn.Sequential()
         before = values(model)
@@ -118,17 +110,14 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
         with pytest.raises(memascend.ConfigError, match=NEW):
             loss_of(model)
         assert optimizer.steps == 0
-        now = model.state_dict()
-        assert all(
-            torch.equal(now[name.replace("0.", "0.0.", 1)] if name not in now else now[name], before[name])
-            for name in before
-        )
+        now = values(model)
+        names = {name: name if name in now else name.replace("0.", "0.0.", 1) for name in before}
+        assert same_states({name: now[new] for name, new in names.items()}, before)
         # As peft does it with a second adapter: frozen, it is a plain part of the model.
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
         optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
+        step(model, optimizer)
         assert optimizer.steps == 1
 
 
@@ -140,8 +129,7 @@ def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
         with torch.no_grad():
             loss_of(model)
         model.other.requires_grad_(False)
-        loss_of(model).backward()
-        optimizer.step()
+        step(model, optimizer)
 
 
 def test_frozen_and_tied_parameters_may_be_added(tmp_path):
@@ -151,8 +139,7 @@ def test_frozen_and_tied_parameters_may_be_added(tmp_path):
         model.again = model[0]
         model[1].register_parameter("tied", model[0].weight)
         model[1].register_parameter("none", None)
-        loss_of(model).backward()
-        optimizer.step()
+        step(model, optimizer)
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
 
 

@@ -30,14 +30,7 @@ def trained(tmp_path, steps=3, kind=torch.optim.AdamW, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gradients"),
-    [
-        (torch.optim.AdamW, "fused"),
-        (torch.optim.AdamW, "ssd"),
-        (torch.optim.AdamW, "ram"),
-        (torch.optim.SGD, "auto"),
-        (torch.optim.Adafactor, "auto"),
-    ],
+    ("kind", "gradients"), [(torch.optim.AdamW, "fused"), (torch.optim.SGD, "ram"), (torch.optim.Adafactor, "auto")]
 )
 def test_what_is_in_ram_is_in_the_budget(tmp_path, kind, gradients):
     _, optimizer = trained(tmp_path, kind=kind, gradients=gradients)
@@ -54,7 +47,7 @@ def test_what_is_in_ram_is_in_the_budget(tmp_path, kind, gradients):
 
 
 def test_bytes_are_those_of_the_updates(tmp_path):
-    model, optimizer = trained(tmp_path, steps=3, gradients="fused")
+    model, optimizer = trained(tmp_path, gradients="fused")
     with optimizer:
         of_model = sum(parameter.nbytes for parameter in model.parameters())
         report = optimizer.report().to_dict()
@@ -62,12 +55,11 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         assert report["beside"] == {"Python objects": optimizer.plan.object_bytes}
         assert report["steps"] == 3
         # Values, and two moments; each parameter is rounded to blocks of the device.
-        for direction in ("read", "written"):
-            assert 3 * 2 * of_model <= report[direction]["state"] <= 3 * 2.1 * of_model
+        assert 3 * 2 * of_model <= report["read"]["state"] <= 3 * 2.1 * of_model
+        assert 3 * 2 * of_model <= report["written"]["state"] <= 3 * 2.1 * of_model
         assert 3 * of_model <= report["written"]["values"] <= 3 * 1.1 * of_model
         assert 3 * of_model <= report["written"]["first values"] <= 3.5 * of_model
         assert report["read"]["values"] >= 3 * of_model
-        assert all(nbytes >= 0 for kinds in (report["read"], report["written"]) for nbytes in kinds.values())
         assert 0 < report["seconds"]["step()"] < report["seconds"]["wall"]
         json.dumps(report)
 
@@ -95,23 +87,21 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path):
         assert optimizer.report().to_dict()["written"]["first values"] == 0
 
 
-def test_the_table_names_everything(tmp_path):
-    _, optimizer = trained(tmp_path)
-    shown = str(optimizer.report())
-    for word in ("units", "update staging", "gradients", "budget", "In memory", "first values", "step()", "3 steps"):
-        assert word in shown
-    optimizer.close()
-    # It can be asked for afterwards.
-    assert "3 steps" in str(optimizer.report())
-
-
-def test_the_picture(tmp_path):
+def test_the_table_names_everything_and_the_picture_needs_matplotlib(tmp_path, monkeypatch):
     _, optimizer = trained(tmp_path, gradients="fused", host_memory="64MiB")
     with optimizer:
         report = optimizer.report()
         assert report.owners["gradients in RAM"].peak == report.in_memory.gradients
         report.plot(tmp_path / "new" / "picture.png")
-    assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+        assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ConfigError, match="pip install"):
+            report.plot(tmp_path / "picture.png")
+        shown = str(report)
+    for word in ("units", "update staging", "gradients", "budget", "In memory", "first values", "step()", "3 steps"):
+        assert word in shown
+    # It can be asked for afterwards.
+    assert "3 steps" in str(optimizer.report())
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "ram"])
@@ -130,24 +120,9 @@ def test_a_gradient_that_is_added_to_counts_once(tmp_path, gradients):
             assert held.peak < of_model
 
 
-def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
-    _, optimizer = trained(tmp_path, steps=1)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with optimizer, pytest.raises(ConfigError, match="pip install"):
-        optimizer.report().plot(tmp_path / "picture.png")
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
-
-
-def test_a_bar_is_for_terminals_and_for_long_work():
-    pytest.importorskip("tqdm")
-    for stream in (io.StringIO(), Terminal()):
-        with Progress("writing", 100 << 20, stream) as bar:
-            bar.add(10 << 20)
-        assert stream.getvalue() == ""
 
 
 @pytest.fixture
@@ -158,7 +133,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_log_gets_a_line_every_quarter_of_a_minute(clock):
+def test_a_log_gets_a_line_every_quarter_of_a_minute(clock, monkeypatch):
     log = io.StringIO()
     with Progress("writing", 100 << 20, log) as lines:
         for clock[0] in (5.0, 10.0, 20.0, 25.0, 30.0, 40.0):
@@ -171,21 +146,26 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(clock):
         clock[0] += 16
         lines.add(1)
     assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
-
-
-def test_how_much_there_is_may_be_heard_later(clock):
-    """What replays, verifies or reads records in RAM says it with its first call."""
-    log = io.StringIO()
+    # What replays, verifies or reads records in RAM says how much there is with its first call.
     with Progress("reading", 0, log) as lines:
-        clock[0] = 20.0
+        clock[0] += 20.0
         lines.reached(10 << 20, 40 << 20)
-    assert log.getvalue() == "memascend: reading: 10 MiB of 40 MiB, 512 KiB/s, 60 s left\n"
-
-
-def test_tqdm_draws_in_a_terminal(monkeypatch):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr("memascend.text._PATIENCE_SECONDS", 0.0)
+    assert log.getvalue().endswith("memascend: reading: 10 MiB of 40 MiB, 512 KiB/s, 60 s left\n")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     terminal = Terminal()
+    with Progress("writing", 100 << 20, terminal) as progress:
+        clock[0] += 20.0
+        progress.add(50 << 20)
+    assert terminal.getvalue() == "memascend: writing: 50 MiB of 100 MiB, 2.5 MiB/s, 20 s left\n"
+
+
+def test_tqdm_draws_in_a_terminal_what_takes_long(monkeypatch):
+    pytest.importorskip("tqdm")
+    terminal = Terminal()
+    with Progress("writing", 100 << 20, terminal) as bar:
+        bar.add(10 << 20)
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr("memascend.text._PATIENCE_SECONDS", 0.0)
     with Progress("writing", 100 << 20, terminal) as bar:
         bar.add(25 << 20)
         time.sleep(0.11)
@@ -194,15 +174,6 @@ def test_tqdm_draws_in_a_terminal(monkeypatch):
     assert "writing" in terminal.getvalue()
     assert "50.0M/100M" in terminal.getvalue()
     assert terminal.getvalue().rstrip(" ").endswith("\r")
-
-
-def test_without_tqdm_a_terminal_gets_lines(monkeypatch, clock):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    terminal = Terminal()
-    with Progress("writing", 100 << 20, terminal) as progress:
-        clock[0] = 20.0
-        progress.add(50 << 20)
-    assert terminal.getvalue() == "memascend: writing: 50 MiB of 100 MiB, 2.5 MiB/s, 20 s left\n"
 
 
 def test_a_run_that_the_drive_bounds_says_what_to_change(tmp_path):

@@ -1,11 +1,14 @@
-"""Tests rules of residency, saved tensors and module hooks one by one."""
+"""Tests rules of residency one by one: saved tensors, module hooks, units in use, and copies that autocast holds."""
+
+import threading
 
 import pytest
 import torch
 from support import chains
-from support.chains import WIDTH, require_same
+from support.chains import WIDTH, chain, require_same, twins
 from support.chains import batch as x
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memascend
 
@@ -21,10 +24,7 @@ def offloaded(tmp_path, model=None, *, host_memory=None):
     """Every block is a unit, in the smallest budget."""
     options = {"storage": tmp_path / "run.store", "kind": torch.optim.SGD, "rate": 0.1,
                "units": [str(index) for index in range(DEPTH)]}  # fmt: skip
-    if host_memory is None:
-        with pytest.raises(memascend.BudgetError) as refused:
-            chains.offloaded(model=blocks(), host_memory=1, **options)
-        host_memory = refused.value.smallest
+    host_memory = host_memory or chains.smallest(chains.offloaded, model=blocks(), **options)
     return chains.offloaded(model=model or blocks(), host_memory=host_memory, **options)
 
 
@@ -79,8 +79,6 @@ def test_hooks_from_before_offload_see_real_parameters(tmp_path):
 
 def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
     """As some checkpointing does, in the backward: blocks are computed again, and no gate of theirs is passed."""
-    from torch.utils.checkpoint import checkpoint
-
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
     kinds = []
     model[1][0].register_forward_pre_hook(lambda module, *_: kinds.append(type(module.weight)))
@@ -93,37 +91,8 @@ def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
     assert kinds == [nn.Parameter, nn.Parameter]
 
 
-def test_an_exception_leaves_nothing_bound(tmp_path):
-    """Raised in a forward, or by a checkpoint that has recomputed enough: at once, not with the next forward."""
-    from torch.utils.checkpoint import checkpoint
-
-    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
-    residency = optimizer._session.run.residency
-    stopped = []
-
-    def nothing_is_bound():
-        return not any(home.holders for home in residency.units.homes) and (
-            torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        )
-
-    def fails(*_):
-        raise KeyError("the user's own")
-
-    with optimizer:
-        with model[1][1].register_forward_pre_hook(fails), pytest.raises(KeyError):
-            model(x())
-        assert nothing_is_bound()
-        # The last module's result is not saved, so that the recomputation ends within it.
-        out = checkpoint(lambda y: model[1](model[0](y)) * 1, x().requires_grad_(), use_reentrant=False)
-        out.register_hook(lambda gradient: stopped.append(nothing_is_bound()) or gradient)
-        out.square().mean().backward()
-        assert stopped == [True]
-        assert nothing_is_bound()
-
-
 def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = chain(bias=True)
     model[1].weight = model[0].weight  # so that the second needs both units
     model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])
     residency = optimizer._session.run.residency
@@ -151,8 +120,7 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, when):
-    heard = []
-    model = blocks()
+    heard, model = [], blocks()
     weight = model[1][0].weight
 
     def hook():
@@ -163,16 +131,142 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
     with optimizer:
         handle = handle or hook()
         chains.step(model, optimizer)
-        assert heard == [True]
         handle.remove()
         chains.step(model, optimizer)
         assert heard == [True]
-        assert optimizer.state_of(weight)["master"] is not None
     assert not weight._post_accumulate_grad_hooks
 
 
-def test_a_module_of_parameters_alone_has_no_attribute_of_ours(tmp_path):
-    """Its dict would no longer share its keys with those of its kind, and a deep model has thousands."""
-    model, optimizer = offloaded(tmp_path)
+# --- units in use ------------------------------------------------------------------------------------
+
+
+def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
+    # At a budget that holds nothing.
+    plain, _, model, optimizer = twins(tmp_path, host_memory=None)
+    residency = optimizer._session.run.residency
+
+    class Interrupted:
+        def __init__(self, fetch):
+            self.fetch = fetch
+
+        def wait(self):
+            raise KeyboardInterrupt
+
+    def blank(_, into, **__):
+        into.zero_()
+        return Interrupted(None)
+
+    with optimizer, torch.no_grad():
+        wanted = plain(x())
+        with monkeypatch.context() as patch:
+            patch.setattr(residency._memory, "begin", blank)
+            try:
+                model(x())
+            except KeyboardInterrupt:
+                patch.undo()
+                # The traceback holds what was being read into.
+                assert torch.equal(model(x()), wanted)
+            else:
+                pytest.fail("nothing was read")
+
+
+def turns():
+    """Two modules in one unit, which different threads are in at one time."""
+    model = chain(bias=True)
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    return model
+
+
+def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
+    plain, _, model, optimizer = twins(tmp_path, make=turns)
+    known, inside, left = threading.Event(), threading.Event(), threading.Event()
+    found = []
+
+    def second():
+        with torch.no_grad():
+            # Each thread is known from its first forward of the whole model.
+            model(x())
+            known.set()
+            found.append(model[1](x()))
+
+    other = threading.Thread(target=second)
+
+    def is_there(*_):
+        if known.is_set() and threading.current_thread() is other:
+            inside.set()
+            assert left.wait(20)
+            found.append(torch.equal(model[1].weight.data, plain[1].weight))
+
+    def leaves_later(*_):
+        if known.is_set() and threading.current_thread() is not other:
+            assert inside.wait(20)
+
+    model[1].register_forward_pre_hook(is_there)
+    model[0].register_forward_pre_hook(leaves_later)
+    with optimizer, torch.no_grad():
+        model(x())
+        other.start()
+        assert known.wait(20)
+        model[0](x())
+        left.set()
+        other.join(20)
+        assert found[0] is True, "the unit was taken away while another thread computed with it"
+        assert torch.equal(found[1], plain[1](x()))
+
+
+class Ends(nn.Module):
+    """Embedding and head are of one size, so that they take turns in one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(512, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
+        self.last = nn.Linear(64, 512, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
+    """Values are read by the forward and by the backward, but for what stays between the two, and between two steps."""
+    model, optimizer = chains.offloaded(tmp_path / "store", Ends(), gradients="fused")
+    read = []
     with optimizer:
-        assert set(vars(model[1][0])) == set(vars(blocks()[1][0]))
+        for _ in range(4):
+            model(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            read.append(optimizer.report().read["values"])
+    of_step = read[3] - read[2]
+    assert of_step < 2 * sum(p.nbytes for p in model.parameters()) - model.first.weight.nbytes
+
+
+# --- 16-bit copies that autocast holds --------------------------------------------------------------
+
+
+def autocast(model, dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x(dtype=dtype)).float().sum().backward()
+
+
+def test_copies_of_autocast_are_said_at_the_first_forward_that_sees_them(tmp_path):
+    model, optimizer = chains.offloaded(tmp_path / "run.store")
+    with optimizer:
+        model(x()).sum().backward()
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match=r"autocast.*bfloat16.*fp32 master weights"):
+            autocast(model, torch.float32)
+        optimizer.step()
+        optimizer.zero_grad()
+        # A warning is an error here.
+        autocast(model, torch.float32)
+
+
+def test_nothing_is_said_of_small_parts_in_32_bits(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
+    model, optimizer = chains.offloaded(tmp_path / "run.store", model)
+    with optimizer:
+        autocast(model, torch.bfloat16)

@@ -1,0 +1,219 @@
+"""Tests gradients that users hold, alias and give, or that come in pieces: none is lost, doubled or another's.
+
+The state machine assigns, drops and changes them.
+"""
+
+import pytest
+import torch
+from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, step, twins
+from support.checkpointed import OwnCheckpoint
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+from memascend import UsageError
+
+
+def test_a_gradient_that_was_dropped_never_reads_as_the_next_one(tmp_path):
+    *_, model, optimizer = twins(tmp_path)
+    with optimizer:
+        loss_of(model).backward()
+        saved = model[0].weight.grad
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        for use in (saved.clone, lambda: model[0].weight.grad.add_(saved)):
+            with pytest.raises(UsageError, match="clone"):
+                use()
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+def test_an_alias_of_a_gradient_is_that_gradient(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            loss_of(one).backward()
+            for p in one.parameters():
+                p.grad = p.grad.detach()
+            opt.step()
+        assert optimizer.steps == 1
+        require_same(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+def test_a_gradient_with_a_graph_is_refused(tmp_path, gradients):
+    *_, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        with pytest.raises(UsageError, match="create_graph"):
+            loss_of(model).backward(create_graph=True)
+        optimizer.zero_grad()
+        step(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_penalty_on_gradients_in_memory_is_exact(tmp_path):
+    plain, theirs, model, optimizer = twins(tmp_path, "ram")
+    with optimizer:
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            loss_of(one).backward(create_graph=True)
+            sum(p.grad.square().sum() for p in one.parameters()).backward()
+            opt.step()
+            opt.zero_grad()
+        require_same(plain, model)
+
+
+def flat_views(model, flat):
+    """Let each gradient be a view of one buffer."""
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "way"),
+    [("ssd", "scaled"), ("fused", "accumulated"), ("fused", "scaled"), ("auto", "accumulated"), ("ram", "scaled"),
+     ("ssd", "assigned each time")],
+)  # fmt: skip
+def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
+    """What is read of the buffer before step() has the gradients, and what is written to it is stepped with."""
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+
+    def run(one, opt):
+        flat, norms = torch.zeros(sum(p.numel() for p in one.parameters())), []
+        flat_views(one, flat)
+        for seed in range(3):
+            if way == "assigned each time":
+                flat_views(one, flat)
+            loss_of(one, seed).backward()
+            if way == "accumulated":
+                loss_of(one, seed + 10).backward()
+            norms.append(flat.norm())
+            flat.mul_(0.1 / norms[-1])
+            opt.step()
+            if way == "scaled":
+                opt.zero_grad(set_to_none=False)
+            else:
+                flat.zero_()
+        return norms
+
+    with optimizer:
+        assert all(map(torch.equal, run(plain, theirs), run(model, optimizer)))
+        require_same(plain, model)
+
+
+class Flat(torch.nn.Module):
+    """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self):
+        return self.weight.view(-1)
+
+
+@pytest.mark.parametrize(("gradients", "call"), [("fused", "update"), ("ssd", "spill")])
+def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkeypatch, gradients, call):
+    """The engine reads a gradient later, on its own thread."""
+    given, of = [], getattr(memascend.engine.Engine, call)
+
+    def watched(self, name, gradient, *arguments, **options):
+        given.append(gradient.untyped_storage().data_ptr())
+        return of(self, name, gradient, *arguments, **options)
+
+    monkeypatch.setattr(memascend.engine.Engine, call, watched)
+    model, optimizer = offloaded(tmp_path / "s", Flat(), gradients=gradients)
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        assert given
+        assert mine.untyped_storage().data_ptr() not in given
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
+    """In memory the gradient is a view of it."""
+    model, optimizer = offloaded(tmp_path / "s", Flat(), torch.optim.SGD, gradients=gradients)
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        model().backward(gradient=mine)
+        mine.mul_(2)
+        with pytest.raises(UsageError, match=r"'weight'.*is a view of memory.*written to"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model().backward(gradient=torch.ones(WIDTH * WIDTH))
+        optimizer.step()
+        assert optimizer.steps == 2
+
+
+def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
+    """What the first hook returns torch hands to the next one, which may be ours."""
+    model = chain()
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
+    model, optimizer = offloaded(tmp_path / "s", model, torch.optim.SGD)
+    with optimizer, pytest.raises(RuntimeError, match="should return None"):
+        loss_of(model).backward()
+
+
+# --- gradients that come in several pieces ----------------------------------------------------
+
+
+def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
+    plain, theirs, model, optimizer = twins(tmp_path, "fused", accumulation_steps=2)
+    with optimizer:
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            x = batch().requires_grad_()
+            out = checkpoint(one, x, use_reentrant=False).square().mean()
+            loss_of(one, 2).backward()
+            torch.autograd.grad(out, [x])
+            loss_of(one, 3).backward()
+            opt.step()
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize(
+    ("way", "gradients"),
+    [("own", "fused"), ("own", "ssd"), ("first", "fused"), ("last", "auto"), ("last", "fused"), ("twice", "fused"),
+     ("touched", "fused"), ("touched", "ssd")],
+)  # fmt: skip
+def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way, gradients):
+    """Its gradient comes in pieces, of which the outer may be the first; "own" is a checkpoint that is not torch's."""
+
+    def forward(model, x):
+        def inside(y):
+            return model[0](y) if way != "touched" else y @ model[0].weight.t()
+
+        if way == "own":
+            out = OwnCheckpoint.apply(model[0], x)
+            return OwnCheckpoint.apply(model[0], model[1](out)).square().mean()
+        if way == "first":
+            x = model[0](x)
+        x = checkpoint(inside, x, use_reentrant=True)
+        if way == "twice":
+            x = checkpoint(inside, model[1](x), use_reentrant=True)
+        if way in ("last", "touched"):
+            x = model[0](x)
+        return model[1](x).square().mean()
+
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for index in range(3):
+            for one, opt in ((plain, theirs), (model, optimizer)):
+                forward(one, batch(index).requires_grad_()).backward()
+                opt.step()
+                opt.zero_grad()
+        require_same(plain, model)
+
+
+def test_a_step_after_a_step_with_a_new_gradient_for_one(tmp_path):
+    *_, model, optimizer = twins(tmp_path, "fused")
+    with optimizer:
+        loss_of(model).backward()
+        optimizer.step()
+        model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(UsageError, match="zero_grad"):
+            optimizer.step()
+        optimizer.zero_grad()
+        step(model, optimizer)
+        assert optimizer.steps == 2
