@@ -42,7 +42,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(
-    ("change", "gradients"), [(moves, "fused"), (exchanges, "ssd"), (replaces, "fused"), (takes_out, "ssd")]
+    ("change", "gradients"), [(moves, "fused"), (exchanges, "ssd"), (replaces, "ssd"), (takes_out, "fused")]
 )
 def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
     model = stack()
@@ -132,7 +132,13 @@ MOVED = {
 
 @pytest.mark.parametrize(
     ("start", "groups"),
-    [("resume", swapped), ("open", with_a_moved_boundary), ("checkpoint", swapped), ("checkpoint", as_one)],
+    [
+        ("resume", swapped),
+        ("open", with_a_moved_boundary),
+        ("checkpoint", swapped),
+        ("resume", as_one),
+        ("checkpoint", as_one),
+    ],
 )
 def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, groups, start):
     model = stack()

@@ -12,7 +12,7 @@ from support.bits import same_states
 from support.chains import chain, offloaded, step, values
 from support.stores import filled
 
-from memascend import engine, nvme
+from memascend import engine, memory, nvme
 from memascend.errors import ConfigError, CorruptionError, StorageError
 
 
@@ -264,3 +264,20 @@ def test_a_second_of_several_files_is_missed_too_and_a_temporary_one_has_no_name
         step(model, optimizer)
     with pytest.raises(StorageError, match="was deleted"):
         optimizer.close()
+
+
+def test_a_store_brings_no_memory_for_copies(tmp_path):
+    def copies():
+        return [region for region in memory.regions() if "unaligned" in region["owner"]]
+
+    before = copies()
+    for existing in ("refuse", "resume"):
+        model, optimizer = offloaded(tmp_path / "run", existing=existing)
+        with optimizer:
+            step(model, optimizer)
+            model.state_dict()
+            optimizer.save(tmp_path / f"saved, {existing}")
+            assert copies() == before
+    with engine.Store.open(tmp_path / "run") as store:
+        store.verify()
+        assert copies() == before
