@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from parity.harness import same
 from parity.loops import failing
-from parity.machine_calls import CHANGES, FUSE, READS, WRITES
+from parity.machine_calls import CHANGES, FUSE, KEPT, READS, WRITES
 from parity.machine_twins import Plain, lives, one_or_list, opened, setups
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -473,11 +473,11 @@ class Machine(RuleBasedStateMachine):
         for ours, theirs in zip(READS[how](self.model), READS[how](self.plain.model), strict=True):
             assert same(theirs.detach(), ours.detach())
 
-    @rule(number=st.integers(0, 30))
-    def keep_a_view(self, number):
+    @rule(number=st.integers(0, 30), how=st.sampled_from(sorted(KEPT)))
+    def keep_a_view(self, number, how):
         named = list(self.model.named_parameters())
         name, p = named[number % len(named)]
-        self.kept[name] = p.detach()
+        self.kept[name] = KEPT[how](p)
 
     @rule(
         number=st.integers(0, 30),
@@ -509,8 +509,13 @@ class Machine(RuleBasedStateMachine):
         """A write through one of the doors; the factor 1 changes no bit, and so no master."""
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
-        self.kept.clear()
         mixes = self._mixes()
+        changes = [name for name, p in named if name in self.kept and not same(p.detach(), values[name])]
+        if changes and not mixes:
+            with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
+                self._write(door, values)
+            self.seen["a view was kept before a door"] += 1
+        self.kept.clear()
         with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
             self._write(door, values)
         if not mixes:

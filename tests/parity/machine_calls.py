@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import logging
 import re
 from typing import TYPE_CHECKING
@@ -92,15 +94,83 @@ READS = {
     "sums": lambda model: [p.float().sum() for p in model.parameters()],
     "vector": lambda model: [torch.nn.utils.parameters_to_vector(model.parameters())],
     "state dict": lambda model: [value.clone() for value in model.state_dict().values()],
+    "saved": lambda model: list(_saved(model.state_dict()).values()),
     "norms": torch.no_grad()(lambda model: torch._foreach_norm(list(model.parameters()))),
+    "numbers": lambda model: [torch.tensor(p.abs().max().item()) for p in model.parameters()],
+    "comparisons": lambda model: [torch.tensor([torch.equal(p, p.data), bool(p.isnan().any())])
+                                  for p in model.parameters()],
+    "deep copy": lambda model: list(copy.deepcopy(model).parameters()),
+}  # fmt: skip
+
+
+def _saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+# Of a parameter: what holds memory of it, and would keep its values when it changes.
+KEPT = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "slice": lambda p: p.detach().view(-1)[:1],
+    "view": torch.no_grad()(lambda p: p.view(-1)),
+    "view in a graph": lambda p: p.view(-1),
+    "a graph that saved a view": lambda p: (p.view(-1) * torch.ones(p.numel(), requires_grad=True)).sum(),
+    "numpy": lambda p: p.detach().view(-1).view(torch.uint8).numpy(),
+    "memoryview": lambda p: memoryview(p.data.view(-1).view(torch.uint8).numpy()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "storage": lambda p: p.data.untyped_storage(),
 }
 
-# Of a parameter: what writes to it past the doors.
-WRITES = {
-    "in place": torch.no_grad()(lambda p: p.add_(1)),
-    "data": lambda p: p.data.add_(1),
+
+def _storage(p):
+    p.data.untyped_storage()[0] ^= 1
+
+
+@torch.no_grad()
+def _add(view):
+    view.add_(1)
+
+
+def _whole(p):
+    """The type of whole numbers that has as many bits."""
+    return torch.int16 if p.element_size() == 2 else torch.int32
+
+
+# Of a parameter: what writes to it past the doors. Where torch asks the parameter, there is an error at once.
+AT_ONCE = {
+    "in place": lambda p: p.add_(1),
+    "operator": lambda p: p.__iadd__(1),
     "data is set": lambda p: setattr(p, "data", torch.full(p.shape, 7, dtype=p.dtype)),
-    "view": lambda p: p.detach().view(-1)[:1].fill_(7),
-    "numpy": lambda p: p.detach().view(-1).view(torch.uint8).numpy().fill(1),
-    "foreach": lambda p: torch._foreach_add_([p.data], 1),
+    "setitem": lambda p: p.__setitem__(..., 7),
+    "copy_": lambda p: p.copy_(torch.full_like(p, 7)),
+    "foreach of parameters": lambda p: torch._foreach_add_([p], 1),
+    "foreach copy": lambda p: torch._foreach_copy_([p], [torch.full(p.shape, 7, dtype=p.dtype)]),
+    "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
+    "init": lambda p: torch.nn.init.constant_(p, 7),
+    "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
+    # No name shows these.
+    "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
+    "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }
+# What gives a copy, which is compared later.
+COPIES = {
+    "data": lambda p: p.data.add_(1),
+    "detach": lambda p: p.detach().detach().view(-1)[:1].fill_(7),
+    "numpy": lambda p: p.detach().view(-1).view(torch.uint8).numpy().fill(1),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_(7),
+    "storage": _storage,
+    "foreach": lambda p: torch._foreach_add_([p.data], 1),
+    "view": lambda p: p.view(-1)[:1].fill_(7),
+    "data of a view": lambda p: p.view(-1).data[:5].fill_(7),
+    "iteration": lambda p: next(iter(p.view(-1))).fill_(7),
+    "split": lambda p: p.view(-1).split(1)[0].fill_(7),
+    "strided": lambda p: p.as_strided((1,), (1,)).fill_(7),
+    "expand_as": lambda p: p.expand_as(p).fill_(7),
+    "view as another dtype": lambda p: p.view(_whole(p)).fill_(1),
+    "graph's view": torch.enable_grad()(lambda p: p.view(-1).data.add_(1)),
+    "graph's view in place": torch.enable_grad()(lambda p: _add(p.view(-1))),
+}
+WRITES = {name: torch.no_grad()(write) for name, write in (AT_ONCE | COPIES).items()}
