@@ -12,8 +12,4 @@ OPTIMIZERS = {
 
 
 def taken(model, optimizer, folder, **options):
-    half = next(model.parameters()).dtype == torch.float16
-    options = {"master_dtype": None, "loss_scale": 1.0 if half else None, "host_memory": "64MiB", **options}
-    if next(model.parameters()).dtype == torch.float32:
-        options.pop("master_dtype")
-    return memascend.offload(model, optimizer, storage=folder / "run.store", **options)
+    return memascend.offload(model, optimizer, storage=folder / "run.store", **{"host_memory": "64MiB", **options})
