@@ -2,6 +2,8 @@
 
 import functools
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,12 +39,6 @@ def refused(tmp_path, unchanged, model, optimizer, **options):
 def test_an_option_that_is_wrong_is_named(tmp_path, unchanged, option):
     model = Stack()
     assert option in refused(tmp_path, unchanged, model, adamw(model), **{option: OPTIONS[option]})
-
-
-def test_arguments_are_named(tmp_path):
-    model = Stack()
-    with pytest.raises(TypeError):
-        memascend.offload(model, adamw(model), tmp_path / "run.store")
 
 
 class AdamW8bit(torch.optim.AdamW):
@@ -103,8 +99,7 @@ def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, 
             torch.distributed.fsdp.FullyShardedDataParallel, device_id=torch.device("cpu")
         ),
     }[kind]
-    if kind != "DataParallel":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         wrapped = wrap(Stack())
         said = refused(tmp_path, unchanged, wrapped, adamw(wrapped))
@@ -114,24 +109,19 @@ def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, 
         with pytest.raises(UsageError, match=f"^{kind} .*fully_shard"):
             wrap(training.model)
     finally:
-        if kind != "DataParallel":
-            torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 # --- storage --------------------------------------------------------------------
 
 
 def test_memory_is_no_storage():
-    import uuid
-    from pathlib import Path
-
-    model, storage = Stack(), Path("/dev/shm") / f"memascend-{uuid.uuid4()}"  # noqa: S108
-    try:
-        with pytest.raises((ConfigError, StorageError), match="file system in memory"):
-            memascend.offload(model, adamw(model), storage=storage)
-        assert not storage.exists()
-    finally:
-        storage.unlink(missing_ok=True)
+    model = Stack()
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        pytest.raises((ConfigError, StorageError), match="file system in memory"),
+    ):
+        memascend.offload(model, adamw(model), storage=Path(folder, "run.store"))
 
 
 @pytest.mark.parametrize("existing", ["refuse", "replace", "resume"])
@@ -146,16 +136,12 @@ def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path, unchanged, existing):
 
 
 def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
-    first = offloaded(steps=2)
-    expected = first.weights()
-    first.optimizer.close()
+    offloaded(steps=2).optimizer.close()
     with pytest.raises(ConfigError, match="existing="):
         offloaded()
-    again = offloaded(existing="resume")
-    assert again.optimizer.steps == 2
-    got = again.weights()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-    again.optimizer.close()
+    again = offloaded(existing="resume").optimizer
+    assert again.steps == 2
+    again.close()
     assert offloaded(existing="replace").optimizer.steps == 0
 
 
