@@ -73,23 +73,15 @@ def grad_scaler(run, *, clip=None):
 
 
 def schedules(run):
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
+    """With a scheduler that was made for the original optimizer, before offload(), or with one for the returned one."""
+    scheduler = getattr(run.original, "scheduler", None)
+    scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
     for index in range(5):
         run.loss(index).backward()
         run.optimizer.step()
         scheduler.step()
         run.optimizer.zero_grad()
         run.record(*scheduler.get_last_lr())
-
-
-def schedules_from_before(run):
-    """The scheduler was made for the original optimizer, before offload()."""
-    for index in range(4):
-        run.loss(index).backward()
-        run.optimizer.step()
-        run.original.scheduler.step()
-        run.optimizer.zero_grad()
-        run.record(*run.original.scheduler.get_last_lr())
 
 
 def changes_options(run):
@@ -123,18 +115,7 @@ def drops_some(run):
 
 
 def disjoint(run):
-    """Two backwards over two towers make one step."""
-    for index in range(4):
-        batch = run.batches[index]
-        for tower in ("left", "right"):
-            loss = run.model(batch[0], tower).square().mean()
-            run.record(loss)
-            loss.backward()
-        finish(run)
-
-
-def disjoint_in_one_go(run):
-    """Both towers' forwards, then both backwards: the graphs are kept at once."""
+    """Two backwards over two towers make one step; the graphs are kept at once."""
     for index in range(4):
         losses = [run.model(run.batches[index][0], tower).square().mean() for tower in ("left", "right")]
         run.record(*losses)
@@ -228,24 +209,3 @@ def retains(run):
         first, second = run.loss(index), run.loss(index + 1)
         (first + second).backward(retain_graph=True)
         finish(run)
-
-
-# --- parameters touched from outside -------------------------------------------
-
-
-def watches(run):
-    """Norms, one by one and by foreach, and an average of the weights, kept by hand."""
-    averages = [p.detach().clone() for p in run.model.parameters()]
-    with torch.no_grad():
-        torch._foreach_norm(list(run.model.parameters()))  # all of them at once: this is what the first step may find
-    for index in range(4):
-        run.loss(index).backward()
-        finish(run)
-        parameters = list(run.model.parameters())
-        run.record(*(p.norm() for p in parameters))
-        with torch.no_grad():
-            run.record(*torch._foreach_norm(parameters))
-            for average, p in zip(averages, parameters, strict=True):
-                average.lerp_(p, 0.25)
-            run.record(torch.cat([p.flatten() for p in parameters]).double().sum())
-    run.record(*averages)

@@ -35,36 +35,25 @@ def mixed(name, state, loop=usual_loop, *, rounding="nearest", seed=7, options=N
     return Case(name=name, model=Mixed, batches=tokens, loss=next_token, options=given, loop=loop, **fields)
 
 
-adam = other(torch.optim.Adam, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), maximize=True)
 sgd = other(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.25)
 nesterov = other(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
 
 
 def _of(state):
-    clipped = {"max_grad_norm": loops.CLIPPED}
     return [
-        mixed(f"{state}-fp32", state),
-        mixed(f"{state}-bf16", state, dtype=BF16),
+        mixed(f"{state}-bf16", state, loops.drops_some, dtype=BF16),
         mixed(f"{state}-fp16", state, loops.scales, dtype=FP16),
-        mixed(f"{state}-clipped", state, loops.clips_in_step, dtype=BF16, gradients=WHOLE, options=clipped),
-        mixed(f"{state}-accumulates", state, loops.accumulates, dtype=BF16, gradients=KEPT),
-        mixed(f"{state}-drops", state, loops.drops_some, dtype=BF16),
-        mixed(f"{state}-adam", state, optimizer=adam, dtype=BF16),
-        mixed(f"{state}-sgd", state, optimizer=sgd, dtype=BF16),
+        mixed(f"{state}-accumulates", state, loops.accumulates, optimizer=sgd, dtype=BF16, gradients=KEPT),
         mixed(f"{state}-nesterov", state, optimizer=nesterov),
         mixed(f"{state}-stochastic", state, dtype=BF16, rounding="stochastic"),
-        mixed(f"{state}-stochastic-fp16", state, loops.scales, dtype=FP16, rounding="stochastic"),
-        mixed(f"{state}-stochastic-sgd", state, optimizer=nesterov, dtype=BF16, rounding="stochastic"),
     ]
 
 
 FORMATS = [
     *_of("bf16"),
     *_of("8bit"),
-    mixed("stochastic", None, dtype=BF16, rounding="stochastic"),
     mixed("stochastic-clipped", "fp32", loops.clips_in_step, dtype=BF16, rounding="stochastic", gradients=WHOLE,
           options={"max_grad_norm": loops.CLIPPED}),
     mixed("stochastic-sgd", None, loops.scales, optimizer=sgd, dtype=FP16, rounding="stochastic",
           options={"loss_scale": 128.0}),
-    mixed("fp32", "fp32", dtype=BF16),
 ]  # fmt: skip

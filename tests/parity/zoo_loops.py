@@ -39,10 +39,9 @@ LOOPS = [
     stack("grad-scaler", loops.grad_scaler, gradients=WHOLE),
     stack("grad-scaler-clip", partial(loops.grad_scaler, clip=loops.CLIPPED), gradients=WHOLE),
     stack("scheduler", loops.schedules, dtype=BF16),
-    *both("closure", loops.closures),
-    *both("drop-some", loops.drops_some),
-    of_vectors("disjoint", Towers, loops.disjoint),
-    of_vectors("disjoint-bf16", Towers, loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
+    stack("closure", loops.closures, dtype=BF16),
+    stack("drop-some", loops.drops_some),
+    of_vectors("disjoint-bf16", Towers, loops.disjoint, dtype=BF16, learns_budget=True),
     *both("loss-reads-head", loops.reads_the_head),
     stack("loss-reads-tied-head", loops.reads_the_head, model=lambda: Stack(tied=True)),
     of_vectors("gradient-penalty", smooth, loops.penalizes_gradients, learns_budget=True),
@@ -50,7 +49,6 @@ LOOPS = [
     case_of("generate", lambda: qwen2(tied=True), loop=loops.generates, dtype=BF16),
     stack("autocast", loops.casts_automatically),
     stack("retain", loops.retains, learns_budget=True),
-    *both("watch", loops.watches, learns_budget=True),
 ]
 
 
@@ -79,7 +77,7 @@ def other(kind, **options):
 O = torch.optim  # noqa: E741
 OPTIMIZERS = [
     stack("groups", optimizer=grouped),
-    stack("groups-bf16-scheduler", loops.schedules_from_before, optimizer=with_scheduler, dtype=BF16),
+    stack("groups-bf16-scheduler", loops.schedules, optimizer=with_scheduler, dtype=BF16),
     stack("maximize", optimizer=lambda model: adamw(model, maximize=True)),
     stack("fused-asked-for", optimizer=lambda model: adamw(model, fused=True), dtype=BF16),
     stack("tensor-rate", optimizer=lambda model: adamw(model, lr=torch.tensor(1e-2), fused=True)),
@@ -135,7 +133,6 @@ def compiles_afterwards(run):
 
 
 COMPILED = [
-    stack("compiled-aot", model=compiled("aot_eager")),
     stack("compiled-aot-bf16", model=compiled("aot_eager"), dtype=BF16),
     stack("compiled-inductor", model=compiled("inductor")),
     stack("compiled-wrapped", model=wrapped),

@@ -11,16 +11,11 @@ from torch.nn.utils import parametrizations
 VOCABULARY, WIDTH = 64, 32
 
 
-def vectors(width=WIDTH, count=6, classes=None):
-    """Batches of six vectors, with what is to be predicted: a vector, or a class."""
+def vectors(width=WIDTH, count=6):
+    """Batches of six vectors, each with the one that is to be predicted."""
 
     def make(generator, batches=4):
-        def target():
-            if classes:
-                return torch.randint(0, classes, (count,), generator=generator)
-            return torch.randn(count, width, generator=generator)
-
-        return [(torch.randn(count, width, generator=generator), target()) for _ in range(batches)]
+        return [tuple(torch.randn(count, width, generator=generator) for _ in range(2)) for _ in range(batches)]
 
     return make
 
@@ -200,23 +195,9 @@ class Recurrent(nn.Module):
         return self.head(self.cells(self.embed(ids))[0])
 
 
-class Attention(nn.Module):
-    """MultiheadAttention reads the weight of its output projection without calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.attentions = nn.ModuleList(nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for attention in self.attentions:
-            x = x + attention(x, x, x, need_weights=False)[0]
-        return self.head(x)
-
-
 class EncoderDecoder(nn.Module):
+    """Its attention reads the weight of the output projection without calling it."""
+
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -297,13 +278,11 @@ PLAIN = [
     of_vectors("spectral-norm", normed(parametrizations.spectral_norm)),
     stack("lstm", model=lambda: Recurrent(nn.LSTM, dropout=0.1)),
     stack("gru-bidirectional", model=lambda: Recurrent(nn.GRU, bidirectional=True)),
-    stack("attention", model=Attention, dtype=BF16),
-    stack("nn-transformer", model=EncoderDecoder),
+    stack("nn-transformer", model=EncoderDecoder, dtype=BF16),
     Case(name="convolutions", model=convolutions, batches=images, loss=classified),
     Case(name="convolutions-bf16", model=convolutions, batches=images, loss=classified, dtype=BF16),
     Case(name="channels-last", model=channels_last, batches=images, loss=classified),
     of_vectors("turned", Turned),
-    of_vectors("turned-fused", Turned, gradients=("fused",)),
     of_vectors("turned-bf16", Turned, dtype=BF16),
     stack("frozen", model=frozen_stack),
 ]
