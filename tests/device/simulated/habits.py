@@ -36,6 +36,11 @@ def on_the_device_already():
     return checked(placed="cuda")
 
 
+def under_a_default_device():
+    with torch.device("cuda"):
+        return checked()
+
+
 def second_device():
     """Nothing of it takes a context, and memory with it, on the first one."""
     with torch.cuda.device(1):

@@ -12,22 +12,30 @@ import sys
 import threading
 
 import torch
-from device.simulated import mutations, runtime
+from device.simulated import runtime
 from device.simulated.order import ACTIVATION, Training, begun
 
+import memascend
 from memascend.activations.chunks import Chunks
 
 # Late enough that copies are under way whenever something ends.
 LATE = {"in": 3000, "out": 3000, "own": 1000}
+# How a step may fail, and what is raised then.
+WAYS = {
+    "Ctrl-C": (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
+    "memory": (lambda: torch.empty(1 << 46, device="cuda"), torch.OutOfMemoryError),
+}
 
 
-def fails(where, gradients="fused", without=None, delays=None, **options):
+def fails(where, gradients="fused", delays=None, **options):
     """A step that fails is dropped, and the same step is done again."""
-    with begun(without=without, gradients=gradients, delays=delays or LATE, **options) as training:
+    with begun(gradients=gradients, delays=delays or LATE, **options) as training:
         training.step(0)
         training.check.step = 1
         block = training.model.blocks[2]
-        stops = (lambda: signal.raise_signal(signal.SIGINT)) if "Ctrl-C" in where else (lambda: 1 / 0)
+        stops, expected = next(
+            (how for word, how in WAYS.items() if word in where), ((lambda: 1 / 0), ZeroDivisionError)
+        )
         if "backward" in where:
             training.check.fails = f"{block.name}.weights.0", stops
         elif "checkpoint" in where:
@@ -36,7 +44,6 @@ def fails(where, gradients="fused", without=None, delays=None, **options):
         else:
             inner = block.forward
             block.forward = lambda *_: stops()
-        expected = KeyboardInterrupt if "Ctrl-C" in where else ZeroDivisionError
         try:
             torch.autograd.backward((y := training.forward()), [torch.empty_like(part) for part in y])
             raise AssertionError("nothing failed")
@@ -96,13 +103,40 @@ def several():
         return {key: first[key] + second[key] for key in first}
 
 
-def closed(without=None, *, slow="in", backward=False, dropped=False, **options):
+def again():
+    """A graph that is retained reads what it kept once more."""
+    with begun("recomputed", gradients="ssd", activations="host") as training:
+        check = training.check
+        check.weights = training.twin.hashes()
+        x = check.fill(torch.empty(ACTIVATION, device="cuda"), "input").requires_grad_()
+        found = training.model(x)
+        for _ in range(2):
+            torch.autograd.grad(found, x, [torch.empty_like(y) for y in found], retain_graph=True)
+        return training.compare()
+
+
+def narrow(**options):
+    """The device has as little memory as works, by the error's word, while the host has room for all state."""
+    options = {"host_memory": "1GiB", **options}
+    try:
+        with begun(device_memory=1, **options):
+            raise AssertionError("it was not refused")
+    except memascend.BudgetError as error:
+        smallest = error.smallest
+    with begun(device_memory=smallest, **options) as training:
+        for step in range(2):
+            training.step(step)
+        report = training.optimizer.report().to_dict()["device"]
+        assert report["peak"] <= report["budget"] == smallest, report
+        return {**training.compare(), "held": len(training.optimizer.plan.ram_tier)}
+
+
+def closed(slow="in", *, backward=False, dropped=False, **options):
     """Copies are under way when close() is called, and when the memory goes that they go to or come from.
 
     `dropped`: nothing is closed by hand, and the model is gone.
     """
     with contextlib.ExitStack() as stack:
-        mutations.take_away(without)
         training = Training(stack, delays={slow: 3000}, **options)
         training.step(0)
         training.check.step = 1
@@ -152,9 +186,9 @@ def forked():
         return training.compare()
 
 
-def accumulated(batches=(None, None, None), steps=3, *, without=None, delays=None, **options):
+def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
     """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
-    with begun(without=without, delays={"in": 1000} if delays is None else delays, **options) as training:
+    with begun(delays={"in": 1000} if delays is None else delays, **options) as training:
 
         def loss_of(but):
             # Its backward begins with ones of its shape.

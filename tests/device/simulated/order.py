@@ -1,4 +1,4 @@
-"""Trains models on the simulated CUDA with every read checked in stream order, with one wait taken away or none."""
+"""Trains models on the simulated CUDA with every read checked in stream order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from fractions import Fraction
 
 import torch
-from device.simulated import mutations, runtime
+from device.simulated import runtime
 from torch.utils.checkpoint import checkpoint
 
 import memascend
@@ -215,18 +215,16 @@ class Training:
 
 
 @contextlib.contextmanager
-def begun(*arguments, without=None, **options):
-    """A run, see `Training`, that is closed at the end; `without` is a wait that is taken away."""
-    mutations.take_away(without)
+def begun(*arguments, **options):
+    """A run, see `Training`, that is closed at the end."""
     with contextlib.ExitStack() as stack:
         yield Training(stack, *arguments, **options)
 
 
-def train(without=None, steps=2, side=False, fresh=False, **options):
+def train(steps=2, side=False, fresh=False, **options):
     """Trains, and says what was checked and what was wrong.
 
     Args:
-        without: a wait that is taken away.
         steps: how many.
         side: each on a stream of its own.
         fresh: the arena gets memory that is still to be written to.
@@ -235,26 +233,14 @@ def train(without=None, steps=2, side=False, fresh=False, **options):
     with contextlib.ExitStack() as stack:
         if fresh:
             stack.callback(busy().join)
-        training = stack.enter_context(begun(without=without, **options))
+        training = stack.enter_context(begun(**options))
         now = torch.cuda.current_stream()
-        with _what_it_raises(training, without):
-            for step in range(steps):
-                last, now = now, torch.cuda.Stream() if side else now
-                now.wait_stream(last)
-                with torch.cuda.stream(now):
-                    training.step(step)
+        for step in range(steps):
+            last, now = now, torch.cuda.Stream() if side else now
+            now.wait_stream(last)
+            with torch.cuda.stream(now):
+                training.step(step)
         return training.compare()
-
-
-@contextlib.contextmanager
-def _what_it_raises(training, without):
-    """Without a wait, an error of ours shows that it is missed, too."""
-    try:
-        yield
-    except memascend.MemascendError as error:
-        if without is None:
-            raise
-        training.check.wrong.append(str(error))
 
 
 def busy():
@@ -277,10 +263,9 @@ def busy():
     return thread
 
 
-def let_go(without=None):
+def let_go():
     """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew."""
     with contextlib.ExitStack() as stack:
-        mutations.take_away(without)
         training = Training(stack, gradients="fused", device_memory="64MiB")
         arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
         side.wait_stream(torch.cuda.current_stream())
@@ -299,9 +284,8 @@ def let_go(without=None):
         return _used_anew(check, pieces, side, inward)
 
 
-def added(by, without=None):
+def added(by):
     """The same of an arena that got more memory, `by` the stream that was to use it ("side") or by another one."""
-    mutations.take_away(without)
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
     device = Device(torch.device("cuda", 0))

@@ -3,10 +3,13 @@
 import pytest
 from device.simulated.test_order import LONG, fine
 
-pytestmark = pytest.mark.posing
+pytestmark = pytest.mark.simulated
 
 
-@pytest.mark.parametrize("habit", ["on_the_device_already", pytest.param("cache_emptied", marks=LONG)])
+LONG_HABITS = [pytest.param(habit, marks=LONG) for habit in ("cache_emptied", "under_a_default_device")]
+
+
+@pytest.mark.parametrize("habit", ["on_the_device_already", *LONG_HABITS])
 def test_the_first_device(simulated, habit):
     found = simulated(f"habits.{habit}")
     fine(found)

@@ -1,22 +1,14 @@
 """Tests that what a stream reads is there: every weight, saved activation, gradient and norm, in stream order."""
 
 import pytest
-from device.conftest import POSES
+from support.grids import covered
 
-LONG = [pytest.mark.slow, pytest.mark.skipif(not POSES, reason="make test-posing runs it")]
-
-
-def long(test):
-    for mark in LONG:
-        test = mark(test)
-    return test
-
-
-pytestmark = pytest.mark.posing
+LONG = pytest.mark.slow
+pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# Those of `make test`: each kind and each mode.
-SHORT = {("plain", "fused"), ("recomputed", "ssd"), ("tied", "ram"), ("streams", "ssd")}
+# Those of `make test`; what is plain or recomputed arrives late there.
+SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
     for kind in KINDS
@@ -36,32 +28,69 @@ def test_order(simulated, kind, mode):
     fine(simulated("order.train", kind=kind, gradients=mode))
 
 
-@pytest.mark.parametrize("slow", ["in", "out", "own"])
-@pytest.mark.parametrize("activations", ["host", "ssd"])
-@pytest.mark.parametrize("mode", MODES)
-@long
+@pytest.mark.parametrize(("mode", "activations", "slow"), covered(MODES, ["host", "ssd"], ["in", "own", "out"]))
 def test_order_of_arrival(simulated, mode, activations, slow):
     """Each step on a stream of its own, and one kind of work late."""
-    found = simulated(
-        "order.train", kind="recomputed", gradients=mode, activations=activations, side=True, delays={slow: SLOW_US}
-    )
-    fine(found)
+    # Of more pieces than there are chunks.
+    larger = {"activation": 5 << 17} if activations == "ssd" else {}
+    options = {"kind": "recomputed", "gradients": mode, "activations": activations, "side": True, **larger}
+    fine(simulated("order.train", delays={slow: SLOW_US}, **options))
+
+
+RECOMPUTED = {"gradients": "fused", "kind": "recomputed", "activations": "host"}
+
+
+def late(what, microseconds=SLOW_US, **options):
+    return "order.train", {"gradients": "fused", "delays": {what: microseconds}, **options}
+
+
+SHORT_LATE = {"compute", "closed with gradients"}
+
+
+# Each where one wait of the device room is all that keeps what is read right (tests/mutants/python/device.toml).
+@pytest.mark.parametrize(
+    ("life", "options"),
+    [
+        pytest.param(life, options, id=name, marks=[] if name in SHORT_LATE else LONG)
+        for name, life, options in [
+            ("weights", *late("in")),
+            ("weights of two streams", *late("in", kind="streams")),
+            ("compute", *late("own", blocks=6)),
+            ("gradients", *late("out")),
+            ("what checkpoints save", *late("own", **RECOMPUTED)),
+            ("copies of checkpoints", *late("out", **RECOMPUTED)),
+            ("gradients of an optimizer that runs itself", *late("side", 30_000, kind="aside", optimizer="rmsprop")),
+            ("memory", "order.train", {"gradients": "fused", "fresh": True}),
+            ("memory of the arena", "order.let_go", {}),
+            ("memory added by one stream", "order.added", {"by": "own"}),
+            ("memory added by another stream", "order.added", {"by": "side"}),
+            ("closed with weights", "lives.closed", {"gradients": "fused", "slow": "in"}),
+            ("closed with gradients", "lives.closed", {"gradients": "fused", "slow": "out", "backward": True}),
+            ("closed with checkpoints", "lives.closed", {**RECOMPUTED, "slow": "out"}),
+            (
+                "a checkpoint that fails",
+                "lives.fails",
+                {"where": "a checkpoint", **RECOMPUTED, "device_memory": "64MiB", "delays": {"in": 20_000}},
+            ),
+        ]
+    ],
+)
+def test_what_is_late(simulated, life, options):
+    fine(simulated(life, **options), 2)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("where", ["a forward", "a backward", "a forward by Ctrl-C", "a backward by Ctrl-C"])
-@long
-def test_a_step_that_fails(simulated, where, mode):
-    fine(simulated("lives.fails", where=where, gradients=mode))
+@pytest.mark.parametrize("how", ["", " by Ctrl-C", " for lack of memory"])
+@pytest.mark.parametrize("where", ["a forward", "a backward"])
+@LONG
+def test_a_step_that_fails(simulated, where, how, mode):
+    fine(simulated("lives.fails", where=where + how, gradients=mode))
 
 
-@pytest.mark.parametrize("life", ["several", "forked"])
-@long
+@pytest.mark.parametrize("life", ["several", "forked", "again"])
+@LONG
 def test_lives(simulated, life):
     fine(simulated(f"lives.{life}"))
-
-
-ALL = [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -69,15 +98,15 @@ ALL = [None, None, None]
     [
         ("fused", {"kind": "recomputed"}),
         *(
-            pytest.param(mode, {"kind": kind, **options}, marks=LONG)
+            pytest.param(mode, options, marks=LONG, id=f"{mode}-{options['kind']}-{next(iter(options['delays']))}")
             for mode in (*MODES, "auto")
-            for kind, options in (
-                ("recomputed", {"activations": "host"}),
-                ("streams", {"delays": {"side": SLOW_US}}),
+            for options in (
+                {"kind": "recomputed", "activations": "host", "delays": {"in": 1000}},
+                {"kind": "streams", "delays": {"side": SLOW_US}},
                 # A micro-batch that leaves a block out, whose gradients are complete on another stream.
-                ("aside", {"delays": {"side": SLOW_US}, "batches": [None, None, 1]}),
-                ("aside", {"delays": {"own": SLOW_US}, "batches": [None, 2, None]}),
-                ("tied", {"delays": {"out": SLOW_US}, "optimizer": "several"}),
+                {"kind": "aside", "delays": {"side": SLOW_US}, "batches": [None, None, 1]},
+                {"kind": "aside", "delays": {"own": SLOW_US}, "batches": [None, 2, None]},
+                {"kind": "tied", "delays": {"out": SLOW_US}, "optimizer": "several"},
             )
         ),
     ],
@@ -88,7 +117,7 @@ def test_micro_batches_by_layer(simulated, gradients, options):
     assert found["by_layer"] is True
 
 
-@long
+@LONG
 def test_random_numbers_of_micro_batches(simulated):
     found = simulated("lives.random_numbers")
     fine(found)
@@ -119,8 +148,17 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
     assert found["early"] == {"steps": 3, "anew": 2}
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("fused", "tied"), *(pytest.param(mode, "recomputed", marks=LONG) for mode in ("ssd", "ram"))]
+)
+def test_what_the_host_holds_reaches_a_device_without_room(simulated, mode, kind):
+    found = simulated("lives.narrow", gradients=mode, kind=kind)
+    fine(found)
+    assert found["held"]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@long
+@LONG
 def test_another_device_than_the_current_one(simulated, mode):
     fine(simulated("order.train", kind="recomputed", gradients=mode, activations="host", device="cuda:1"))
 
@@ -132,6 +170,6 @@ def test_exit_without_close(simulated, backward):
 
 
 @pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])
-@long
+@LONG
 def test_a_model_that_is_dropped(simulated, options):
     fine(simulated("lives.closed", dropped=True, gradients="fused", **options))

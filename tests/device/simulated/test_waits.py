@@ -3,7 +3,7 @@
 import pytest
 from device.simulated.test_order import LONG, fine
 
-pytestmark = pytest.mark.posing
+pytestmark = pytest.mark.simulated
 WORKERS = "memascend-"
 CASES = [
     pytest.param("fused", {}),
