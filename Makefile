@@ -140,12 +140,12 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-slow test-posing test-valgrind test-oldest test-clients test-clients-slow test-trainers-oldest test-axolotl test-swift test-llamafactory docs ## Everything: slow tests, Valgrind, oldest torch, clients, plugins, the site
+test-all: test test-slow test-simulated test-valgrind test-oldest test-clients test-clients-slow test-trainers-oldest test-axolotl test-swift test-llamafactory docs ## Everything: slow tests, Valgrind, oldest torch, clients, plugins, the site
 
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
 	MEMASCEND_TEST_LONG=1 cargo test --quiet --locked -p memascend-store -p memascend-engine
-	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak and not simulated"
 	cargo test --quiet --locked --release -p memascend-math --lib -- --ignored
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
@@ -228,9 +228,9 @@ docs: .venv-docs/synced ## The site of the documents, in target/site, checked as
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	.venv-docs/bin/python docs/check_site.py
 
-.PHONY: test-posing
-test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
-	MEMASCEND_POSING=1 $(BIN)/pytest $(PYTEST_OPTIONS) -m posing tests/device --timeout 300
+.PHONY: test-simulated
+test-simulated: setup ## The order of all that a GPU does, on a simulated CUDA, which is compiled first
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m simulated tests/device
 
 .PHONY: test-gpu
 test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too

@@ -1,37 +1,9 @@
-"""Provides a CUDA device, with deterministic kernels; with `make test-posing` one that poses as such (posing/)."""
+"""Provides a CUDA device, with deterministic kernels."""
 
 import contextlib
-import os
 
 import pytest
 import torch
-from support.fake_device import fake
-
-from memascend.device import device as devices
-from memascend.plan import options as config
-
-__all__ = ["device", "fake"]
-
-# A process has it from the start, as autograd looks for devices once; other tests are not to find it.
-POSES = os.environ.get("MEMASCEND_POSING") == "1"
-if POSES:
-    from device.posing.device import Posing, registered
-
-    registered()
-
-DEVICES = [
-    pytest.param(
-        "posing",
-        marks=[
-            pytest.mark.posing,
-            pytest.mark.slow,
-            pytest.mark.skipif(not POSES, reason="a process of its own has it: make test-posing"),
-            # What operations by way of the CPU do, where a GPU's do it in place.
-            pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
-        ],
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 @contextlib.contextmanager
@@ -56,18 +28,10 @@ def refusal(error):
     return None
 
 
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cuda":
-        with deterministic():
-            yield torch.device("cuda", torch.cuda.current_device())
-        return
-    made = Posing(fills=0.05)
-    monkeypatch.setattr(devices, "open_device", lambda _: made)
-    # Which knows of CUDA alone.
-    monkeypatch.setattr(config.Options, "where", torch.device("cuda"))
-    yield made.torch_device
-    made.end()
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
+def device():
+    with deterministic():
+        yield torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -64,13 +64,13 @@ def unpacked(wheels, folder):
     return folder
 
 
-def environment(site, told, *, posing):
+def environment(site, told):
     # Neither the checkout's sources nor its environment: what the wheel has is tested.
     own = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MEMASCEND_TOLD": str(told),
-        "MEMASCEND_POSING" if posing else "MEMASCEND_GPU": "1",
+        "MEMASCEND_GPU": "1",
     }
     return {**os.environ, **own}
 
@@ -105,8 +105,8 @@ def ended(command, env, log, limit):
 
 def tested(options, told, env, until):
     """Runs tests until all have an outcome or the time is up; whether all have."""
-    files = [str(path) for path in options.tests or ([ROOT / "tests/device"] if options.posing else with_devices())]
-    marked = ["-m", "posing" if options.posing else "gpu"] if not options.tests else []
+    files = [str(path) for path in options.tests or with_devices()]
+    marked = ["-m", "gpu"] if not options.tests else []
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
         "--timeout", str(options.timeout), *marked, *files,
@@ -161,7 +161,6 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
     parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
     parser.add_argument("--again", action="store_true", help="begin anew")
-    parser.add_argument("--posing", action="store_true", help="the device that poses as one")
     parser.add_argument("--tests", type=Path, nargs="+", help="these files instead, whatever their marks")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds
@@ -178,9 +177,9 @@ def main(arguments=None):
     site = unpacked([wheels[-1], *others], options.state / "site")
     told = options.state / "told.jsonl"
     log = options.state / "torch.log"
-    env = environment(site, told, posing=options.posing)
+    env = environment(site, told)
     sees = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not (options.posing or options.tests) and ended([sys.executable, "-c", sees], env, log, options.seconds):
+    if not options.tests and ended([sys.executable, "-c", sees], env, log, options.seconds):
         raise SystemExit(f"torch sees no CUDA device, so that every test would be skipped: see {log}")
     complete = tested(options, told, env, until)
     text, failed = summary(options, told, complete=complete)

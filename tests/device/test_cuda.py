@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from device.conftest import deterministic
 from device.test_device import begun, losses, step
 from device.training import check
 from parity.harness import Case
@@ -15,12 +14,6 @@ from parity.zoo_transformers import LLAMA
 import memascend
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def device():
-    with deterministic():
-        yield torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

@@ -9,14 +9,9 @@ from parity.zoo_loops import LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN
 from parity.zoo_transformers import TRANSFORMERS
 
-# What the device that poses does not compute: convolutions, cells of recurrent networks, sparse tensors, histograms.
-BEYOND_POSING = (
-    *("channels-last", "convolutions", "convolutions-bf16", "resnet", "resnet-channels-last", "vit"),
-    *("gru-bidirectional", "lstm", "sparse-sgd", "sparse-adam", "mixtral-bf16", "qwen2-moe"),
-)
 # They name the CPU.
 OF_THE_CPU = ("autocast", "grad-scaler", "grad-scaler-clip")
-# Of other zoos' models by layer those that the device that poses computes, each with a difficulty of its own.
+# Of other zoos' models by layer some, each with a difficulty of its own.
 CHOSEN = (
     *("by-layer-checkpointed", "by-layer-checkpointed-reentrant", "by-layer-idle-experts", "by-layer-t5"),
     *("by-layer-lora", "by-layer-qwen2-tied-bf16", "by-layer-repeated-layers-bf16", "by-layer-frozen"),
@@ -50,6 +45,4 @@ def held():
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize(("case", "gradients", "options"), [*cases(), *held()])
 def test_the_same_bits(case, gradients, options, device, tmp_path):
-    if device.type == "posing" and case.name in BEYOND_POSING:
-        pytest.skip("the device that poses does not compute it")
     check(case, device, gradients, tmp_path, options)

@@ -57,16 +57,6 @@ class OnHost(Reference):
         raise AttributeError(name)
 
 
-def moved(model, device):
-    """The model on a device, also where torch cannot keep its parameters when it moves them: tied ones stay tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(device.type != "cuda")
-    try:
-        return model.to(device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
 def on_device(case, device):
     """The case with its batches and its loop on a device."""
 
@@ -95,7 +85,7 @@ def played(case, device, take, read):
 
 def reference(case, device):
     def take(model, original):
-        return moved(model, device), OnHost(original, **case.options)
+        return model.to(device), OnHost(original, **case.options)
 
     outcome = played(case, device, take, nothing)
     assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights)

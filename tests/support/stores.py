@@ -30,6 +30,29 @@ def filled(path, records, **options):
     return store
 
 
+def two_units(folder, elements=50_000):
+    """A store of "first" and "second", two records each, in pieces of 8 KiB, so that a part has several."""
+    records = []
+    for number, unit in enumerate(("first", "second")):
+        values = torch.randn(elements, generator=torch.Generator().manual_seed(number))
+        for part, of in enumerate(values.chunk(2)):
+            state = engine.adam_state(of)
+            records.append(engine.Record(name=f"{unit}.{part}", values=of.contiguous(), state=state, unit=unit))
+    return filled(folder / "run.store", records, chunk_elements=CHUNK)
+
+
+def pages(nbytes):
+    whole = torch.empty(nbytes + 4096, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % 4096 :][:nbytes]
+
+
+def in_one(updates, unit):
+    """The bytes of a unit, read at once."""
+    into = pages(sum(updates.parts(unit, 1 << 30).places()[-1]))
+    updates.fetch(unit, into).wait()
+    return into
+
+
 def damage(path, content, at=0):
     """Flip a bit of a byte `at` in this content, wherever the file has it; returns where the first one begins."""
     whole = path.read_bytes()

@@ -1,6 +1,6 @@
 """A CUDA device that computes: its memory for units, copies to it and back, and the calls that it rejects.
 
-`device` is streams and events in one class, which tests replace. `arena` has exact-size slots of device memory,
+`device` is streams and events in one class. `arena` has exact-size slots of device memory,
 `transfer` the few pinned chunks of host memory that units and gradients pass through. `unit_memory` has both or, where
 the host computes, memory of the host.
 

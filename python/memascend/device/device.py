@@ -82,7 +82,7 @@ class Copy:
 
 
 class Device:
-    """A CUDA device, as far as the staging path needs it. Tests have devices of their own with these methods."""
+    """A CUDA device, as far as the staging path needs it."""
 
     def __init__(self, device: torch.device) -> None:
         """Make its two streams for copies, and with them the context, which pinning asks for."""

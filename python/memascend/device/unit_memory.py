@@ -108,8 +108,6 @@ class DeviceUnits:
     @property
     def unregistered(self) -> str | None:
         """Why memory for copies could not be registered with the device's driver, and the cost of that."""
-        if self.device.torch_device.type != "cuda":
-            return None
         regions = (self._ring.region, self._windows.region)
         why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
         return None if why is None else f"{why}; {memory.UNREGISTERED}"

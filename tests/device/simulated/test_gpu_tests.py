@@ -1,4 +1,4 @@
-"""Tests that the tests of a GPU begin: what needs no numbers passes on the simulated CUDA, warnings are errors."""
+"""Tests that the tests of a GPU that need no numbers pass on the simulated CUDA, and that benchmarks end there."""
 
 import json
 import os
@@ -9,42 +9,48 @@ import pytest
 from device.simulated import build
 from device.simulated.test_order import LONG
 
-pytestmark = [pytest.mark.posing, *LONG, pytest.mark.timeout(300)]
-# They look at memory, registration, waits, launches and copies alone; others compare what kernels compute.
+pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
+# How many pass of each file: what looks at memory, registration, waits, launches and copies alone; others compare what
+# kernels compute.
 WITHOUT_NUMBERS = {
-    "device/test_cuda.py": [
-        "test_the_chunks_are_registered",
-        "test_the_host_waits_for_no_computation_in_a_forward",
-        "test_a_device_that_is_not_there",
-    ],
-    "device/staging/test_arena.py": ["test_a_slot_comes_back_to_whoever_waits"],
-    "device/staging/test_staging.py": ["test_a_unit_arrives_whole"],
-    "device/staging/test_windows.py": ["test_gradients_are_lent_in_windows"],
-    "device/test_device.py": [
-        "test_it_says_that_it_is_there",
-        "test_no_memory_for_the_units",
-        "test_host_memory_does_not_depend_on_the_model",
-    ],
-    "kernels/test_kernels_gpu.py": ["test_the_device_has_the_kernels", "test_nothing_waits_for_the_device"],
-    "memory/test_memory_cuda.py": ["test_a_real_device_copies_from_a_region"],
+    "device/test_staging.py": (14, []),
+    "device/test_device.py": (
+        8,
+        [
+            "test_it_says_that_it_is_there",
+            "test_no_memory_for_the_units",
+            "test_host_memory_does_not_depend_on_the_model",
+            "test_a_registration_that_was_refused_is_reported",
+            "test_a_device_that_fails",
+        ],
+    ),
+    "device/test_graphs.py": (7, []),
+    "activations/test_from_a_device.py": (11, []),
+    "session/test_added_room.py": (5, []),
+}
+LATER = {
+    "device/test_cuda.py": (
+        3,
+        [
+            "test_the_chunks_are_registered",
+            "test_the_host_waits_for_no_computation_in_a_forward",
+            "test_a_device_that_is_not_there",
+        ],
+    ),
+    "kernels/test_kernels_gpu.py": (2, ["test_the_device_has_the_kernels", "test_nothing_waits_for_the_device"]),
+    "memory/test_memory_cuda.py": (1, ["test_a_real_device_copies_from_a_region"]),
 }
 
 
-def test_they_begin(simulated):  # noqa: ARG001 - it is built
-    files = [f"tests/{path}::{name}" for path, names in WITHOUT_NUMBERS.items() for name in names]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files],
-        env={**build.environment(), "MEMASCEND_GPU": "1", "MEMASCEND_POSING": "0"},
-        cwd=build.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 passed" in done.stdout, done.stdout
+@pytest.mark.parametrize("path", [*WITHOUT_NUMBERS, *(pytest.param(path, marks=LONG) for path in LATER)])
+def test_they_pass(simulated, path):
+    count, names = {**WITHOUT_NUMBERS, **LATER}[path]
+    whole = str(build.ROOT / "tests" / path)
+    chosen = [f"{whole}::{name}" for name in names] or [whole]
+    assert simulated("gpu_tests.run", chosen=chosen, env={"MEMASCEND_GPU": "1"}, timeout=280) == count
 
 
+@LONG
 def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels_gpu", "--mebibytes", "1"],
@@ -65,6 +71,7 @@ sys.modules["trl"] = None
 """
 
 
+@LONG
 @pytest.mark.timeout(600)
 def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
     """Cells of ours and torch's take their steps on the device."""
@@ -94,6 +101,7 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
     assert not ours["by layer, clipped"]["in_turn_since"]
 
 
+@LONG
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
 def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
     """What is expected of a step by layer is what it takes; with less room, micro-batches go one after the other."""

@@ -53,10 +53,8 @@ SHORT_LATE = {"compute", "closed with gradients"}
     [
         pytest.param(life, options, id=name, marks=[] if name in SHORT_LATE else LONG)
         for name, life, options in [
-            ("weights", *late("in")),
             ("weights of two streams", *late("in", kind="streams")),
             ("compute", *late("own", blocks=6)),
-            ("gradients", *late("out")),
             ("what checkpoints save", *late("own", **RECOMPUTED)),
             ("copies of checkpoints", *late("out", **RECOMPUTED)),
             ("gradients of an optimizer that runs itself", *late("side", 30_000, kind="aside", optimizer="rmsprop")),
@@ -149,7 +147,7 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("fused", "tied"), *(pytest.param(mode, "recomputed", marks=LONG) for mode in ("ssd", "ram"))]
+    ("mode", "kind"), [("ssd", "tied"), *(pytest.param(mode, "recomputed", marks=LONG) for mode in ("fused", "ram"))]
 )
 def test_what_the_host_holds_reaches_a_device_without_room(simulated, mode, kind):
     found = simulated("lives.narrow", gradients=mode, kind=kind)

@@ -1,0 +1,257 @@
+"""Tests the way of units to a device and of gradients from it: the arena's slots, staging, windows."""
+
+import gc
+import math
+from functools import partial
+
+import pytest
+import torch
+from support.stores import damage, filled, in_one, pages, two_units
+
+from memascend import engine
+from memascend.device.arena import DeviceArena
+from memascend.device.device import Device
+from memascend.device.transfer import DeviceEngine, Staging
+from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, TimeoutExpired, UsageError
+from memascend.plan.decision import GRADIENT_WINDOWS
+from memascend.storage.records import CHUNK_ELEMENTS
+
+UNITS = ("first", "second")
+ELEMENTS, CHUNK = 50_000, 128 << 10
+WINDOWS = 24 << 10
+
+
+@pytest.fixture
+def there(device):
+    return Device(device)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with two_units(tmp_path, ELEMENTS) as made:
+        yield made
+
+
+@pytest.fixture
+def updates(store):
+    with engine.Engine(store) as made:
+        yield made
+
+
+@pytest.fixture
+def arena(there, updates):
+    return DeviceArena(there, {in_one(updates, "first").nbytes: 2})
+
+
+@pytest.fixture
+def staging(there, updates, arena):
+    made = Staging(there, [pages(CHUNK) for _ in range(3)], updates.parts, arena.after)
+    yield made
+    made.close()
+
+
+def leased(arena, updates):
+    return arena.lease(in_one(updates, "first").nbytes, 0)
+
+
+def lent_windows(updates, there):
+    return DeviceEngine(updates, there, [pages(WINDOWS) for _ in range(2)])
+
+
+# --- the arena -----------------------------------------------------------------------------------------
+
+
+def test_a_view_keeps_a_slot(there):
+    arena = DeviceArena(there, {10_000: 1})
+    base = arena.lease(9_000, 0)
+    view = base.copy_(torch.full((9_000,), 7, dtype=torch.uint8))[100:200].view(2, 50)
+    del base
+    with pytest.raises(TimeoutExpired, match="no slot of 10000 bytes"):
+        arena.lease(9_000, 0.05)
+    assert bool((view.cpu() == 7).all())
+    del view
+    assert arena.free_slots(9_000) == 1
+    with pytest.raises(ConfigError, match="12000 bytes are more than"):
+        arena.lease(12_000, 0)
+
+
+# --- units ---------------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
+    """Whatever used a slot before a unit that was dropped on its way still comes before the next copy there."""
+    base = leased(arena, updates)
+    arena.used(base)
+    del base
+    base = leased(arena, updates)
+    with staging._changed:
+        # The thread comes to it no more.
+        coming = staging.begin("second", base)
+        del coming
+    del base
+    gc.collect()
+    # Of each the mark of the memory.
+    assert sorted(len(arena.after(base)) for base in [leased(arena, updates) for _ in range(2)]) == [1, 2]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads_that_check(there, arena, updates, tmp_path, threads):
+    """The same units, and damage is named by whoever waits, before anything was computed with it."""
+    checkers = engine.Checkers(threads)
+    assert checkers.threads == threads
+    parts_of = partial(updates.parts, checkers=checkers)
+    staging = Staging(there, [pages(CHUNK) for _ in range(3)], parts_of, arena.after)
+    bases = {unit: leased(arena, updates) for unit in UNITS}
+    coming = {unit: staging.begin(unit, base) for unit, base in bases.items()}
+    for unit, base in bases.items():
+        coming[unit].wait()
+        assert torch.equal(base.cpu(), in_one(updates, unit))
+    whole = in_one(updates, "second").numpy().tobytes()
+    damage(tmp_path / "run.store", whole[CHUNK : CHUNK + (8 << 10)])
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"second\."):
+            staging.begin("second", bases["second"]).wait()
+    staging.begin("first", bases["second"]).wait()
+    assert torch.equal(bases["second"].cpu(), in_one(updates, "first"))
+    staging.close()
+
+
+def fails(*_):
+    raise StorageError("the device is lost")
+
+
+def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeypatch):
+    base = leased(arena, updates)
+    with monkeypatch.context() as patch:
+        patch.setattr(there, "bring", fails)
+        with pytest.raises(StorageError, match="the device is lost"):
+            staging.begin("first", base).wait()
+    staging.begin("first", base).wait()
+
+
+class Lost:
+    """A copy that failed after it was begun."""
+
+    def done(self):
+        return 1 / 0
+
+    wait = done
+
+
+def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
+    """Its copy ends the thread; nobody waits for it in vain."""
+    staging = Staging(there, [pages(16 << 10)], updates.parts, arena.after)
+    base = leased(arena, updates)
+    there.bring = lambda *_: Lost()
+    for unit in UNITS:
+        with pytest.raises(DeviceError, match=r'division by zero.*existing="resume"'):
+            staging.begin(unit, base).wait()
+    staging.close()
+
+
+def test_dropping_lets_go(staging, arena, updates):
+    base = leased(arena, updates)
+    coming = staging.begin("first", base)
+    del coming, base
+    gc.collect()
+    assert arena.free_slots(in_one(updates, "first").nbytes) == 2
+
+
+def test_closing_ends_it(there, updates, arena):
+    staging = Staging(there, [pages(CHUNK)], updates.parts, arena.after)
+    base = leased(arena, updates)
+    coming = staging.begin("first", base)
+    staging.close()
+    staging.close()
+    with pytest.raises(UsageError, match="closed"):
+        staging.begin("first", base)
+    del coming
+
+
+# --- windows on gradients --------------------------------------------------------------------------------
+
+
+def test_gradients_are_lent_in_windows(store, there, tmp_path):
+    """Five windows a gradient, and the bits of one that is in memory."""
+    gradient = torch.randn(ELEMENTS // 2)
+    values = store.read("first.0")[0]
+    record = engine.Record(name="first.0", values=values, state=engine.adam_state(values))
+    with (
+        filled(tmp_path / "other.store", [record], chunk_elements=2048) as other,
+        engine.Engine(other) as plain,
+        engine.Engine(store) as updates,
+    ):
+        lent = lent_windows(updates, there)
+        for step in (1, 2):
+            plain.update("first.0", gradient, engine.Adam(step=step))
+            plain.commit(step)
+            lent.update("first.0", gradient.to(there.torch_device), engine.Adam(step=step))
+            lent.commit(step)
+        (expected, state), (got, ours) = other.read("first.0"), store.read("first.0")
+        assert torch.equal(expected, got)
+        assert all(torch.equal(state[name], ours[name]) for name in state)
+
+
+def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, there):
+    gradient, given = torch.randn(ELEMENTS // 2), store.read("first.0")[0]
+    found = torch.empty_like(gradient)
+
+    def update(chunk):
+        found[chunk.start : chunk.start + chunk.count] = chunk.gradient
+        chunk.values -= chunk.gradient
+
+    with engine.Engine(store) as updates:
+        lent = lent_windows(updates, there)
+        lent.apply("first.0", update, step=1, gradient=gradient.to(there.torch_device), values=given)
+        lent.commit(1)
+        assert torch.equal(found, gradient)
+        assert torch.equal(store.read("first.0")[0], given - gradient)
+        lent.apply("first.0", update, step=2, gradient=gradient.to(there.torch_device), values=given)
+        with pytest.raises(UsageError, match="not those of its last commit"):
+            lent.commit(2)
+
+
+def test_python_is_asked_for_few_windows(there, tmp_path):
+    """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
+    elements = 2_600_000
+    values = torch.zeros(elements, dtype=torch.bfloat16)
+    record = engine.Record(name="large", values=values, state=engine.adam_state(values))
+    ((window_bytes, count),) = GRADIENT_WINDOWS.items()
+    asked = []
+    with filled(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
+        lent = DeviceEngine(updates, there, [pages(window_bytes) for _ in range(count)])
+        window = lent._window
+        lent._window = lambda *where: asked.append(where) or window(*where)
+        lent.update("large", values.to(there.torch_device), engine.Adam(step=1))
+        lent.commit(1)
+        updates.finish()
+    assert len(asked) == math.ceil(2 * elements / (window_bytes // (2 * CHUNK_ELEMENTS) * 2 * CHUNK_ELEMENTS))
+    assert len(asked) <= 2 * elements // (4 << 20) + 1
+
+
+def test_a_gradient_is_let_go_when_it_was_used(store, there):
+    gradient = torch.randn(ELEMENTS // 2).to(there.torch_device)
+    with engine.Engine(store) as updates:
+        lent_windows(updates, there).update("first.0", gradient, engine.Adam(step=1))
+        updates.finish()
+        uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        gc.collect()
+        assert uses <= 2, "something holds the gradient"
+
+
+def test_a_copy_that_fails_fails_the_step(store, there, monkeypatch):
+    before = store.read("first.0")
+    with engine.Engine(store) as updates:
+        lent = lent_windows(updates, there)
+        with monkeypatch.context() as patch:
+            patch.setattr(there, "take", broken)
+            lent.update("first.0", torch.ones(ELEMENTS // 2).to(there.torch_device), engine.Adam(step=1))
+            with pytest.raises(DeviceError, match="an error of the device"):
+                updates.commit(1)
+        updates.discard()
+        assert store.step == 0
+        assert torch.equal(store.read("first.0")[0], before[0])
+
+
+def broken(*_):
+    raise RuntimeError("an error of the device")
