@@ -1,0 +1,29 @@
+"""Tests that each known fault still applies, and that the tests it names are there; `make mutants` runs them."""
+
+import ast
+import re
+
+import pytest
+from mutants.faults import ROOT, faults, problems
+
+FAULTS = faults()
+
+
+def test_all_of_them_apply():
+    assert list(problems(FAULTS, ROOT)) == []
+    assert len(FAULTS) > 150
+
+
+def functions(paths):
+    return {name for path in paths for name in re.findall(r"\b(?:def|fn) (\w+)", path.read_text())}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_what_it_makes_is_python_and_its_tests_are_there(fault):
+    source = ROOT / fault.file
+    if source.suffix == ".py":
+        ast.parse(fault.applied(source.read_text()))
+    found = functions(fault.sources(ROOT))
+    for test in fault.tests:
+        named = re.search(r"\w*$", re.sub(r"\[.*\]$|^--lib$|^--test \w+$|^[\w/.]+$", "", test))[0]
+        assert any(name.startswith(named) for name in found), test
