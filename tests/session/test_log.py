@@ -73,9 +73,11 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
     assert cli.main(["store", "verify", str(left)]) == 0
     assert left.read_bytes() == before, "whoever looks writes nothing"
     shutil.copy(left, tmp_path / "other")
+    shutil.copy(left, tmp_path / "last")
     ends = []
-    for place, budget in ((left, None), (tmp_path / "other", ALL)):
-        model, optimizer = begun(place, host_memory=budget, **options)
+    lives = ((left, None, "step"), (tmp_path / "other", ALL, "step"), (tmp_path / "last", ALL, "none"))
+    for place, budget, durability in lives:
+        model, optimizer = begun(place, host_memory=budget, durability=durability, **options)
         with optimizer:
             assert optimizer.steps == 7
             assert same_states(everything(model, optimizer), expected)
@@ -83,7 +85,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
             ends.append(everything(model, optimizer))
         with engine.Store.open(place) as store:
             assert store.info()["log_steps"] == 0, "a store that was closed has no log"
-    assert same_states(*ends)
+    assert all(same_states(ends[0], other) for other in ends[1:])
 
 
 def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch):

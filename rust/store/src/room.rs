@@ -179,8 +179,9 @@ impl Store {
     pub fn log_state(&self) -> LogState {
         let index = self.index.lock();
         let live = &index.log.live;
-        // With durability "none" there is nothing on storage.
-        let is_logged = self.durability == Durability::Step && !live.ahead.is_empty();
+        // With durability "none" nothing is on storage but what was found there.
+        let is_logged = self.durability == Durability::Step || index.log.found.is_some();
+        let is_logged = is_logged && !live.ahead.is_empty();
         let (steps, records) = if is_logged { (live.heads.len(), live.ahead.len()) } else { (0, 0) };
         let Ring { offset, bytes } = index.log.ring;
         LogState { offset, bytes, steps: steps as u64, records: records as u64 }
