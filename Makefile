@@ -185,7 +185,7 @@ test-clients: .venv-clients/installed ## Optimizers, averages and loops of other
 	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default -m "not slow" tests/clients
 
 .PHONY: test-clients-slow
-test-clients-slow: .venv-clients/installed ## Twenty kills of each kind of Trainer: an hour
+test-clients-slow: .venv-clients/installed ## Kills of each kind of Trainer at each moment, and of ranks
 	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default -m slow tests/clients
 
 .PHONY: test-trainers-oldest

@@ -1,12 +1,10 @@
 """Tests that a Trainer goes on where its process ended: with the same bits and log, or an error says why not."""
 
 import json
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from functools import partial
 
@@ -16,6 +14,7 @@ import transformers
 from checkpoint.test_trainer import Ended
 from parity.reference import threads_of_torch
 from support import trained_program
+from support.lives import life
 from support.trained_program import Log, OwnDice, digest_of, logged, made, masked, model, rows
 
 import memascend.trainer
@@ -36,42 +35,39 @@ def quiet():
 
 
 def start(*words, ends=0, **options):
-    """Start the program, with options of the Trainer; returns what it printed."""
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRAINED_OPTIONS": json.dumps(options)}
-    # What deterministic matrix products of a GPU need.
-    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    environment["ENDS_BY"] = str(-ends)
-    ran = subprocess.run(
-        [sys.executable, trained_program.__file__, *map(str, words)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    """Start the program, with options of the Trainer; returns its last line, a digest of the weights."""
+    output = life(
+        [sys.executable, trained_program.__file__, *words],
+        ends=ends,
+        PYTHONWARNINGS="ignore",
+        TRAINED_OPTIONS=json.dumps(options),
+        # What deterministic matrix products of a GPU need.
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+        ENDS_BY=str(-ends),
     )
-    assert ran.returncode == ends, ran.stderr[-3000:]
+    last = output.splitlines()[-1:]
     if ends == -signal.SIGINT:
-        last = ran.stderr.splitlines()[-1]
-        assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", last), last
-    return ran.stdout.splitlines()[-1:]
+        assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", *last), last
+    return last
 
 
-MOMENTS = [
-    ("creation", 0), ("after the commit", 2), ("evaluation", 4),
+# Each third one ends the process by Ctrl-C.
+MOMENTS = [("creation", 0), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 10)]
+MORE = [
     ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("end of the step", 7), ("after the commit", 13),
     ("evaluation", 14),
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("moments", [MOMENTS[:3], pytest.param(MOMENTS[3:], marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
-    want = start("memory", tmp_path / "memory.log")
+    """With callbacks that change options, freeze, read gradients, edit weights; figures and generators of its own."""
+    want = start("memory", tmp_path / "memory.log", habits=True)
     for index, (moment, step) in enumerate(moments):
-        # By Ctrl-C every third time.
         ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
-        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends)
-    assert start(tmp_path / "killed", tmp_path / "killed.log") == want
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends, habits=True)
+    assert start(tmp_path / "killed", tmp_path / "killed.log", habits=True) == want
     assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
     assert len(logged(tmp_path / "killed.log")) > 8
 
@@ -87,16 +83,6 @@ def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit
     assert logged(tmp_path / "offloaded.log") == lines
     norms = [line["grad_norm"] for line in lines.values() if "grad_norm" in line]
     assert min(norms) < limit < max(norms)
-
-
-@pytest.mark.timeout(900)
-def test_habits_of_programs_are_those_of_a_run_that_was_never_killed(tmp_path):
-    """Callbacks that change options, freeze, read gradients and edit weights; figures and generators of one's own."""
-    want = start("memory", tmp_path / "memory.log", habits=True)
-    for moment, step in [("evaluation", 4), ("end of the step", 7), ("checkpoint", 10)]:
-        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL, habits=True)
-    assert start(tmp_path / "killed", tmp_path / "killed.log", habits=True) == want
-    assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
 
 
 @pytest.mark.gpu

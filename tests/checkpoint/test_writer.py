@@ -3,17 +3,15 @@
 import contextlib
 import ctypes
 import errno
-import multiprocessing
 import os
 import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import batches, made, trained
+from support.lives import forked_life
 
 import memascend
 from memascend.checkpoint import files, shares
@@ -104,31 +102,20 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
     assert step() == 2
 
 
-def saves_until_killed(folder, begun):
-    """What the child does."""
-    model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
-    model, optimizer = memascend.offload(model, optimizer)
-    while True:
-        trained(model, optimizer, torch.bfloat16, 0, 1)
-        optimizer.save(folder)
-        begun.set()
-
-
 def killed_at_random_moments(folder, kills):
     """What an interpreter of its own does, because it forks."""
-    kills = int(kills)
-    dice, context = random.Random(kills), multiprocessing.get_context("fork")
-    seen = set()
-    for _ in range(kills):
-        begun = context.Event()
-        child = context.Process(target=saves_until_killed, args=(folder, begun))
-        child.start()
-        # What it does before it has saved once takes as long as the machine is busy.
-        assert begun.wait(100), "the child ended by itself"
-        time.sleep(dice.uniform(0, 0.2))
-        child.kill()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL, "the child ended by itself"
+
+    def save(begun):
+        model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
+        model, optimizer = memascend.offload(model, optimizer)
+        while True:
+            trained(model, optimizer, torch.bfloat16, 0, 1)
+            optimizer.save(folder)
+            begun()
+
+    dice, seen = random.Random(int(kills)), set()
+    for _ in range(int(kills)):
+        assert forked_life(save, dice.uniform(0, 0.2))
         found = checkpoints.Checkpoint(folder)
         found.verify()
         seen.add((found.manifest["store"], found.manifest["step"]))

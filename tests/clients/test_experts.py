@@ -7,11 +7,9 @@ torch's fused AdamW computes the elements beyond them otherwise.
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -20,6 +18,7 @@ import torch
 import transformers
 import trl
 from support.bits import same_bits
+from support.lives import life
 from support.quantized import in_mxfp4, quantize
 from support.small_folder import make_tokenizer, write_rows
 
@@ -87,27 +86,14 @@ def test_sft_has_the_bits_of_the_trainer_in_memory(tmp_path, kind, size, count):
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-def command(folder, name, *, killed_after=None):
-    """`memascend train`; killed once its log has so many steps."""
+def command(folder, name, **how):
+    """One `life` of `memascend train`."""
     words = [sys.executable, "-m", "memascend", "train", "--model", "model", "--data", "rows.jsonl", "--output", name,
              "--storage", f"{name}.store", "--device", "cpu", "--max_length", "32",
              "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4",
-             "--max_steps", str(STEPS), "--logging_steps", "1",
+             "--max_steps", STEPS, "--logging_steps", "1",
              "--learning_rate", "1e-3", "--disable_tqdm", "true", "--bf16", "false"]  # fmt: skip
-    log = folder / f"{name}.log"
-    own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub"), "PYTHONUNBUFFERED": "1"}
-    with log.open("ab") as file:
-        child = subprocess.Popen(words, cwd=folder, stdout=file, stderr=file, env=os.environ | own)
-    try:
-        while killed_after is not None and log.read_text().count("'loss'") < killed_after:
-            assert child.poll() is None, log.read_text()
-            time.sleep(0.01)
-        if killed_after is not None:
-            child.send_signal(signal.SIGKILL)
-        status = child.wait(200)
-    finally:
-        child.kill()
-    assert status == (0 if killed_after is None else -signal.SIGKILL), log.read_text()
+    return life(words, cwd=folder, HF_HOME=str(folder / "hub"), **how)
 
 
 LIMIT = 320 << 20
@@ -142,9 +128,8 @@ def test_a_killed_training_goes_on_and_its_model_loads(tmp_path, kind):
         quantize(tmp_path / "model", in_mxfp4, MXFP4)
     write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
     command(tmp_path, "whole")
-    command(tmp_path, "killed", killed_after=3)
-    command(tmp_path, "killed")
-    assert "goes on after step" in (tmp_path / "killed.log").read_text()
+    command(tmp_path, "killed", kill=("'loss'", 3), ends=-signal.SIGKILL)
+    assert "goes on after step" in command(tmp_path, "killed")
     one, other = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("whole", "killed")
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.lives import life
 from support.small_folder import make_model, write_rows
 
 from memascend.errors import ConfigError
@@ -24,6 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PYTHON = Path(sys.executable).parent
 TEXT = "What is it? It is a test of a small model and the answer to the question is yes or no"
 STEPS = 18
+FAILED = {*range(-64, 256)} - {0}
 LOGGED = re.compile(r"\{'loss': '(\S+)', 'grad_norm': '(\S+)', 'learning_rate': '(\S+)',.*?'epoch': '(\S+)'")
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,34 +57,12 @@ def example(folder, name, *replaced):
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def run(folder, command, *, kill_after=None, by=signal.SIGKILL, **environment):
-    """Start a program, and end all its processes after some lines of its log; returns what it logged by epoch."""
-    variables = {
-        "PATH": f"{PYTHON}:{os.environ['PATH']}",
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hub"),
-        **environment,
-    }
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    output, logged = "", {}
-    with process:
-        for line in process.stdout:
-            output += line
-            logged |= {found[3]: found[:3] for found in LOGGED.findall(line)}
-            if kill_after is not None and len(logged) == kill_after:
-                os.killpg(process.pid, by)
-    assert (process.returncode == 0) == (kill_after is None), output[-4000:]
-    return logged, output
+def run(folder, command, **how):
+    """One `life` of a program; what it logged by epoch, and its output."""
+    path = f"{PYTHON}:{os.environ['PATH']}"
+    how = {"ends": {0}, **how}
+    _, output = life(command, cwd=folder, PATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hub"), **how)
+    return {found[3]: found[:3] for found in LOGGED.findall(output)}, output
 
 
 def require_exact(folder, command, weights, **environment):
@@ -92,12 +72,15 @@ def require_exact(folder, command, weights, **environment):
     assert len(whole) == STEPS
     shutil.rmtree(folder / "trained")
     (folder / "run.store").unlink()
-    first, _ = run(folder, command, kill_after=5, **environment)
-    second, _ = run(folder, command, kill_after=4, by=signal.SIGINT, **environment)
-    rest, _ = run(folder, command, **environment)
+    logged, count = {}, 0
+    for lines, by in ((5, signal.SIGKILL), (4, signal.SIGINT), (None, None)):
+        kill = {} if lines is None else {"kill": ("{'loss'", lines), "by": by, "ends": FAILED}
+        more, _ = run(folder, command, **kill, **environment)
+        logged |= more
+        count += len(more)
     # The step at which it was ended may be logged again.
-    assert STEPS <= len(first) + len(second) + len(rest) <= STEPS + 2
-    assert first | second | rest == whole
+    assert STEPS <= count <= STEPS + 2
+    assert logged == whole
     assert digest(folder, weights) == expected
 
 

@@ -2,40 +2,34 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from clients import trained_ranks
 from safetensors.torch import load_file
 from support.bits import same_bits
-from support.launched import CONFIG
-from support.torchrun import environment
+from support.lives import life
+from support.torchrun import CONFIG, command
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-LAUNCH = ("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
+TORCHRUN = command()[1:]
+LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--config_file")
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
-    """Train in a folder; what was said. Two ranks, or one process where `start` is empty."""
+    """Train in a folder; its output. Two ranks, or one process where `start` is empty."""
     folder.mkdir(exist_ok=True)
-    words = [kind, folder / "run", folder, *kill]
-    module = [part for word in start[:1] for part in ("-m", word)]
-    ran = subprocess.run(
-        [sys.executable, *module, *start[1:], trained_ranks.__file__, *map(str, words)],
-        env=environment()
-        | {"TRAINED_OPTIONS": json.dumps(options), "HF_HOME": str(folder), "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
+    status, output = life(
+        [sys.executable, *start, trained_ranks.__file__, kind, folder / "run", folder, *kill],
+        ends=(0, 1),
+        TRAINED_OPTIONS=json.dumps(options),
+        HF_HOME=str(folder),
+        PYTHONWARNINGS="ignore",
     )
-    assert (ran.returncode != 0) == fails, ran.stdout[-6000:]
-    return ran.stdout
+    assert status == fails, output[-6000:]
+    return output
 
 
 def results(folder):

@@ -13,11 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import transformers
-from support.launched import as_if_on_gpus
+from support.torchrun import as_if_on_gpus
 from support.trained_program import made, rows
 
 __all__ = []

@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import datasets
 import peft
 import torch
@@ -18,9 +16,7 @@ import trl
 from clients.test_adapters import language_model
 from clients.test_preferences import pairs, tokenizer
 from clients.test_supervised import reward_model
-from support.trained_program import Log, digest_of, kill_while_created
-
-import memascend.trainer
+from support import trained_program
 
 SHARED = {
     "use_cpu": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
@@ -123,16 +119,5 @@ KINDS = {
 }
 
 
-def main(kind, store, log, moment=None, step=0):
-    torch.set_num_threads(1)
-    if moment == "creation":
-        kill_while_created()
-    trainer = KINDS[kind](f"{log}-out", Log(log, moment, step))
-    if not store.endswith("memory"):
-        memascend.trainer.offload(trainer, storage=store, device="cpu")
-    trainer.train()
-    print(digest_of(trainer.model))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    trained_program.main(*sys.argv[2:], make=KINDS[sys.argv[1]], device="cpu")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.bits import files
-from support.torchrun import Hosts, environment
+from support.lives import environment
+from support.torchrun import Hosts
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
@@ -25,7 +26,7 @@ AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
     from accelerate.state import PartialState
-    from support.launched import as_if_on_gpus
+    from support.torchrun import as_if_on_gpus
     as_if_on_gpus()
     begin = PartialState.__init__
     PartialState.__init__ = lambda self, cpu=False, **options: begin(self, cpu=True, **options)
@@ -81,10 +82,6 @@ def saved(hosts):
     return files(hosts.folder_of(0, "shared") / "checkpoint")
 
 
-def kill(hosts, host, rank):
-    os.kill(hosts.ranks(host)[rank], signal.SIGKILL)
-
-
 def begun_at(output):
     """The first step after a start."""
     return int(re.findall(r"begins at step (\d+)", output)[-1])
@@ -93,7 +90,7 @@ def begun_at(output):
 def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     running = start(hosts, "start")
     running[0].wait_for("step 7\n")
-    kill(hosts, 1, 3)
+    os.kill(hosts.ranks(1)[3], signal.SIGKILL)
     # torchrun ends the others of that host, which may come before they answer.
     assert re.search("RankError: (rank 2, )?rank 3 ", end(running, 1))
     assert begun_at(end(start(hosts, "fewer"))) >= 7
@@ -196,7 +193,7 @@ def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
     running = start(hosts, "restarts")
     for step, rank in ((3, 3), (9, 0)):
         running[0].wait_for(f"step {step}\n")
-        kill(hosts, rank // 2, rank)
+        os.kill(hosts.ranks(rank // 2)[rank], signal.SIGKILL)
     output = end(running)
     assert output.count("begins at step") == 3
     assert begun_at(output) >= 9

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.torchrun import torchrun
+from support.lives import life
+from support.torchrun import command
 
 import memascend
 
@@ -46,7 +47,8 @@ def test_ranks_are_one_process(tmp_path, backend, count):
     want = trained(tmp_path / "one")
     torch.use_deterministic_algorithms(False)
     (tmp_path / "ranks").mkdir()
-    output = torchrun(__file__, f"{tmp_path / 'ranks'}/", backend, count=count, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    start = command(__file__, f"{tmp_path / 'ranks'}/", backend, count=count)
+    output = life(start, CUBLAS_WORKSPACE_CONFIG=":4096:8")
     assert output.count(str(want)) == count, output
 
 

@@ -1,9 +1,25 @@
 """Tests what is read from divided weights between steps, and written through doors: the bits of FSDP2 in memory."""
 
+import os
+import signal
+import time
+
 import pytest
 import torch
-from support.bits import same_bits
-from support.rank_models import Odd, adamw, loss_of, shard, sharded
+from support.bits import files, same_bits
+from support.rank_models import (
+    Odd,
+    adamw,
+    backward,
+    loss_of,
+    model,
+    offloaded,
+    shard,
+    sharded,
+    step,
+    trainable,
+    whole,
+)
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -12,14 +28,15 @@ import memascend
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+# Of a step, on all ranks.
+MICRO_BATCHES = 2
 
 
 def made(folder, **options):
     """Odd, whose rows do not divide, divided; offloaded where there is a folder."""
-    torch.manual_seed(0)
-    trained = shard(Odd())
+    trained = shard(model(torch.float32, "odd"))
     # Its bits do not depend on where in a vector an element lies.
-    optimizer = torch.optim.SGD([one for one in trained.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(trainable(trained), lr=0.1, momentum=0.9)
     if options:
         trained, optimizer = memascend.offload(trained, optimizer, storage=folder, timeout=60.0, **options)
     return trained, optimizer
@@ -49,8 +66,8 @@ def write(optimizer, parameters, do):
         do([local(one) for one in parameters])
 
 
-def within(trained, do):
-    with memascend.materialized(trained, modify=True):
+def within(trained, do, *, modify=True):
+    with memascend.materialized(trained, modify=modify), torch.no_grad():
         do()
 
 
@@ -62,9 +79,9 @@ def replaced(trained, factor, *, alike=True):
             setattr(module, short, torch.nn.Parameter(values, one.requires_grad))
 
 
-def refused(trained, optimizer):
+def require_refusals(trained, optimizer):
     """What goes through no door is refused on each rank, and an edit that fails on one of them changes nothing."""
-    weight, before = trained[0].weight, [one.full_tensor() for one in trained.parameters()]
+    weight, before = trained[0].weight, whole(trained)
     rank = distributed.get_rank()
     with torch.no_grad():
         for change in (lambda: weight.mul_(2), lambda: weight.data.add_(1), weight.zero_):
@@ -92,21 +109,21 @@ def refused(trained, optimizer):
         within(trained, lambda: replaced(trained, 2.0, alike=rank == 0))
     trained[3].bias = own
     within(trained, lambda: replaced(trained, 1.0))
-    return all(map(same_bits, before, [one.full_tensor() for one in trained.parameters()]))
+    assert all(map(same_bits, before, whole(trained)))
 
 
 def refusals(folder):
     trained = sharded(torch.float32)
     trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/s", timeout=60.0)
     with optimizer:
-        same = refused(trained, optimizer)
-        loss_of(trained, 0, distributed.get_rank()).backward()
+        require_refusals(trained, optimizer)
+        backward(trained, 0)
         optimizer.step()
-        return same, optimizer.steps
+        assert optimizer.steps == 1
 
 
 def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(tmp_path):
-    assert on_ranks(2, refusals, tmp_path) == [(True, 1)] * 2
+    on_ranks(2, refusals, tmp_path)
 
 
 def loop(folder, options):
@@ -117,7 +134,7 @@ def loop(folder, options):
     weight, bias = named["narrow.2.weight"], named["narrow.2.bias"]
     ema = {name: one.detach().clone() for name, one in named.items()}
 
-    def step(index):
+    def turn(index):
         loss = loss_of(trained, index, rank)
         loss.backward()
         optimizer.step()
@@ -129,58 +146,53 @@ def loop(folder, options):
             for name, one in named.items():
                 ema[name].lerp_(one, 0.1)
 
-    step(0)
+    turn(0)
     write(optimizer, [weight, bias], lambda values: torch._foreach_mul_(values, 0.5))
     found.append(weight.detach().t().full_tensor())
-    step(1)
+    turn(1)
     write(optimizer, [bias], lambda values: values[0].add_(0.25))
-    step(2)
+    turn(2)
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
-    step(3)
+    turn(3)
     # As loops load their weights.
     full = others()
     set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
     found += get_model_state_dict(trained, options=FULL).values()
-    step(4)
+    turn(4)
     state = {name: one.clone() for name, one in trained.state_dict().items()}
-    step(5)
+    turn(5)
     trained.load_state_dict(state)
     if options:
         within(trained, lambda: replaced(trained, 0.5))
     else:
         torch._foreach_mul_([local(one.detach()) for one in trained.parameters()], 0.5)
-    step(6)
+    turn(6)
     # An evaluation with other weights, and back.
     own = {name: one.detach().clone() for name, one in named.items()}
     for given in (ema, own):
         write(optimizer, list(named.values()), lambda values, given=given: copied(values, given))
         with torch.no_grad():
             found.append(loss_of(trained, 7, rank))
-    step(7)
+    turn(7)
     write(optimizer, [weight], lambda values: values[0].fill_(0.5))
     if options:
         optimizer.close()
         trained, optimizer = made(folder, **{**options, "existing": "resume"})
-    found += [one.full_tensor() for one in trained.parameters()]
-    found += [one.full_tensor() for one in ema.values()]
+    found += [*whole(trained), *(one.full_tensor() for one in ema.values())]
     if options:
         optimizer.close()
     return found
 
 
 def loops(folder, cases):
-    return [loop(None, {}), *(loop(f"{folder}/{index}", options) for index, options in enumerate(cases))]
-
-
-def assert_same(tmp_path, count, cases):
-    for whole, *others in on_ranks(count, loops, tmp_path, cases):
-        for options, found in zip(cases, others, strict=True):
-            same = [same_bits(one, other) for one, other in zip(whole, found, strict=True)]
-            assert all(same), (options, [index for index, is_same in enumerate(same) if not is_same])
+    wanted = loop(None, {})
+    for index, options in enumerate(cases):
+        same = [same_bits(one, other) for one, other in zip(wanted, loop(f"{folder}/{index}", options), strict=True)]
+        assert all(same), (options, same)
 
 
 def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
-    assert_same(tmp_path, 2, [{"gradients": "auto"}])
+    on_ranks(2, loops, tmp_path, [{"gradients": "auto"}])
 
 
 @pytest.mark.slow
@@ -190,4 +202,84 @@ def test_they_are_in_every_mode(tmp_path, count):
     """Of four ranks one has no rows of some weights; the backend's order is that of the run in memory."""
     cases = [{"gradients": "ssd"}, {"gradients": "fused"}, {"gradients": "ram", "durability": "none"}]
     cases += [{"gradients": "ssd", "host_memory": "1GiB", "log_steps": 3}]
-    assert_same(tmp_path, count, [{**case, "reduction": "native"} for case in cases])
+    on_ranks(count, loops, tmp_path, [{**case, "reduction": "native"} for case in cases])
+
+
+# --- within materialized() ----------------------------------------------------------------------
+
+
+def begun(storage, **options):
+    return offloaded(f"{storage}/", of="odd", gradients="ssd", timeout=10.0, **options)
+
+
+def require_same(kept, weight):
+    """A view that was taken of a sharded weight reads its newest values."""
+    assert kept is None or torch.equal(kept.full_tensor(), weight.full_tensor())
+
+
+@torch.no_grad()
+def change(folder, name, **options):
+    """Change weights between two steps, in each way that torch has, and save the result."""
+    trained, optimizer = begun(f"{folder}/{name}", **options)
+    with optimizer:
+        with torch.enable_grad():
+            step(trained, optimizer, MICRO_BATCHES)
+        # Of one process it would be a copy, for which the commit below is refused.
+        kept = trained.embed.weight.detach() if distributed.is_initialized() else None
+        # It leaves parameters gathered, under fully_shard().
+        loss_of(trained, 0, 0)
+        with memascend.materialized(trained, modify=True):
+            named = dict(trained.named_parameters())
+            # It is the head, too; the biases have the same bits.
+            named["embed.weight"].mul_(2)
+            named["narrow.2.bias"].mul_(1)
+            named["narrow.0.weight"].data.add_(0.25)
+            torch._foreach_mul_([named["frozen.weight"], named["frozen.bias"]], 0.5)
+            rows = getattr(named["narrow.2.weight"], "_local_tensor", named["narrow.2.weight"])
+            rows.detach().view(torch.int16).numpy()[...] ^= 1
+            require_same(kept, named["embed.weight"])
+            inside = loss_of(trained, 0, 0)
+            del rows, named
+        require_same(kept, trained.embed.weight)
+        assert loss_of(trained, 0, 0).item() == inside.item()
+        with memascend.materialized(trained):
+            assert loss_of(trained, 0, 0).item() == inside.item()
+        with torch.enable_grad():
+            step(trained, optimizer, MICRO_BATCHES)
+        optimizer.save(f"{folder}/{name}-saved")
+
+
+def changes_and_faults(folder):
+    """Rank 1 fails within the block and is named on rank 0; at last it is killed there."""
+    change(folder, "replicated", shards=False)
+    change(folder, "sharded")
+    rank = distributed.get_rank()
+    trained, optimizer = begun(f"{folder}/faults")
+    step(trained, optimizer, MICRO_BATCHES)
+    before = whole(trained)
+    for modify in (True, False):
+        with pytest.raises((ZeroDivisionError, memascend.RankError)) as met:
+            within(trained, lambda: (trained.embed.weight.zero_(), 1 // (1 - rank)), modify=modify)
+        assert rank or met.value.ranks == (1,)
+        assert all(map(torch.equal, before, whole(trained)))
+    loss_of(trained, 1, rank).backward()
+    with pytest.raises(memascend.UsageError, match="a step is staged"):
+        within(trained, list)
+    optimizer.step()
+    optimizer.zero_grad()
+    began = time.monotonic()
+    with pytest.raises(memascend.RankError) as met:
+        within(trained, lambda: trained.embed.weight.zero_() if rank == 0 else os.kill(os.getpid(), signal.SIGKILL))
+    optimizer.close()
+    return met.value.ranks == (1,), time.monotonic() - began < 15
+
+
+def test_weights_are_changed_within_materialized_on_all_ranks_or_on_none(tmp_path):
+    assert on_ranks(2, changes_and_faults, tmp_path, ends=(0, -signal.SIGKILL)) == [(True, True), None]
+    change(tmp_path, "one", shards=False)
+    saved = files(tmp_path / "one-saved")
+    for name in ("replicated", "sharded"):
+        assert files(tmp_path / f"{name}-saved") == saved
+    with memascend.engine.Store.open(tmp_path / "faults/rank-0-of-2/memascend.store") as store:
+        assert store.step == 2
+        assert store.read("embed.weight")[0].any()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 from itertools import cycle
@@ -17,6 +16,7 @@ import torch
 from support import chains
 from support.bits import same_states
 from support.chains import chain, everything, loss_of
+from support.lives import life
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -366,35 +366,13 @@ PROGRAM = """
 """
 
 
-@pytest.mark.timeout(300)
-def test_a_killed_process_resumes_at_its_last_step(tmp_path):
-    """Killed three times at any moment, and once with another budget: the bits are those of a run that was not."""
-    program = textwrap.dedent(PROGRAM).format(path=sys.path[:])
-    for after in (1, 5, 9):
-        with subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "s")], stdout=subprocess.PIPE, text=True
-        ) as training:
-            assert training.stdout is not None
-            for line in training.stdout:
-                if int(line) >= after:
-                    break
-            training.send_signal(signal.SIGKILL)
-    steps = 14
-    resumed = run(tmp_path / "s", steps=steps, host_memory="4MiB")
-    _, optimizer = offloaded(tmp_path / "s")
-    with optimizer:
-        assert optimizer.steps >= steps
-    whole = run(tmp_path / "ram", "ram", steps=optimizer.steps)
-    assert same_states(whole[0], resumed[0])
-
-
 def killed_after(folder, steps):
     """A store whose process was killed after so many steps; and the gradient of the first layer in the last one."""
     program = textwrap.dedent(PROGRAM).format(path=sys.path[:]).replace("40", str(steps))
     last = "torch.save(model[0].weight.grad.clone(), sys.argv[1] + '.grad')"
     program = program.replace("    optimizer.step()", f"    {last}\n    optimizer.step()")
     program += "\nos.kill(os.getpid(), 9)\n"
-    assert subprocess.run([sys.executable, "-c", program, str(folder)], check=False).returncode == -9
+    life([sys.executable, "-c", program, folder], ends=-signal.SIGKILL)
     return torch.load(f"{folder}.grad")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +21,7 @@ from parity.machine import Machine
 from parity.machine_calls import FUSE
 from parity.machine_twins import Plain, lives, opened, setups
 from parity.reference import threads_of_torch
+from support.lives import forked_life
 
 pytestmark = [
     # The stored options win over those that a process begins with; some parameters keep a format of their own.
@@ -96,31 +95,15 @@ def train(setup, model, optimizer):
 
 def live(setup, life, file, when):
     """A process that trains until it is killed, at a call of the engine or so many seconds later; whether it was."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            model, optimizer = opened(setup, life, file, existing="resume")
-            if isinstance(when, int):
-                FUSE.left, FUSE.at_commits, FUSE.kill = when, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
-            os.write(writing, b"x")
-            train(setup, model, optimizer)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    # It trains from here on; one that failed before that closes the pipe.
-    if os.read(reading, 1) and isinstance(when, float):
-        time.sleep(when)
-        # Nobody has waited for it, so that its number is still its own.
-        os.kill(pid, signal.SIGKILL)
-    os.close(reading)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
+
+    def do(begun):
+        model, optimizer = opened(setup, life, file, existing="resume")
+        if isinstance(when, int):
+            FUSE.left, FUSE.at_commits, FUSE.kill = when, False, lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        begun()
+        train(setup, model, optimizer)
+
+    return forked_life(do, when if isinstance(when, float) else None)
 
 
 @st.composite

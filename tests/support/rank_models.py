@@ -13,10 +13,10 @@ import memascend
 class Odd(nn.Module):
     """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, an embedding that is the head."""
 
-    def __init__(self):
+    def __init__(self, narrow=3):
         super().__init__()
         self.embed = nn.Embedding(33, 16)
-        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16))
+        self.narrow = nn.Sequential(nn.Linear(16, narrow), nn.GELU(), nn.Linear(narrow, 16))
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
         self.head = nn.Linear(16, 33, bias=False)
         self.head.weight = self.embed.weight
@@ -36,9 +36,10 @@ class Checkpointed(nn.Sequential):
 
 
 def model(dtype, kind="plain"):
+    """A model of a kind, or of a class."""
     torch.manual_seed(0)
-    if kind == "odd":
-        return Odd().to(dtype)
+    if kind == "odd" or isinstance(kind, type):
+        return (Odd if kind == "odd" else kind)().to(dtype)
     block = Checkpointed if kind == "checkpointed" else nn.Sequential
     blocks = [block(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)]
     return nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32)).to(dtype)
@@ -91,30 +92,50 @@ def said(call):
     return ""
 
 
-def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", mesh=None, **options):
-    """A run of a sharded model `of` a kind; its losses have to be divided by the micro-batches of all ranks."""
+def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", shards=True, mesh=None, **options):
+    """A run of a model `of` a kind; its losses have to be divided by the micro-batches of all ranks.
+
+    Without `shards` offload() shards it, if there are ranks.
+    """
     with torch.device("meta" if "checkpoint" in options else "cpu"):
         trained = model(dtype, of)
-    without_mean(shard(trained, mesh))
+    if shards:
+        shard(trained, mesh)
     options = {"storage": folder, "timeout": 60.0, **options}
-    return memascend.offload(trained, kind(trainable(trained), lr=1e-2), **options)
+    trained, optimizer = memascend.offload(trained, kind(trainable(trained), lr=1e-2), **options)
+    without_mean(trained)
+    return trained, optimizer
+
+
+def position():
+    """This rank, and the number of ranks; of one process 0 and 1."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def backward(trained, step, micros=None):
     """This rank's share of the micro-batches of a step; `micros` on all ranks, None: one on each."""
-    rank, count = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    rank, count = position()
     for micro in range(rank, micros or count, count):
         (loss_of(trained, step, micro) / (micros or count)).backward()
+
+
+def step(trained, optimizer, micros=None):
+    backward(trained, optimizer.steps, micros)
+    optimizer.user_state = {"step": optimizer.steps, "rank": position()[0]}
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(trained):
+    """The gathered values."""
+    return [getattr(one, "full_tensor", lambda one=one: one)().detach().clone() for one in trained.parameters()]
 
 
 def train(trained, optimizer, until, micros=None):
     """Train on to a step; the gathered values."""
     while optimizer.steps < until:
-        backward(trained, optimizer.steps, micros)
-        optimizer.user_state = {"step": optimizer.steps}
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.full_tensor().detach() for parameter in trained.parameters()]
+        step(trained, optimizer, micros)
+    return whole(trained)
 
 
 def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, steps=3):

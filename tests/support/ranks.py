@@ -16,11 +16,11 @@ import traceback
 from pathlib import Path
 
 import torch
+from support.lives import environment
 from support.loaded import Loaded, die_with_parent
 
 __all__ = ["on_ranks"]
 
-TESTS = Path(__file__).resolve().parents[1]
 # How long the others may still say something when a rank has failed.
 LAST_WORDS_SECONDS = 2.0
 PROGRAM = """
@@ -43,12 +43,12 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
         ends: how a rank may end: its exit status, or a signal as a negative number.
     """
     place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
-    place.mkdir()
+    place.mkdir(parents=True)
     source = sys.modules[function.__module__].__file__
     (place / "task").write_bytes(pickle.dumps((source, function.__name__, (str(folder), *arguments), count)))
     words = ""
     try:
-        done = _loaded().run(PROGRAM, str(place), env=_environment(), timeout=seconds)
+        done = _loaded().run(PROGRAM, str(place), env=environment(), timeout=seconds)
         words = done.out + done.err
     except AssertionError as error:
         words = str(error)
@@ -67,11 +67,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 @functools.cache
 def _loaded():
     """The process that has torch. It ends with this one."""
-    return Loaded(_environment(), ["torch.distributed.fsdp"], warnings=())
-
-
-def _environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    return Loaded(environment(), ["torch.distributed.fsdp"], warnings=())
 
 
 def _result(path):

@@ -7,51 +7,44 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
-__all__ = ["Hosts", "environment", "start", "torchrun"]
+from support.lives import Running
 
-TESTS = Path(__file__).resolve().parents[1]
-# For one run, also on a machine that does ten other things.
-SECONDS_MAX = 200
+__all__ = ["CONFIG", "Hosts", "as_if_on_gpus", "command"]
 
-
-def torchrun(*command, count=2, options=("--standalone",), status=0, **more):
-    """Run a script, or `-m` and a module, on so many ranks of this host; the output of all of them."""
-    running = start([*options, "--nproc-per-node", str(count)], command, more)
-    return finished(running, status)
-
-
-def start(options, command, more):
-    """A torchrun that is running, with its output in one pipe."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
-        env={**environment(), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+# As docs/hosts.md has it.
+CONFIG = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
 
 
-def finished(running, status=0):
-    """The output of a torchrun, which is killed with its ranks if it does not end."""
-    try:
-        output, _ = running.communicate(timeout=SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        # torchrun ends its ranks.
-        running.terminate()
-        output, _ = running.communicate(timeout=200)
-        raise AssertionError(f"no end within {SECONDS_MAX} s\n{output}") from None
-    assert running.returncode == status, f"status {running.returncode}\n{output}"
-    return output
+def command(*words, count=2, options=()):
+    """The command that starts a script, or `-m` and a module, on so many ranks of this host."""
+    start = ("-m", "torch.distributed.run", "--standalone", *options, "--nproc-per-node", count)
+    return [sys.executable, *start, *words]
 
 
-def environment():
-    """Of ranks that import what tests share."""
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+def as_if_on_gpus():
+    """Let accelerate shard on the CPU, in this process, what it shards on GPUs alone."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "1")
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    begin = PartialState.__init__
+
+    def begun(self, *values, **options):
+        begin(self, *values, **options)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = begun
 
 
 class Hosts(contextlib.ExitStack):
@@ -131,9 +124,8 @@ class Hosts(contextlib.ExitStack):
         command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
         # As a shell finds torchrun and python in an active environment.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        output = self.folder / f"output-{next(self._outputs)}"
-        running = Running(command, {**environment(), "PATH": path, **more}, output)
-        self.callback(running.end)
+        running = Running(command, self.folder / f"output-{next(self._outputs)}", **{"PATH": path, **more})
+        self.callback(running.kill)
         return running
 
     def ranks(self, host):
@@ -152,39 +144,6 @@ class Hosts(contextlib.ExitStack):
         for pid in ip("netns", "pids", self._namespace(host)).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-
-
-class Running:
-    """A command that is running, and its output so far."""
-
-    def __init__(self, command, variables, file):
-        self._file = file
-        with file.open("w") as output:
-            self._process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
-
-    def output(self):
-        """Of all of its processes."""
-        return self._file.read_text(errors="replace")
-
-    def wait_for(self, words):
-        """Wait until the output has these words."""
-        until = time.monotonic() + SECONDS_MAX
-        while words not in self.output():
-            assert time.monotonic() < until, f"no {words!r} within {SECONDS_MAX} s\n{self.output()}"
-            assert self._process.poll() is None, f"{words!r} is not in\n{self.output()}"
-            time.sleep(0.02)
-
-    def end(self):
-        """End it, if it is still running."""
-        self._process.kill()
-        self._process.wait()
-
-    def ended(self):
-        """The status and the output, at the end."""
-        try:
-            return self._process.wait(SECONDS_MAX), self.output()
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {SECONDS_MAX} s\n{self.output()}") from None
 
 
 def _address(host):

@@ -229,7 +229,7 @@ def logged(file):
     return {(line["step"], line["kind"]): line for line in lines}
 
 
-def main(store, log, moment=None, step=0):
+def main(store, log, moment=None, step=0, *, make=made, **offloads):
     torch.set_num_threads(1)
     if moment == "creation":
         kill_while_created()
@@ -240,9 +240,9 @@ def main(store, log, moment=None, step=0):
         callbacks, keep = [Habits()], ["losses", "counted"]
     if not options.get("use_cpu", True):
         torch.use_deterministic_algorithms(True)
-    trainer = made(f"{log}-out", *callbacks, Log(log, moment, step), **options)
+    trainer = make(f"{log}-out", *callbacks, Log(log, moment, step), **options)
     if store != "memory":
-        memascend.trainer.offload(trainer, storage=store, keep=keep)
+        memascend.trainer.offload(trainer, storage=store, keep=keep, **offloads)
     trainer.train()
     print(digest_of(trainer.model))
 
