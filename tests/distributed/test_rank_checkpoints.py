@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.hidden_folder import make_hidden
-from support.rank_models import Odd, loss_of, said, shard, without_mean
+from support import rank_models
+from support.bits import files
+from support.rank_models import Odd, adamw, backward, loss_of, shard, step, trainable, without_mean
+from support.rank_runs import make_hidden
 from support.ranks import on_ranks
 from support.stores import damage
 from torch import distributed, nn
@@ -33,25 +35,17 @@ class Wide(Odd):
 
 
 def model(dtype, device="cpu"):
-    torch.manual_seed(0)
     with torch.device(device):
-        return Wide().to(dtype)
+        return rank_models.model(dtype, Wide)
 
 
 def optimizer_of(trained, kind):
-    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
-    if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    if kind == "radam":
-        return torch.optim.RAdam(parameters, lr=1e-2)
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-def step_of(trained, optimizer, step, micros, parts):
-    for micro in micros:
-        (loss_of(trained, step, micro) / parts).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kinds = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "radam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
+        "adamw": adamw,
+    }
+    return kinds[kind](trainable(trained))
 
 
 def options_of(start, source):
@@ -69,24 +63,23 @@ def options_of(start, source):
 def train_and_save(folder, name, case, source, count):
     """Begin as the case says, train, and save; alone, or what is this rank's part of it."""
     dtype, kind, start, steps, state = case
-    rank, several = (distributed.get_rank(), True) if distributed.is_initialized() else (0, False)
+    several = distributed.is_initialized()
     trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
     # Where nobody divided a model, offload() does.
     if several and start != "weights":
         trained = shard(trained)
     torch.manual_seed(1)
+    options = {"state": state} if state != "stochastic" else {"rounding": state, "master_dtype": None, "seed": 3}
+    options |= {"gradients": "ssd", **options_of(start, source)}
     trained, optimizer = memascend.offload(
-        trained,
-        optimizer_of(trained, kind),
-        storage=f"{folder}/store-{name}",
-        gradients="ssd",
-        **({"state": state} if state != "stochastic" else {"rounding": state, "master_dtype": None, "seed": 3}),
-        **options_of(start, source),
+        trained, optimizer_of(trained, kind), storage=f"{folder}/store-{name}", **options
     )
     without_mean(trained)
-    for step in range(optimizer.steps, optimizer.steps + steps):
-        optimizer.user_state = {"position": step}
-        step_of(trained, optimizer, step, [rank] if several else range(count), count)
+    for number in range(optimizer.steps, optimizer.steps + steps):
+        backward(trained, number, count)
+        optimizer.user_state = {"position": number}
+        optimizer.step()
+        optimizer.zero_grad()
     optimizer.save(f"{folder}/{name}")
     # Twice is fine: the earlier one is replaced.
     optimizer.save(f"{folder}/{name}")
@@ -104,11 +97,7 @@ def train_all(folder, cases, source):
 
 def same_checkpoints(one, other):
     """Whether two checkpoints are the same bytes, but for which store they are of."""
-    files = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
-    assert files == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
-    for name in files:
-        if name != "memascend/manifest.json":
-            assert (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
+    assert files(one) == files(other), one
     manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
     for folder, manifest in zip((one, other), manifests, strict=True):
         Checkpoint(folder).verify()
@@ -126,82 +115,87 @@ def same_checkpoints(one, other):
     return bool(parts)
 
 
-def what_each_rank_kept(folder):
-    """A checkpoint of ranks that each have their own `user_state`, and what a new run of them finds there."""
-    rank = distributed.get_rank()
+def begun(folder, name, **options):
     trained = shard(model(torch.float32))
-    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/own")
+    return memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/{name}", **options)
+
+
+def require_own_states_and_sums(folder):
+    """A checkpoint of ranks that each have their own `user_state`, which a new run of them has, and its reports."""
+    rank = distributed.get_rank()
+    trained, optimizer = begun(folder, "own")
     optimizer.user_state = {"position": rank}
     optimizer.save(f"{folder}/own-states")
     optimizer.close()
-    trained = shard(model(torch.float32))
-    trained, optimizer = memascend.offload(
-        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/again", checkpoint=f"{folder}/own-states"
-    )
-    found = optimizer.user_state
-    before = optimizer.report().to_dict()
-    step_of(trained, optimizer, 0, [rank], 2)
+    trained, optimizer = begun(folder, "again", checkpoint=f"{folder}/own-states")
+    assert optimizer.user_state == {"position": rank}
+    assert "ranks" not in optimizer.report().to_dict()
+    step(trained, optimizer)
     own = optimizer.report()
-    step_of(trained, optimizer, 1, [rank], 2)
+    step(trained, optimizer)
     after = optimizer.report()
     optimizer.close()
+    assert rank or "This is one of 2 ranks" in str(after)
     moved = [sum(own.read.values()), sum(own.written.values()) - own.written["first values"]]
-    return found, "ranks" in before, moved, after.to_dict()["ranks"], str(after)
+    return moved, after.to_dict()["ranks"]
 
 
-def what_fails(folder):
-    """The words of every error of save(), and whether what was there stayed."""
-    found = {}
+def require_the_old_checkpoint(folder):
+    """Where save() fails on a rank, what was there stays, and nothing is left."""
     rank = distributed.get_rank()
-    trained = shard(model(torch.float32))
-    trained, optimizer = memascend.offload(
-        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run", gradients="ssd"
-    )
+    trained, optimizer = begun(folder, "run", gradients="ssd")
+
+    def refused(to, words, *kinds):
+        with pytest.raises(kinds[rank], match=words):
+            optimizer.save(f"{folder}/{to}")
 
     if rank == 0:
         (Path(folder) / "others").mkdir()
         (Path(folder) / "others" / "file").touch()
-    found["foreign"] = said(lambda: optimizer.save(f"{folder}/others"))
+    refused("others", "holds something else", memascend.ConfigError, memascend.RankError)
     loss_of(trained, 0, rank).backward()
-    found["staged"] = said(lambda: optimizer.save(f"{folder}/saved"))
+    refused("saved", "", memascend.UsageError, memascend.UsageError)
     optimizer.zero_grad()
     optimizer.save(f"{folder}/saved")
     before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
     own = os.pwrite
     if rank == 1:
         os.pwrite = full
-    found["full"] = said(lambda: optimizer.save(f"{folder}/saved"))
+    refused("saved", "No space left on device", memascend.RankError, memascend.StorageError)
     os.pwrite = own
     if rank == 1:
         (path,) = (Path(folder) / "run" / "rank-1-of-2").iterdir()
         damage(path, trained.embed.weight.detach().to_local().clone().numpy().tobytes())
     distributed.barrier()
-    found["damaged"] = said(lambda: optimizer.save(f"{folder}/saved"))
-    found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
+    refused("saved", "" if rank else "rank 1 refused", memascend.RankError, memascend.CorruptionError)
+    assert (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
     distributed.barrier()
-    found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".saved"))
+    assert not list(Path(folder).glob(".saved*"))
     optimizer.close()
-    return found
 
 
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def what_is_planned(folder):
-    """The plan of the first rank where there are ranks, and the one that is made without them."""
+def require_planned(folder):
+    """The plan of the first rank, which has the most rows, is the one that is made without ranks."""
     trained = model(torch.bfloat16)
     options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
     bare = model(torch.bfloat16, "meta")
     alone = planned(bare, optimizer_of(bare, "adamw"), Options(**options), distributed.get_world_size())
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
-    found = optimizer.plan.to_dict()
+    assert distributed.get_rank() or optimizer.plan.to_dict() == alone.plan.to_dict()
     optimizer.close()
-    return json.dumps(found), json.dumps(alone.plan.to_dict()), alone.network.total
+    # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
+    embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
+    assert alone.network.total == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
 
 
 def every(folder):
-    return what_fails(folder), what_each_rank_kept(folder), what_is_planned(folder)
+    require_the_old_checkpoint(folder)
+    require_planned(folder)
+    return require_own_states_and_sums(folder)
 
 
 def require_what_one_process_writes(tmp_path, count, cases):
@@ -230,31 +224,11 @@ def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
 
 
 def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
-    results = on_ranks(2, every, tmp_path)
-    for rank, (found, kept, (plan, alone, received)) in enumerate(results):
-        assert "holds something else" in found["foreign"]
-        assert found["foreign"].startswith("ConfigError" if rank == 0 else "RankError: the checkpoint was not written")
-        assert found["staged"].startswith("UsageError")
-        assert found["damaged"].startswith("CorruptionError" if rank == 1 else "RankError"), found["damaged"]
-        assert "rank 1 refused" in found["damaged"] or rank == 1
-        assert found["full"].startswith("StorageError" if rank == 1 else "RankError"), found["full"]
-        assert "No space left on device" in found["full"]
-        assert found["stays"]
-        assert found["left"] == []
-        state, too_soon, *_ = kept
-        assert state == {"position": rank}
-        assert not too_soon
-        # The first rank has the most rows.
-        assert (json.loads(plan) == json.loads(alone)) or rank
-        # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
-        embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
-        assert received == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
-    (*_, one, all_of_them, words), (*_, other, told, _) = (kept for _, kept, _ in results)
+    (one, all_of_them), (other, told) = on_ranks(2, every, tmp_path)
     assert told == all_of_them
     # What they had moved by the beginning of the second step().
     assert one[0] + other[0] <= told["read"] <= 2 * (one[0] + other[0])
     assert told["written"] >= one[1] + other[1] > 0
-    assert "This is one of 2 ranks" in words
     trained = model(torch.float32)
     alone = optimizer_of(trained, "sgd")
     with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):

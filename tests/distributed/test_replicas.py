@@ -1,15 +1,20 @@
-"""Tests meshes of replicas and shards (HSDP): bits, lost stores, other numbers."""
+"""Tests meshes of replicas and shards (HSDP): bits, lost stores, other numbers; no fault loses a committed step."""
 
+import os
+import random
 import shutil
 import signal
+import time
 
 import pytest
 import torch
 from support import rank_runs
-from support.bits import same_bits
-from support.rank_models import accumulated
+from support.rank_runs import filled, require_same
+from support.stores import damage
 
 import memascend
+from memascend import engine
+from memascend.distributed.reshard import file_of_rank
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,20 +23,6 @@ def lives(folder, replicas, shards, **options):
     """What each rank met; by default it takes two steps."""
     options = {"steps": 2, "replicas": replicas, "given": {"gradients": "ssd"}, **options}
     return rank_runs.lives(folder, replicas * shards, **options)
-
-
-def require_same(ranks, opened, steps, micro=4, **options):
-    """Each rank began at a step, took the others, and has the values of one process."""
-    *values, _ = accumulated(options.pop("dtype", torch.bfloat16), micro, steps=steps, **options)[1]
-    for rank in ranks:
-        assert (rank["opened"], rank["committed"], rank["error"]) == (opened, steps, None), rank
-        assert len(rank["values"]) == len(values)
-        assert all(map(same_bits, rank["values"], values))
-
-
-def filled(ranks):
-    """What each rank said of its store that was filled."""
-    return ["".join(words for words in rank["said"] if "had no store" in words) for rank in ranks]
 
 
 def stores(folder):
@@ -88,11 +79,22 @@ def test_a_store_is_not_of_the_run_before_all_of_it_was_verified(tmp_path):
     """A rank that is killed before that finds its store without a number, and fills it anew."""
     lives(tmp_path, 2, 2)
     shutil.rmtree(tmp_path / "run/rank-1-of-2")
-    assert lives(tmp_path, 2, 2, steps=3, faulty=1, fault=signal.SIGKILL, point="filled")[1] is None
+    assert lives(tmp_path, 2, 2, steps=3, fault=signal.SIGKILL, point="filled")[1] is None
     ranks = lives(tmp_path, 2, 2, steps=3)
     assert "rank 1 had no store: it was filled from that of rank 3" in filled(ranks)[1]
     require_same(ranks, 2, 3)
     assert [rank["state"]["rank"] for rank in ranks] == [0, 3, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_fill_takes_longer_than_ranks_wait_for_one_another(tmp_path):
+    lives(tmp_path, 2, 2)
+    shutil.rmtree(tmp_path / "run/rank-1-of-2")
+    began = time.monotonic()
+    ranks = lives(tmp_path, 2, 2, steps=3, timeout=4.0, fill_seconds=0.2)
+    assert time.monotonic() - began > 4.0
+    assert [bool(words) for words in filled(ranks)] == [False, True, False, False]
+    require_same(ranks, 2, 3)
 
 
 @pytest.mark.slow
@@ -152,3 +154,120 @@ def test_a_checkpoint_is_that_of_one_process_and_is_loaded_by_replicas(tmp_path)
     require_same(loaded, 2, 3)
     assert [rank["state"]["rank"] for rank in loaded] == [0, 1, 2, 3]
     require_same(lives(tmp_path, 1, 2, name="third", given=given), 2, 2)
+
+
+# --- random faults ----------------------------------------------------------------------------
+
+RANKS = 6
+TIMEOUT = 12.0
+# For an error to reach all ranks on a machine that does ten other things.
+LATE_SECONDS = 8.0
+RUNS = [((3, 2), {"gradients": "ssd", "max_grad_norm": 0.5}), ((2, 3), {"gradients": "ram"})]
+IN_A_STEP = ("begin", "between", "before staged", "after staged", "before written", "after written")
+OPENING = ("before groups", "in groups")
+# By kind, the fault of a rank and where it may come.
+FAULTS = {
+    "killed": (signal.SIGKILL, (*IN_A_STEP, *OPENING, "time")),
+    "stopped": (signal.SIGSTOP, (*IN_A_STEP, *OPENING)),
+    "raises": ("raise", ("begin", "between")),
+    "full": ("full", ("begin", "between")),
+    "killed while a store is filled": (signal.SIGKILL, ("filling", "filled")),
+}
+KINDS = [*FAULTS, "lost", "flipped"]
+
+
+class Drill:
+    """A run of replicas, its faults, and the last step that a rank reported to be committed."""
+
+    def __init__(self, folder, shape, given, dice):
+        self.folder, self.shape, self.given, self.dice = folder, shape, given, dice
+        self.done = 0
+        folder.mkdir()
+
+    def live(self, **options):
+        """A life that goes on where all ranks were."""
+        options = {
+            "steps": self.done + 2,
+            "timeout": TIMEOUT,
+            "replicas": self.shape[0],
+            "given": self.given,
+            **options,
+        }
+        ranks = lives(self.folder, *self.shape, **options)
+        told = [rank for rank in ranks if rank is not None]
+        assert all(rank["opened"] in (None, self.done, self.done + 1) for rank in told), (self.done, told)
+        self.done = max([self.done, *(rank["committed"] or 0 for rank in told)])
+        return ranks
+
+    def faulty(self, kind, victim):
+        """A life in which a rank has a fault, which the others name in time; the ranks whose stores are lost."""
+        lost = {self.lose(victim)} if "filled" in kind else set()
+        fault, points = FAULTS[kind]
+        point = self.dice.choice(points)
+        at = self.dice.uniform(0, 2) if point == "time" else self.done + self.dice.randint(1, 2)
+        self.require_named(self.live(faulty=(victim,), fault=fault, point=point, at=at), victim)
+        return lost
+
+    def flipped(self, victim):
+        """A bit of a store is another one, which each life says; without that store, all is well."""
+        with engine.Store.open(self.store(victim)) as store:
+            names = [one["name"] for one in store.each_record() if one["shape"][0]]
+            content = bytes(store.read(self.dice.choice(names))[0].view(torch.uint8).flatten().tolist())
+        damage(self.store(victim), content)
+        for _ in range(2):
+            ranks = self.live()
+            assert ranks[victim]["error"].startswith("CorruptionError"), ranks[victim]
+            self.require_named(ranks, victim)
+        return {self.lose(victim)}
+
+    def require_named(self, ranks, victim):
+        for number, rank in enumerate(ranks):
+            # The fault may come after all, or never.
+            if number != victim and rank["error"]:
+                assert rank["error"].startswith(("RankError", "ConfigError")), rank
+                assert set(rank["ranks"]) <= {victim}, rank
+                assert f"rank {victim}" in rank["error"], rank
+                assert rank["seconds"] < TIMEOUT + LATE_SECONDS, rank
+
+    def store(self, rank):
+        return file_of_rank(str(self.folder / "run"), rank, self.shape[1])
+
+    def lose(self, rank):
+        self.store(rank).unlink()
+        return rank
+
+    def whole(self, lost):
+        """A life in which these ranks' stores are filled, with the bits of one process."""
+        ranks = self.live()
+        assert {number for number, words in enumerate(filled(ranks)) if words} == lost
+        require_same(ranks, ranks[0]["opened"], self.done, RANKS, max_grad_norm=self.given.get("max_grad_norm"))
+
+
+def drill(folder, seed, kinds):
+    dice = random.Random(seed)
+    runs = [Drill(folder / str(number), *run, dice) for number, run in enumerate(RUNS)]
+    for run in runs:
+        run.whole(set())
+    for number, kind in enumerate(kinds):
+        run, victim = runs[number % len(runs)], dice.randrange(RANKS)
+        print(f"seed {seed}, {number}: {kind}, rank {victim} of {run.shape}, step {run.done}", flush=True)
+        if kind in FAULTS:
+            run.whole(run.faulty(kind, victim))
+        elif kind == "flipped":
+            run.whole(run.flipped(victim))
+        else:
+            # Of a host that has two of the ranks.
+            run.whole({run.lose(rank) for rank in (victim, victim ^ 1)})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_fault_of_each_kind(tmp_path):
+    drill(tmp_path, 1, KINDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_forty_random_faults(tmp_path):
+    seed = int(os.environ.get("MEMASCEND_SEED", time.time()))
+    drill(tmp_path, seed, random.Random(seed).choices(KINDS, k=40))

@@ -1,38 +1,48 @@
 """Trains on several ranks, with a fault on one of them, and returns what each rank met."""
 
+import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import os
+import resource
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
 import torch
-from support.rank_models import loss_of, offloaded
+from support.bits import same_bits
+from support.rank_models import accumulated, loss_of, offloaded, whole
 from support.ranks import on_ranks
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from memascend.checkpoint.shares import TensorFiles
 from memascend.distributed.control_plane import Agreement
-from memascend.distributed.groups import Meeting
+from memascend.distributed.groups import Line, Meeting
 from memascend.distributed.replicas import Refill
 from memascend.errors import MemascendError
 
-__all__ = ["lives"]
+__all__ = ["filled", "lives", "make_hidden", "require_same"]
+
+CLONE_NEWNS = 0x20000
 
 DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # The rank that has the fault, the signal that ends or stops it, or "raise" or "hang"; the step and where in it.
-    "faulty": 1,
+    # The ranks that have the fault: a signal that ends or stops them, "raise", "hang", or "full", that of a drive; the
+    # step and where in it, or so many seconds after the life began ("time").
+    "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
     # Micro-batches of a step on all ranks; None: one on each.
     "micro": None,
-    # Where all ranks save at the end.
+    # Where all ranks save at the end; within "hidden" the first rank alone can write, and the others send their rows.
     "save": None,
     # More options of `offload()`.
     "given": {},
@@ -43,7 +53,23 @@ DEFAULTS = {
     "kind": "plain",
     # A rank with another learning rate in the last step.
     "other": None,
+    # Seconds that each message takes by which a store is filled.
+    "fill_seconds": 0,
 }
+
+
+def make_hidden(folder):
+    """Make a folder `hidden` that the first rank alone sees; others have an empty one there. Needs root."""
+    path = Path(folder, "hidden")
+    path.mkdir(parents=True, exist_ok=True)
+    distributed.barrier()
+    if distributed.get_rank():
+        # Of this thread, and of the commands that it starts.
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", os.fspath(path)], check=True)
+    distributed.barrier()
 
 
 def lives(tmp_path, world, name="run", **options):
@@ -51,12 +77,27 @@ def lives(tmp_path, world, name="run", **options):
     return on_ranks(world, life, tmp_path, name, options, ends=(0, -signal.SIGKILL))
 
 
+def require_same(ranks, opened, steps, micro=4, **options):
+    """Each rank began at a step, took the others, and has the values of one process."""
+    *values, _ = accumulated(options.pop("dtype", torch.bfloat16), micro, steps=steps, **options)[1]
+    for rank in ranks:
+        assert (rank["opened"], rank["committed"], rank["error"]) == (opened, steps, None), rank
+        assert len(rank["values"]) == len(values)
+        assert all(map(same_bits, rank["values"], values))
+
+
+def filled(ranks):
+    """What each rank said of its store that was filled."""
+    return ["".join(words for words in rank["said"] if "had no store" in words) for rank in ranks]
+
+
 def life(folder, name, options):
     """One life of a run: where it began and what it had after each step, and the error that ended it."""
     options = {**DEFAULTS, "folder": folder, **options}
     rank, count = distributed.get_rank(), distributed.get_world_size()
-    if rank == options["faulty"]:
-        _watch(options)
+    _watch(options)
+    if (options["save"] or "").startswith("hidden"):
+        make_hidden(f"{folder}/{name}")
     distributed.barrier()
     told = {"opened": None, "committed": None, "error": None, "ranks": [], "digests": {}, "values": [], "said": []}
     handler = logging.Handler()
@@ -87,13 +128,13 @@ def life(folder, name, options):
             told["committed"] = step
             told["digests"][step] = _digest(trained, optimizer)
         if mesh is not None:
-            told["values"] = [one.full_tensor().detach().clone() for one in trained.parameters()]
+            told["values"] = whole(trained)
             told["norm"] = optimizer.grad_norm
         if options["save"] is not None:
             optimizer.save(f"{folder}/{name}/{options['save']}")
         _fault(options, options["at"], "close")
         optimizer.close()
-    except (MemascendError, ValueError) as error:
+    except (MemascendError, OSError, ValueError) as error:
         Path(folder, f"failed-{rank}").touch()
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
@@ -124,11 +165,16 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Have the fault happen before or after the ranks agree, look for each other, or have done so and begin to meet.
+    """Have the fault happen at a moment of the clock, or of what ranks do together.
 
-    Or once a rank's store is filled from a replica's, before it is verified.
+    These are before and after they agree, and look for each other; while a rank's store is filled from a replica's,
+    and before it is verified; and in the midst of a save.
     """
-    ask, all_at, end = Agreement._ask, Meeting._all_at, Refill._end
+    if options["point"] == "time" and distributed.get_rank() in options["faulty"]:
+        timer = threading.Timer(options["at"], _meet, [options])
+        timer.daemon = True
+        timer.start()
+    ask, all_at, end, send = Agreement._ask, Meeting._all_at, Refill._end, Refill._meet
 
     def asked(self, phase, number, remedy):
         # The first commit made the store.
@@ -146,14 +192,35 @@ def _watch(options):
         _fault(options, options["at"], "filled")
         end(*given)
 
-    Agreement._ask, Meeting._all_at, Refill._end = asked, looked, filled
+    def sent(*given):
+        time.sleep(options["fill_seconds"])
+        _fault(options, options["at"], "filling")
+        send(*given)
+
+    def saves(own, calls):
+        def saved(*given):
+            if next(calls) == 3:
+                _fault(options, options["at"], "saving")
+            return own(*given)
+
+        return saved
+
+    Agreement._ask, Meeting._all_at, Refill._end, Refill._meet = asked, looked, filled, sent
+    TensorFiles.put, Line.send = saves(TensorFiles.put, itertools.count(1)), saves(Line.send, itertools.count(1))
 
 
 def _fault(options, step, point):
-    if distributed.get_rank() != options["faulty"] or (step, point) != (options["at"], options["point"]):
-        return
+    if distributed.get_rank() in options["faulty"] and (step, point) == (options["at"], options["point"]):
+        _meet(options)
+
+
+def _meet(options):
     if isinstance(options["fault"], int):
         os.kill(os.getpid(), options["fault"])
+        return
+    if options["fault"] == "full":
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))
         return
     others = distributed.get_world_size() - 1
     while options["fault"] == "hang" and len(list(Path(options["folder"]).glob("failed-*"))) < others:
