@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import Odd, loss_of, said, shard
+from support.rank_models import backward, loss_of, model, shard, whole, without_mean
 from support.ranks import on_ranks
 from torch import distributed
 
@@ -15,90 +15,73 @@ STEPS = 6
 MICRO_BATCHES = 2
 
 
-def groups_of(model):
-    """Biases, of which a rank has no rows, and the rest."""
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    biases = [one for name, one in trained if name.endswith("bias")]
-    rest = [one for name, one in trained if not name.endswith("bias")]
-    return [{"params": rest, "lr": 1e-2}, {"params": biases, "lr": 1e-3, "weight_decay": 0.0}]
-
-
-def made(*, ranks):
-    torch.manual_seed(0)
-    model = Odd()
-    if ranks:
-        shard(model)
-    return model, torch.optim.AdamW(groups_of(model), fused=True)
+def begun(storage, *, swapped=False, **options):
+    """A run with two groups: biases, of which a rank has no rows, and the rest."""
+    trained = model(torch.float32, "odd")
+    if distributed.is_initialized():
+        shard(trained)
+    groups = [{"params": [], "lr": 1e-2}, {"params": [], "lr": 1e-3, "weight_decay": 0.0}]
+    for name, one in trained.named_parameters():
+        if one.requires_grad:
+            groups[name.endswith("bias") != swapped]["params"].append(one)
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    trained, optimizer = memascend.offload(trained, optimizer, storage=storage, timeout=20, **options)
+    without_mean(trained)
+    return trained, optimizer
 
 
 def scheduler_of(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, [2e-2, 1e-3], total_steps=STEPS)
 
 
-def train(folder, until, *, ranks):
+def train(folder, until):
     """Resumes, and trains to a step; the rates of each step, and all values at the end."""
-    model, optimizer = made(ranks=ranks)
-    model, optimizer = memascend.offload(model, optimizer, storage=folder, existing="resume", gradients="ssd")
-    scheduler = scheduler_of(optimizer)
-    optimizer.schedule(scheduler)
-    rank, count = (distributed.get_rank(), distributed.get_world_size()) if ranks else (0, 1)
+    trained, optimizer = begun(f"{folder}/runs/", existing="resume", gradients="ssd")
+    optimizer.schedule(scheduler_of(optimizer))
     rates = []
     with optimizer:
         for step in range(optimizer.steps, until):
-            for micro in range(rank, MICRO_BATCHES, count):
-                (loss_of(model, step, micro) * (count / MICRO_BATCHES)).backward()
+            backward(trained, step, MICRO_BATCHES)
             rates.append([group["lr"] for group in optimizer.param_groups])
             optimizer.step()
             optimizer.zero_grad()
-        if ranks:
-            values = [one.full_tensor().clone() for one in model.parameters()]
-        else:
-            values = [value.clone() for value in model.state_dict().values()]
-    return rates, values
+        return rates, whole(trained)
 
 
-def of_ranks(folder, until):
-    return train(f"{folder}/runs/", until, ranks=True)
-
-
-def refused(folder):
-    """What a rank is told that swaps groups, has another scheduler, or advances it itself."""
-    model, _ = made(ranks=True)
-    one, other = groups_of(model)
-    swapped = torch.optim.AdamW([{**one, "params": other["params"]}, {**other, "params": one["params"]}], fused=True)
-    found = [said(lambda: memascend.offload(model, swapped, storage=f"{folder}/runs/", existing="resume"))]
-    model, optimizer = made(ranks=True)
-    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/runs/", existing="resume")
+def require_refusals(folder):
+    """A rank is told that swaps groups, has another scheduler, or advances it itself."""
+    with pytest.raises(memascend.ConfigError, match="was in group"):
+        begun(f"{folder}/runs/", swapped=True, existing="resume")
+    trained, optimizer = begun(f"{folder}/runs/", existing="resume")
     with optimizer:
-        found.append(said(lambda: optimizer.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2))))
+        with pytest.raises(memascend.MemascendError, match="scheduled by OneCycleLR, not StepLR"):
+            optimizer.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2))
         scheduler = scheduler_of(optimizer)
         optimizer.schedule(scheduler)
         scheduler.step()
-        loss_of(model, 0, 0).backward()
-        found.append(said(optimizer.step))
-    return found
+        loss_of(trained, 0, 0).backward()
+        with pytest.raises(memascend.UsageError, match=r"delete the line scheduler\.step\(\)"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("then", [1, 2])
 def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_path, then):
-    whole = train(tmp_path / "whole", STEPS, ranks=False)
-    rates = on_ranks(2, of_ranks, tmp_path, 3)[0][0]
-    for words in on_ranks(2, refused, tmp_path) if then == 2 else ():
-        assert "was in group" in words[0]
-        assert "scheduled by OneCycleLR, not StepLR" in words[1]
-        assert "delete the line scheduler.step()" in words[2]
-    more, values = on_ranks(then, of_ranks, tmp_path, STEPS)[0]
-    assert rates + more == whole[0]
-    assert all(map(same_bits, values, whole[1]))
+    (tmp_path / "whole").mkdir()
+    wanted, values = train(tmp_path / "whole", STEPS)
+    rates = on_ranks(2, train, tmp_path, 3)[0][0]
+    if then == 2:
+        on_ranks(2, require_refusals, tmp_path)
+    more, found = on_ranks(then, train, tmp_path, STEPS)[0]
+    assert rates + more == wanted
+    assert all(map(same_bits, found, values))
 
 
 def changes_a_rate_at_the_end(folder):
     """The rate that a store has whose run changed it after its last step, on one rank alone."""
-    model, optimizer = made(ranks=True)
-    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/changed/", timeout=20)
+    trained, optimizer = begun(f"{folder}/changed/")
     rank = distributed.get_rank()
     with optimizer:
-        loss_of(model, 0, rank).backward()
+        loss_of(trained, 0, rank).backward()
         optimizer.step()
         if rank == 0:
             optimizer.param_groups[1]["lr"] = 0.5

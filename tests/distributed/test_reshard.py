@@ -6,30 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import rank_models
 from support.bits import same_bits
-from support.rank_models import Odd, said, without_mean
+from support.forked_child import in_child
+from support.rank_models import Odd, offloaded, said
 from support.ranks import on_ranks
+from support.stores import filled
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.reshard import Earlier, EarlierValues, find_earlier
 from memascend.distributed.rows import Layout
+from memascend.engine import Record, Store
 
 MICRO_BATCHES = 12
 LEFT_OPEN = []
-UNFILLED = """
-import os, sys, torch
-from memascend.engine import Engine, Record, Store
-records = [Record(name="w", values=torch.zeros(3), state={})]
-for path in sys.argv[1:]:
-    with Store.create(path, records) as store, Engine(store) as filling:
-        filling.fill("w", torch.zeros(3))
-        filling.finish()
-        path == sys.argv[1] or os._exit(0)
-        filling.commit(0)
-"""
 LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 
 
@@ -45,55 +37,32 @@ class Counted(Odd):
         return super().forward(tokens)
 
 
-class Blocks(nn.Module):
+class Blocks(nn.Sequential):
     """Rows that two, three and four ranks divide into whole blocks of 256 elements."""
 
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(96, 32)
-        self.narrow = nn.Linear(32, 96, bias=False)
-        self.frozen = nn.Linear(96, 96, bias=False)
-        self.head = nn.Linear(96, 96, bias=False)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.frozen(torch.tanh(self.narrow(self.embed(tokens))))))
+        square = [nn.Linear(96, 96, bias=False) for _ in range(2)]
+        super().__init__(
+            nn.Embedding(96, 32), nn.Linear(32, 96, bias=False), nn.Tanh(), square[0], nn.Tanh(), square[1]
+        )
 
 
-def offloaded(folder, plain, dtype="bfloat16", **options):
-    torch.manual_seed(0)
-    kind = Blocks if options.get("state") == "8bit" else Counted
-    model = kind().to(getattr(torch, dtype))
-    if not plain:
-        for module in (model.narrow, model.frozen, model):
-            fully_shard(module)
-        without_mean(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kind = options.pop("kind", "AdamW")
-    if kind == "several":
-        optimizer = [torch.optim.SGD(trained[::2], lr=1e-2, momentum=0.9), torch.optim.AdamW(trained[1::2], lr=1e-2)]
-    else:
-        optimizer = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[kind](trained, lr=1e-2)
-    options = {"existing": "resume", "gradients": "ssd", "timeout": 60.0, **options}
-    return memascend.offload(model, optimizer, storage=folder, **options)
+def several(trained, lr):
+    return [torch.optim.SGD(trained[::2], lr=lr, momentum=0.9), torch.optim.AdamW(trained[1::2], lr=lr)]
 
 
 def train(folder, name, until, plain, options):
     """Go on to a step: from which one, all values then, and which stores there are."""
     folder = Path(folder, name)
     folder.mkdir(exist_ok=True)
-    model, optimizer = offloaded(folder, plain, **options)
-    rank, count = distributed.get_rank(), distributed.get_world_size()
+    options = {"existing": "resume", "gradients": "ssd", **options}
+    kinds = {"several": several, "RMSprop": torch.optim.RMSprop, "AdamW": torch.optim.AdamW}
+    options["kind"] = kinds[options.get("kind", "AdamW")]
+    options["dtype"] = getattr(torch, options.get("dtype", "bfloat16"))
+    kind = Blocks if options.get("state") == "8bit" else Counted
+    model, optimizer = offloaded(folder, of=kind, shards=not plain, **options)
     began, user_state = optimizer.steps, optimizer.user_state
-    while optimizer.steps < until:
-        for micro in range(rank, MICRO_BATCHES, count):
-            generator = torch.Generator().manual_seed(1000 * optimizer.steps + micro)
-            tokens = torch.randint(0, 33, (2, 6), generator=generator)
-            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-            (loss / MICRO_BATCHES).backward()
-        optimizer.user_state = {"rank": rank, "step": optimizer.steps}
-        optimizer.step()
-        optimizer.zero_grad()
-    values = [(one if plain else one.full_tensor()).detach().clone() for one in model.parameters()]
+    values = rank_models.train(model, optimizer, until, MICRO_BATCHES)
     if "log_steps" in options:
         # As where it is killed: what is held is in the log alone.
         LEFT_OPEN.append(optimizer)
@@ -230,14 +199,15 @@ def refused(folder, name, until, plain, options):
     return error, there(Path(folder, name))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path, loaded):
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    records = [Record(name="w", values=torch.zeros(3), state={})]
     for path in paths:
         path.parent.mkdir()
-    loaded(UNFILLED, *paths)
-    # One of them has a commit.
+    filled(paths[0], records).close()
+    # As a process leaves it that is killed before its first commit.
+    in_child(lambda: LEFT_OPEN.append(Store.create(paths[1], records)))
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
     assert find_earlier(str(tmp_path), "replace", Alone(), Layout(0, 1, 1)) is None
@@ -315,9 +285,14 @@ def gone_over(tmp_path, counts, last):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("last", [1, 2, 3, 4])
-@pytest.mark.parametrize("point", ["root", "none", "half"])
-@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "point", "last"),
+    [
+        ((4, 2), "root", 1), ((2, 4), "root", 2), ((1, 2, 3), "root", 3), ((4, 2), "none", 4), ((2, 4), "none", 1),
+        ((1, 2, 3), "none", 2), ((4, 2), "half", 3), ((2, 4), "half", 4), ((1, 2, 3), "half", 1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
     gone_over(tmp_path, [(count, point) for count in counts], last)
 
