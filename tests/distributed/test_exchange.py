@@ -1,15 +1,15 @@
 """Tests the words by which ranks agree, and the details that follow where they do not."""
 
-import ast
 import time
 from types import SimpleNamespace
 
 import pytest
+from support.rank_models import position
 from support.ranks import on_ranks
 from torch import distributed
 
 from memascend.distributed import control_plane
-from memascend.distributed.control_plane import Agreement, Exchange, Message, Word
+from memascend.distributed.control_plane import Agreement, Exchange
 from memascend.distributed.rows import Layout
 from memascend.errors import RankError
 
@@ -17,108 +17,67 @@ TIMEOUT = 8.0
 
 
 def agrees(_):
-    """What ranks hear of each other, and how many messages each takes."""
-    exchange, sent, found = Exchange(TIMEOUT), [], []
-    send, rank = distributed.isend, distributed.get_rank()
-    distributed.isend = lambda tensor, *given, **named: (sent.append(tensor.nbytes), send(tensor, *given, **named))[1]
-
-    def count(do):
-        sent.clear()
-        found.append((do(), len(sent)))
-
-    count(lambda: exchange.tell("the same", ["one", None, 1.5]))
-    sums = exchange.add([rank, 1 << 700])
-    more = exchange.add([-1])
-    count(lambda: exchange.tell("the same", None) and [*sums, *more])
-    count(lambda: exchange.tell("others", rank))
-    # Sums that no word has room for.
-    sums = exchange.add([rank, 1 << 7000])
-    count(lambda: exchange.tell("the same", None) and [*sums])
+    """Ranks hear of each other, and have exact sums, also where these are too long for a word, or become so."""
+    exchange, (rank, count) = Exchange(TIMEOUT), position()
+    assert exchange.tell("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
+    # The first ones are in a word, the second ones grow beyond it as they are added up.
+    for number in (1 << 700, 6 * 10**458, 1 << 7000):
+        sums, more = exchange.add([rank, number]), exchange.add([-1])
+        exchange.tell("the same", None)
+        assert (sums, more) == ([sum(range(count)), count * number], [-count])
+    assert exchange.tell("others", rank) == [*range(count)]
     exchange.close()
-    return repr(found)
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_ranks_that_agree_send_one_word_up_and_down_a_tree(tmp_path, count):
-    found = [ast.literal_eval(each) for each in on_ranks(count, agrees, tmp_path)]
-    ranks = range(count)
-    said = [["one", None, 1.5]] * count, [sum(ranks), count << 700, -count], [*ranks], [sum(ranks), count << 7000]
-    for each in found:
-        assert [one for one, _ in each] == [*said]
-    words, details = 2 * (count - 1), count * (count - 1)
-    sends = [sum(each[at][1] for each in found) for at in range(4)]
-    assert sends == [words, words, words + details, words + 2 * details]
-
-
-def test_a_word_has_one_size_whatever_ranks_say():
-    one, other = (Word.of(Message(1, "said", "x", None, [(1 << 1500) + more])) for more in (0, 1))
-    assert one.to_tensor().numel() == Word(2, 0, "", []).to_tensor().numel() == control_plane._WORD_BYTES
-    assert one.and_of(other).state == 0
-    assert Word.of(Message(1, "said", "x", None, [1 << 1600])).state == 1
-    # In it is space for two digits more.
-    grown = Word.of(Message(1, "said", "x", None, [10**463]))
-    assert grown.state == 0
-    for _ in range(12):
-        grown = grown.and_of(grown)
-    assert (grown.state, grown.sums) == (1, [])
+def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
+    on_ranks(count, agrees, tmp_path)
 
 
 def waits(_, hangs):
-    """Whom ranks name where one does not come, though they wait for others, and came at other times."""
+    """Rank 3 is named where it does not come, though ranks wait for others, and came at other times."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     began = time.monotonic()
-    if rank == 3:
-        # Where it was only slow, all hear of each other in the end, and give up nevertheless.
-        time.sleep(TIMEOUT * (2.5 if hangs else 0.83))
-        if hangs:
-            return None
-    else:
-        # Rank 0 has waited for half of the time when rank 6 comes.
-        time.sleep(TIMEOUT * rank / 12)
-    try:
+    # Rank 0 has waited for half of the time when rank 6 comes. Where rank 3 was only slow, all hear of each other in
+    # the end, and give up nevertheless.
+    time.sleep(TIMEOUT * ((2.5 if hangs else 0.83) if rank == 3 else rank / 12))
+    if rank == 3 and hangs:
+        return
+    with pytest.raises(RankError) as raised:
         exchange.tell("a step", None)
-    except RankError as error:
-        return list(error.ranks), str(error), time.monotonic() - began
-    return None
+    assert raised.value.ranks == (3,), raised.value
+    assert time.monotonic() - began < TIMEOUT * (1 + rank / 12) + 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(tmp_path, hangs):
-    found = on_ranks(7, waits, tmp_path, hangs)
-    for rank, each in enumerate(found):
-        if rank == 3 and hangs:
-            continue
-        ranks, words, seconds = each
-        assert ranks == [3], words
-        assert seconds < TIMEOUT * (1 + rank / 12) + 2, words
+    on_ranks(7, waits, tmp_path, hangs)
 
 
-def stages(_, digests):
-    """What ranks meet where they stage rows that others stage, too."""
+def stages(_, digests, apart):
+    """Ranks stage rows that others stage, too; those that computed other values are named on all."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
     agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))
     try:
-        agreement.commit(lambda _, agree: agree() or 1)
-    except RankError as error:
-        return list(error.ranks), str(error)
+        if apart:
+            with pytest.raises(RankError, match="computed other values") as raised:
+                agreement.commit(lambda _, agree: agree() or 1)
+            assert raised.value.ranks == apart
+        else:
+            agreement.commit(lambda _, agree: agree() or 1)
+            assert agreement.number == 1
     finally:
         # Otherwise this process may be gone before its last word has left.
         exchange.close()
-    return agreement.number
 
 
 @pytest.mark.parametrize(
-    ("digests", "apart"), [([1, 2, 1, 2, 1, 2], None), ([1, 1, 2, 1, 1, 1], [2]), ([1, 2, 2, 1, 1, 2], [2, 3])]
+    ("digests", "apart"), [([1, 2, 1, 2, 1, 2], ()), ([1, 1, 2, 1, 1, 1], (2,)), ([1, 2, 2, 1, 1, 2], (2, 3))]
 )
 def test_replicas_that_stage_other_values_end_a_step_on_all(tmp_path, digests, apart):
-    for found in on_ranks(6, stages, tmp_path, digests):
-        if apart is None:
-            assert found == 1
-        else:
-            assert found[0] == apart, found
-            assert "computed other values" in found[1]
+    on_ranks(6, stages, tmp_path, digests, apart)
 
 
 @pytest.mark.parametrize("arrived", [True, False])

@@ -14,23 +14,11 @@ def store(count, *numbers):
     return {"there": True, "filled": bool(commits), "commits": commits, "damage": None, "error": None}
 
 
-@pytest.mark.parametrize(
-    ("each", "newest"), [([(3, 2), (3, 2)], 3), ([(3, 2), (2, 1)], 2), ([(3, 2), (4, 3), (3, 2)], 3)]
-)
-def test_the_newest_that_all_have(each, newest):
-    assert common_of([store(2, *numbers) for numbers in each]) == (newest, newest.to_bytes(16))
-
-
 @pytest.mark.parametrize("last", [(3, 2), (4, 3), (9,)])
 @pytest.mark.parametrize("count", [1, 3])
 def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last, count):
     with pytest.raises(ConfigError, match=f"several runs.*rank {count}: is of run 44444444"):
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
-
-
-def test_stores_without_a_common_commit_do_not():
-    with pytest.raises(ConfigError, match="no commit is there on every rank"):
-        common_of([store(2, 3, 2), store(2, 5, 4)])
 
 
 def stores(count, *each, said=None):

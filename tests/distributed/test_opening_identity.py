@@ -87,9 +87,7 @@ class Life:
         records = [Record(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
         layout = Layout(exchange.rank, 1, exchange.size)
         opening = choose(path, exchange, self.existing, layout, self.given.get("others", {}).get(exchange.rank))
-        store, agreement = opening.open(
-            lambda existing: Store.create(path, records, existing=existing), self.given.get("earlier")
-        )
+        store, agreement = opening.open(lambda existing: Store.create(path, records, existing=existing))
         with store, Engine(store) as updates:
             began = -1 if store.created else store.step
             while began < 0 or store.step < self.until:
@@ -225,16 +223,6 @@ def test_going_back_forks_a_run(tmp_path):
     assert Life(tmp_path, 3, existing="previous").began == [2, 2]
     (tmp_path / "kept").rename(tmp_path / "rank-1")
     assert Life(tmp_path, 4).began == [2, 2]
-
-
-def test_new_stores_go_on_from_the_identity_of_the_earlier_ones(tmp_path, monkeypatch):
-    identity = bytes(range(16))
-    told, make = [], Agreement.__init__
-    monkeypatch.setattr(Agreement, "__init__", lambda self, *given: told.append(given[4]) or make(self, *given))
-    for name, earlier in (("one", identity), ("other", None)):
-        (tmp_path / name).mkdir()
-        Life(tmp_path / name, 0, earlier=earlier)
-    assert told == [identity] * 2 + [bytes(16)] * 2
 
 
 # --- several hosts --------------------------------------------------------------------------------

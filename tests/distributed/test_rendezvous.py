@@ -92,37 +92,6 @@ def test_the_address_of_gloo_is_that_of_the_hosts_name_or_of_the_interface(monke
     assert rendezvous._loopback() == loopback
 
 
-class Asked(distributed.HashStore):
-    """A store that counts the keys that it is asked for."""
-
-    asked = 0
-
-    def check(self, keys):
-        self.asked += len(keys)
-        return super().check(keys)
-
-    def get(self, key):
-        self.asked += 1
-        return super().get(key)
-
-
-def test_a_store_is_asked_for_a_few_keys_by_each_rank():
-    """For each rank that waits, it has to answer for a key of all, and not for those of all ranks."""
-    asked = []
-    for count in (20, 40):
-        store = Asked()
-        threads = [
-            threading.Thread(target=rendezvous.meet, args=(store, rank, count, SECONDS)) for rank in range(count)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        # Without rank 0, which looks for the words of all.
-        asked.append(store.asked / count**2)
-    assert asked[1] < 8, asked
-
-
 @pytest.mark.parametrize("most", [100, 4096])
 def test_the_limit_of_open_files_is_raised_or_named_on_all_ranks(monkeypatch, most):
     limits = [(64, most)]

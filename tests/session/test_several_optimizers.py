@@ -16,7 +16,6 @@ from support.orthogonal import (
     BatchedMuon,
     CoupledStack,
     LowRank,
-    MuonAlone,
     MuonOfRanks,
     MuonWithAdam,
     StackedMuonWithAdam,
@@ -47,7 +46,8 @@ def muon_and_adamw(parameters, **_):
 
 def by_zeros(parameters, **_):
     matrices, rest = parts(parameters)
-    return [MuonAlone(matrices), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+    groups = [{"params": matrices, "use_muon": True}]
+    return [MuonWithAdam(groups), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
 
 
 def with_aux_adam(parameters, kind=MuonWithAdam, **_):

@@ -44,21 +44,8 @@ def adam_step(parameter, gradient, state, group):
     parameter.add_(first / (second.sqrt() + group["eps"]), alpha=-group["lr"])
 
 
-class MuonAlone(torch.optim.Optimizer):
-    """As KellerJordan's SingleDeviceMuon: what has no gradient is updated by zeros."""
-
-    def __init__(self, parameters, lr=0.02, weight_decay=0.1, momentum=0.95):
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                muon_step(parameter, gradient_of(parameter), self.state[parameter], group)
-
-
 class MuonWithAdam(torch.optim.Optimizer):
-    """As KellerJordan's SingleDeviceMuonWithAuxAdam: groups say which rule is theirs."""
+    """As KellerJordan's SingleDeviceMuonWithAuxAdam: groups say which rule is theirs; no gradient means zeros."""
 
     def __init__(self, groups):
         common = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
