@@ -59,17 +59,21 @@ MORE = [
 ]  # fmt: skip
 
 
+def require_same(tmp_path, want, moments, **options):
+    """The program, killed at these moments, ends as that of which `want` is the digest."""
+    for index, (moment, step) in enumerate(moments):
+        ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
+        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends, **options)
+    assert start(tmp_path / "killed", tmp_path / "killed.log", **options) == want
+    assert logged(tmp_path / "killed.log") == logged(tmp_path / "whole.log")
+    assert len(logged(tmp_path / "killed.log")) > 8
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
     """With callbacks that change options, freeze, read gradients, edit weights; figures and generators of its own."""
-    want = start("memory", tmp_path / "memory.log", habits=True)
-    for index, (moment, step) in enumerate(moments):
-        ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
-        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends, habits=True)
-    assert start(tmp_path / "killed", tmp_path / "killed.log", habits=True) == want
-    assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
-    assert len(logged(tmp_path / "killed.log")) > 8
+    require_same(tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
 
 
 @pytest.mark.timeout(300)
@@ -92,10 +96,8 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, pr
     """Dropout is drawn there, and the scaler's state is torch's; a GPU's own AdamW rounds otherwise than the CPU's."""
     options = {"use_cpu": False, **precision}
     want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
-    for moment, step in [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]:
-        start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=-signal.SIGKILL, **options)
-    assert start(tmp_path / "killed", tmp_path / "killed.log", **options) == want
-    assert logged(tmp_path / "killed.log") == logged(tmp_path / "whole.log")
+    moments = [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]
+    require_same(tmp_path, want, moments, **options)
 
 
 # --- in this process ------------------------------------------------------------------------

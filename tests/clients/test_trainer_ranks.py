@@ -7,7 +7,7 @@ import sys
 import pytest
 from clients import trained_ranks
 from safetensors.torch import load_file
-from support.bits import same_bits
+from support.bits import same_states
 from support.lives import life
 from support.torchrun import CONFIG, command
 
@@ -51,8 +51,7 @@ def assert_same(folder, other):
             # The Trainer itself takes the mean of the losses of all ranks.
             assert value == (pytest.approx(its_line[name], rel=1e-6) if "loss" in name else its_line[name]), name
     for one, another in zip(tensors, others, strict=True):
-        assert one.keys() == another.keys()
-        assert all(same_bits(values, another[name]) for name, values in one.items())
+        assert same_states(one, another)
 
 
 @pytest.mark.parametrize("kind", ["plain", "supervised"])
@@ -75,12 +74,7 @@ def test_another_number_of_ranks_goes_on_from_the_trainers_checkpoint(tmp_path):
     assert "ranks 2 -> 1, where a step has other examples" in words
     assert "1 with 4, 2 with 2, 4 with 1" in words
     run(tmp_path / "ranks", "plain", start=(), gradient_accumulation_steps=4)
-    assert same_weights(tmp_path / "ranks", tmp_path / "one")
-
-
-def same_weights(folder, other):
-    one, another = (load_file(place / "model/model.safetensors") for place in (folder, other))
-    return all(same_bits(values, another[name]) for name, values in one.items())
+    assert same_states(*(load_file(tmp_path / name / "model/model.safetensors") for name in ("ranks", "one")))
 
 
 def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
