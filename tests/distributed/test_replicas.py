@@ -186,13 +186,7 @@ class Drill:
 
     def live(self, **options):
         """A life that goes on where all ranks were."""
-        options = {
-            "steps": self.done + 2,
-            "timeout": TIMEOUT,
-            "replicas": self.shape[0],
-            "given": self.given,
-            **options,
-        }
+        options = {"steps": self.done + 2, "timeout": TIMEOUT, "given": self.given, **options}
         ranks = lives(self.folder, *self.shape, **options)
         told = [rank for rank in ranks if rank is not None]
         assert all(rank["opened"] in (None, self.done, self.done + 1) for rank in told), (self.done, told)
