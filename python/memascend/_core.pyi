@@ -768,7 +768,13 @@ class Engine:
         step: int,
     ) -> None: ...
     def update(
-        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
+        self,
+        name: str,
+        gradient: torch.Tensor | Lent,
+        numbers: Adam | Momentum,
+        *,
+        values: torch.Tensor | None = None,
+        spills: bool = False,
     ) -> None:
         """Begin the update of a parameter, and return when its gradient has room in the queue.
 
@@ -778,22 +784,15 @@ class Engine:
         them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
         read; nothing writes to them.
 
+        With `spills` the gradient is written as it is used, as by `spill`; `take_back` then discards the update and
+        leaves the gradient, for another one.
+
         Raises:
-            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            ConfigError: the gradient, the values or a number do not fit; or with `spills` the record is in RAM, or was
+                described without `spill`; nothing was begun.
             UsageError: the values of an update of this step were not those of the last commit; the step can only be
                 discarded.
             StorageError: an update of this step failed; the step can only be discarded.
-        """
-
-    def update_spilling(
-        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
-    ) -> None:
-        """As `update`, of a record that is not in RAM, and as `spill`: the gradient is written as it is used.
-
-        `take_back` discards the update and leaves the gradient, for another one.
-
-        Raises:
-            ConfigError: also where the record is in RAM, or was described without `spill`; nothing was begun.
         """
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:

@@ -18,7 +18,7 @@ from memascend.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CALLS = ("spill", "update", "update_spilling", "update_spilled", "apply", "take_back", "discard", "commit")
+CALLS = ("spill", "update", "update_spilled", "apply", "take_back", "discard", "commit")
 
 
 class Learned(logging.Handler):

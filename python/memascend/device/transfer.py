@@ -345,7 +345,6 @@ class DeviceEngine:
         # The engine asks on one thread; a step that failed may be asked about on another.
         self._lock = threading.Lock()
         self.update = self._lending(engine.update)
-        self.update_spilling = self._lending(engine.update_spilling)
         self.spill = self._lending(engine.spill)
 
     def __getattr__(self, name: str) -> Any:

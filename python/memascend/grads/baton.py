@@ -231,7 +231,6 @@ class CallerModes:
         self._streams = [] if module is None else [module.current_stream(device), module.current_stream()]
         # Of products a processor's libraries have other sums with other numbers of threads.
         self._threads = torch.get_num_threads()
-        self._flushes = _flushes_denormals()
         self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
@@ -239,8 +238,6 @@ class CallerModes:
         """Set the modes in this thread, inside."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        if _flushes_denormals() != self._flushes:
-            torch.set_flush_denormal(self._flushes)
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(self._grad))
             # The thread that begins a backward computes all of it: a device's own thread would wait at the first pass.
@@ -255,12 +252,6 @@ class CallerModes:
                 torch._C._push_on_torch_function_stack(mode)  # noqa: SLF001
                 undo.callback(torch._C._pop_torch_function_stack)  # noqa: SLF001
             yield
-
-
-def _flushes_denormals() -> bool:
-    """Whether the processor takes the smallest numbers for zero in this thread; torch has no query for it."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        return not (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1).item()
 
 
 class MicroBatch:

@@ -115,7 +115,7 @@ class _Rule:
         elif gradient is None:
             engine.update_spilled(self.name, numbers, factors=factors)
         else:
-            (engine.update_spilling if early else engine.update)(self.name, gradient, numbers, values=values)
+            engine.update(self.name, gradient, numbers, values=values, spills=early)
         return options
 
     def _run(self, *_: Any, **__: Any) -> None:

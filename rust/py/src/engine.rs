@@ -106,33 +106,24 @@ impl Engine {
     }
 
     /// Begin the update of a parameter, and return when its gradient has room in the queue.
-    #[pyo3(signature = (name, gradient, numbers, *, values=None))]
+    #[pyo3(signature = (name, gradient, numbers, *, values=None, spills=false))]
     fn update(
         &self,
         name: &Bound<'_, PyString>,
         gradient: &Bound<'_, PyAny>,
         numbers: &Bound<'_, PyAny>,
         values: Option<&Bound<'_, PyAny>>,
+        spills: bool,
     ) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
         let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update(record, By::Given(gradient), values, rule, wait))
-    }
-
-    /// As `update`, of a record that is not in RAM, and as `spill`: the gradient is written as it is used.
-    #[pyo3(signature = (name, gradient, numbers, *, values=None))]
-    fn update_spilling(
-        &self,
-        name: &Bound<'_, PyString>,
-        gradient: &Bound<'_, PyAny>,
-        numbers: &Bound<'_, PyAny>,
-        values: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        let (py, (record, described)) = (name.py(), self.record(name)?);
-        let (gradient, values) = (tensors::gradient(described, gradient)?, tensors::live(described, values)?);
-        let rule = rule_of(numbers)?;
-        waiting(py, None, |wait| self.inner.update_spilling(record, gradient, values, rule, wait))
+        waiting(py, None, |wait| {
+            if spills {
+                return self.inner.update_spilling(record, gradient, values, rule, wait);
+            }
+            self.inner.update(record, By::Given(gradient), values, rule, wait)
+        })
     }
 
     /// As `update`, by the gradient that is spilled, which stays there; multiplied by each of `factors` in turn first.
