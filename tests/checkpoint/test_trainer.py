@@ -10,19 +10,12 @@ import pytest
 import torch
 import transformers
 from parity.reference import Reference, threads_of_torch
+from support import trained_program
 from support.bits import same_states
 from support.chains import offloaded
 from support.chains import values as weights
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from transformers.optimization import get_linear_schedule_with_warmup
+from support.trained_program import Ended, rows
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import memascend
 from memascend.errors import ConfigError, UsageError
@@ -35,22 +28,10 @@ MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
 # What the libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    with threads_of_torch(1):
-        yield
-
-
-class Ended(Exception):
-    """The process is gone, as far as the test can have it."""
-
-
-class Ends(TrainerCallback):
+class EndsWithin(TrainerCallback):
     """Ends the training within its fifth step."""
 
     def on_substep_end(self, args, state, control, **others):  # noqa: ARG002
@@ -60,56 +41,20 @@ class Ends(TrainerCallback):
 
 def built(seed=0):
     """With dropout, and bfloat16 with masters: what would not go on exactly shows at once."""
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=48, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, eos_token_id=1
-    )
-    model = AutoModelForSeq2SeqLM.from_config(config).bfloat16()
+    model = trained_program.model(seed).bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def data():
-    dice = torch.Generator().manual_seed(1)
-    tokens = torch.randint(2, 48, (24, 2, 6), generator=dice)
-    return [{"input_ids": one, "labels": other} for one, other in tokens]
-
-
 def trainer(model, optimizer, output, *callbacks, **more):
-    """Clipping and logging by the Trainer's defaults, two backwards a step, and an evaluation that generates."""
-    arguments = Seq2SeqTrainingArguments(
-        **{
-            "output_dir": str(output),
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "logging_steps": 1,
-            "save_steps": 2,
-            "save_total_limit": 2,
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "predict_with_generate": True,
-            "generation_max_length": 6,
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            **more,
-        }
-    )
-    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=STEPS)
-    return Seq2SeqTrainer(
-        model,
-        arguments,
-        train_dataset=data(),
-        eval_dataset=data()[:4],
-        compute_metrics=lambda found: {"sum": int(found.predictions.clip(min=0).sum())},
-        callbacks=list(callbacks),
-        optimizers=(optimizer, scheduler),
-    )
+    """Clipping by the Trainer's defaults, and two backwards a step."""
+    options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 2}
+    options |= {"max_steps": STEPS, "eval_steps": 3, **more}
+    return trained_program.made(output, *callbacks, own=model, optimizers=(optimizer, None), **options)
 
 
 def said(trained):
     """Its log, without what a clock said and what is said of storage."""
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "step", "epoch")
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "epoch")
     history = [{name: entry[name] for name in kept if name in entry} for entry in trained.state.log_history]
     return [entry for entry in history if "loss" in entry or "eval_loss" in entry]
 
@@ -139,7 +84,7 @@ def first(tmp_path_factory):
     with threads_of_torch(1):
         model, optimizer = begun(folder)
         with optimizer:
-            run = trainer(model, optimizer, folder / "trained", Callback(), Ends())
+            run = trainer(model, optimizer, folder / "trained", Callback(), EndsWithin())
             with pytest.raises(Ended):
                 run.train()
     return folder
@@ -183,7 +128,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
         assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
     # What save_total_limit leaves is whole, and transformers loads it.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-6")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(output / "checkpoint-6")
     assert same_states(weights(loaded), undisturbed[1])
     files = set(os.listdir(output / "checkpoint-6"))
     assert {"memascend", "config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= files
@@ -219,8 +164,8 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
 def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended, callbacks):
     model, optimizer = begun(tmp_path, existing="resume")
     with optimizer:
-        for row in data()[:2]:
-            model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+        for row in rows(2):
+            model(**{name: torch.tensor([tokens]) for name, tokens in row.items()}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.steps == 5
@@ -238,7 +183,7 @@ def simple(output, **more):
     return TrainingArguments(str(output), report_to=[], use_cpu=True, disable_tqdm=True, **more)
 
 
-def rows(count=16):
+def vectors(count=16):
     return [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(count)]
 
 
@@ -263,7 +208,7 @@ def test_a_model_of_ones_own(tmp_path, only):
         arguments = simple(output, max_steps=4, save_steps=2, seed=1, save_only_model=only)
         with optimizer:
             trained = Trainer(
-                model, arguments, train_dataset=rows(64), callbacks=list(callbacks), optimizers=(optimizer, None)
+                model, arguments, train_dataset=vectors(64), callbacks=list(callbacks), optimizers=(optimizer, None)
             )
             trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             return weights(model)
@@ -288,7 +233,7 @@ def test_adapters_on_a_frozen_model(tmp_path):
 
     def run(output, checkpoint=None):
         model, _ = built()
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q", "v"]))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model, optimizer = memascend.offload(model, torch.optim.AdamW(trained, lr=1e-2), checkpoint=checkpoint)
         with optimizer:
@@ -333,7 +278,7 @@ def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, 
     optimizers = optimizer, SCHEDULERS[kind](optimizer)
     caplog.set_level("INFO", "memascend")
     with optimizer:
-        Trainer(model, arguments, train_dataset=rows(), callbacks=[Callback()], optimizers=optimizers).train()
+        Trainer(model, arguments, train_dataset=vectors(), callbacks=[Callback()], optimizers=optimizers).train()
         assert optimizer.steps == 2
     assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
     with memascend.engine.Store.open(tmp_path / "store") as store:

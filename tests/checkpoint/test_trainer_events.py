@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoint.test_trainer import Ended
-from checkpoint.test_trainer_resume import Ends, ended, quiet  # noqa: F401
-from support.trained_program import digest_of, made, model
+from support.trained_program import made, model, started
 from torch.optim import lr_scheduler
 from transformers.trainer_callback import ExportableState
 
@@ -20,7 +18,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.trainer import digest
 from memascend.trainer.description import description, of_ranks
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
 class Events(transformers.TrainerCallback):
@@ -38,17 +36,10 @@ for _name in (name for name in dir(transformers.TrainerCallback) if name.startsw
     setattr(Events, _name, _note)
 
 
-def trained(folder, *callbacks, end=None, **options):
+def trained(folder, *callbacks, **options):
     """One start; returns the Trainer, with the digest of its weights, and the events."""
     events = Events()
-    trainer = made(folder / "out", events, *callbacks, Ends(end), **options)
-    with memascend.trainer.offload(trainer, storage=folder / "store"):
-        if end is None:
-            trainer.train()
-        else:
-            with pytest.raises(Ended):
-                trainer.train()
-        trainer.digest = digest_of(trainer.model)
+    trainer = started(folder, events, *callbacks, **options)
     return trainer, [event for event in events.seen if event[0] not in ("init_end", "prediction_step")]
 
 
@@ -81,7 +72,7 @@ def test_a_training_that_ended_repeats_no_event_of_its_last_step(tmp_path):
     assert [name for name, *_ in seen] == ["train_begin", "log", "train_end"]
     assert seen[0][1] == 4
     assert again.digest == trainer.digest
-    lines = [{**line, "step": line["step"]} for line in again.state.log_history if "train_runtime" not in line]
+    lines = [line for line in again.state.log_history if "train_runtime" not in line]
     assert lines == [line for line in trainer.state.log_history if "train_runtime" not in line]
 
 
@@ -94,15 +85,15 @@ def test_a_training_that_a_callback_stopped_goes_on_without_it(tmp_path):
 
 
 def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path):
-    constant = {"lr_scheduler_type": "constant", "eval_steps": 4}
-    short, _ = trained(tmp_path, max_steps=6, **constant)
-    grown, _ = trained(tmp_path, max_steps=9, **constant)
+    constant = {"lr_scheduler_type": "constant_with_warmup", "eval_steps": 4}
+    short, grown = (started(tmp_path / "grown", max_steps=steps, **constant) for steps in (6, 9))
+    assert short.digest != grown.digest == started(tmp_path / "whole", max_steps=9, **constant).digest
     ends = [line for line in short.state.log_history if line["step"] == 6]
     assert len(ends) == 3
     assert all(line in grown.state.log_history for line in ends if "loss" not in line)
     assert len([line for line in grown.state.log_history if line["step"] == 6 and "loss" in line]) == 1
     with pytest.raises(ConfigError, match="after step 9: max_steps 9 -> 4"):
-        trained(tmp_path, max_steps=4, **constant)
+        started(tmp_path / "grown", max_steps=4, **constant)
 
 
 class Once(transformers.TrainerCallback):
@@ -119,17 +110,16 @@ class Once(transformers.TrainerCallback):
         model.load_state_dict(state, strict=False)
 
 
-@pytest.mark.parametrize("ends", [(1, 3), (2,)])
-def test_changes_by_every_door_are_made_once(tmp_path, ends):
-    whole, _ = trained(tmp_path / "whole", Once(), max_steps=4)
-    for end in (*ends, None):
-        last, _ = trained(tmp_path / "ended", Once(), end=end, max_steps=4)
+def test_changes_by_every_door_are_made_once(tmp_path):
+    whole = started(tmp_path / "whole", Once(), max_steps=4)
+    for end in (1, 3, None):
+        last = started(tmp_path / "ended", Once(), end=end, max_steps=4)
     assert last.digest == whole.digest
 
 
 def test_a_change_after_a_training_that_ended_is_made(tmp_path):
     """The events of the last step do not come again, and their changes are not taken for this one."""
-    trained(tmp_path, Once(), max_steps=2)
+    started(tmp_path, Once(), max_steps=2)
     trainer = made(tmp_path / "out", Once(), max_steps=2)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
         trainer.train()
@@ -154,21 +144,14 @@ class Collects(transformers.Trainer):
 
 
 def test_figures_of_a_subclass_are_kept_by_name_and_named_where_they_are_not(tmp_path):
+    keep = {"keep": ["mine", "pairs", "total"]}
     for end in (3, None):
-        trainer = made(tmp_path / "out", Ends(end), kind=Collects, max_steps=4, eval_strategy="no")
-        with memascend.trainer.offload(trainer, storage=tmp_path / "store", keep=["mine", "pairs", "total"]):
-            if end is None:
-                trainer.train()
-            else:
-                with pytest.raises(Ended):
-                    trainer.train()
+        trainer = started(tmp_path, end=end, offloads=keep, kind=Collects, max_steps=4, eval_strategy="no")
     assert len(trainer.mine) == 16
     assert trainer.pairs == {(1, 2): deque(trainer.mine[-3:], 3)}
     assert torch.equal(trainer.total, functools.reduce(torch.add, map(torch.tensor, trainer.mine), torch.zeros(())))
-    trainer = made(tmp_path / "other", kind=Collects, max_steps=2)
-    says = pytest.warns(UserWarning, match=r"pairs, total of Collects changed.*keep=\['pairs', 'total'\]")
-    with memascend.trainer.offload(trainer, storage=tmp_path / "other-store", keep=["mine"]), says:
-        trainer.train()
+    with pytest.warns(UserWarning, match=r"pairs, total of Collects changed.*keep=\['pairs', 'total'\]"):
+        started(tmp_path / "other", offloads={"keep": ["mine"]}, kind=Collects, max_steps=2)
     for keep, says in [(["no"], "no such attribute"), ("mine", "in a list"), (["model"], "'model' of keep= has Qwen2")]:
         with pytest.raises(ConfigError, match=says):
             memascend.trainer.offload(made(tmp_path / "no", kind=Collects), storage=tmp_path / "no-store", keep=keep)
@@ -189,9 +172,9 @@ class Grows(transformers.TrainerCallback, ExportableState):
 def test_a_callback_whose_state_grows_keeps_the_newest(tmp_path):
     grows = Grows()
     with pytest.warns(UserWarning, match="most of them 'Grows'"):
-        trained(tmp_path, grows, end=4)
+        started(tmp_path, grows, end=4)
     again = Grows()
-    trained(tmp_path, again, end=4)
+    started(tmp_path, again, end=4)
     assert 500 < len(again.found) < 10_000
     assert again.found == grows.found[-len(again.found) :]
 
@@ -203,12 +186,11 @@ class Accumulates(transformers.TrainerCallback):
         args.gradient_accumulation_steps = 1 if round(state.epoch or 0) else 5
 
 
-@pytest.mark.parametrize("end", [5, 12])
-def test_a_callback_changes_the_accumulation_by_epoch(tmp_path, end):
+def test_a_callback_changes_the_accumulation_by_epoch(tmp_path):
     options = {"gradient_accumulation_steps": 5, "max_steps": 14}
-    whole, _ = trained(tmp_path / "whole", Accumulates(), **options)
-    for at in (end, None):
-        last, _ = trained(tmp_path / "ended", Accumulates(), end=at, **options)
+    whole = started(tmp_path / "whole", Accumulates(), **options)
+    for end in (5, 12, None):
+        last = started(tmp_path / "ended", Accumulates(), end=end, **options)
     assert last.digest == whole.digest
 
 
@@ -266,51 +248,45 @@ def by(gamma):
 
 # What a script has, what it has after it was edited, and what differs.
 EDITED = {
-    "rate": (given, lambda: given(lr=5e-3), r"optimizer.lr \[0.01\] -> \[0.005\]"),
-    "decay": (given, lambda: given(weight_decay=1.0), "optimizer.weight_decay"),
+    "options": (
+        given,
+        lambda: given(lr=5e-3, weight_decay=1.0),
+        r"optimizer.lr \[0.01\] -> \[0.005\]; optimizer.weight_decay",
+    ),
     "gamma": (lambda: given(by(0.9)), lambda: given(by(0.5)), "scheduler gamma 0.9 -> 0.5"),
     "no scheduler": (lambda: given(by(0.9)), given, "scheduler StepLR -> LambdaLR"),
     "a scheduler": (given, lambda: given(by(0.9)), "scheduler LambdaLR -> StepLR"),
-    "adapters": (adapted, lambda: adapted(lora_alpha=64), "adapter default.lora_alpha 8 -> 64"),
-    "a pattern": (adapted, lambda: adapted(alpha_pattern={"q_proj": 32}), r"alpha_pattern \{\} -> \{'q_proj': 32\}"),
-    "a loss": (dict, lambda: {"compute_loss_func": lambda found, *_, **__: found.loss}, "compute_loss_func None -> "),
-    "the last batch": (dict, lambda: {"dataloader_drop_last": True}, "dataloader_drop_last False -> True"),
-    "dropout": (
-        dict,
-        lambda: {"own": with_dropout(0.5)},
-        "config.attention_dropout 0.1 -> 0.5",
+    "adapters": (
+        adapted,
+        lambda: adapted(lora_alpha=64, alpha_pattern={"q_proj": 32}),
+        r"alpha_pattern \{\} -> \{'q_proj': 32\}; adapter default.lora_alpha 8 -> 64",
     ),
-}  # fmt: skip
-
-
-def begun(folder, options):
-    trainer = made(folder / "out", Ends(2), max_steps=4, **options)
-    with memascend.trainer.offload(trainer, storage=folder / "store"), pytest.raises(Ended):
-        trainer.train()
+    "the last batch, a loss, and dropout": (
+        dict,
+        lambda: {
+            "dataloader_drop_last": True,
+            "compute_loss_func": lambda found, *_, **__: found.loss,
+            "own": with_dropout(0.5),
+        },
+        "dataloader_drop_last False -> True; compute_loss_func None -> .*; config.attention_dropout 0.1 -> 0.5",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", EDITED)
 def test_an_edited_script_is_another_training(tmp_path, name):
-    if name in ("adapters", "a pattern"):
+    if name == "adapters":
         pytest.importorskip("peft")
     before, after, says = EDITED[name]
-    begun(tmp_path, before())
-    trainer = made(tmp_path / "out", max_steps=4, **after())
-
-    def edited():
-        # A scheduler of the arguments is made in train().
-        with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
-            assert name == "no scheduler"
-            trainer.train()
-
+    started(tmp_path, end=2, max_steps=4, **before())
     with pytest.raises(ConfigError, match=f"another training, after step 2: .*{says}"):
-        edited()
+        started(tmp_path, max_steps=4, **after())
     begun_again = made(tmp_path / "out", max_steps=4, **before())
     with memascend.trainer.offload(begun_again, storage=tmp_path / "store") as optimizer:
         assert optimizer.steps == 2
 
 
-def test_clipping_is_kept(tmp_path, ended):  # noqa: F811
+def test_clipping_is_kept(tmp_path, ended):
     trainer = made(tmp_path / "out")
     before = dict(vars(trainer))
     with pytest.raises(ConfigError, match=r"clipping torch -> exact 1\.0"):
@@ -321,32 +297,21 @@ def test_clipping_is_kept(tmp_path, ended):  # noqa: F811
 @pytest.mark.parametrize("existing", ["resume", "replace"])
 def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplog, existing):
     """From its store, and from a checkpoint; a script of an earlier version has no clipping=."""
-
-    def begun(folder, *ends, **options):
-        trainer = made(folder / "out", Ends(*ends), max_steps=6, logging_steps=1, save_steps=2)
-        return trainer, memascend.trainer.offload(trainer, storage=folder / "store", **options)
-
-    whole, optimizer = begun(tmp_path / "whole", clipping="exact")
-    with optimizer:
-        whole.train()
-        want = digest_of(whole.model)
-    trainer, optimizer = begun(tmp_path / "ended", 3, clipping="exact")
-    with optimizer, pytest.raises(Ended):
-        trainer.train()
-    options = {} if existing == "resume" else {"checkpoint": tmp_path / "ended/out/checkpoint-2"}
+    options = {"max_steps": 6, "logging_steps": 1, "save_steps": 2}
+    whole = started(tmp_path / "whole", offloads={"clipping": "exact"}, **options)
+    folder = tmp_path / "ended"
+    started(folder, end=3, offloads={"clipping": "exact"}, **options)
+    how = {"existing": existing} | ({} if existing == "resume" else {"checkpoint": folder / "out/checkpoint-2"})
     with caplog.at_level("INFO", "memascend"):
-        trainer, optimizer = begun(tmp_path / "ended", existing=existing, **options)
+        trainer = started(folder, offloads=how, **options)
     assert "clipping='exact', by which the stored training began" in caplog.text
-    with optimizer:
-        trainer.train()
-        assert optimizer.steps == 6
-        assert digest_of(trainer.model) == want
+    assert (trainer.state.global_step, trainer.digest) == (6, whole.digest)
     norms = [[line.get("grad_norm") for line in one.state.log_history] for one in (trainer, whole)]
     assert norms[0] == norms[1]
     # torch's norm is rounded to float32.
     assert any(norm != torch.tensor(norm).item() for norm in norms[0] if norm is not None)
     with pytest.raises(ConfigError, match=r"clipping exact 1\.0 -> torch"):
-        begun(tmp_path / "ended", clipping="torch")
+        started(folder, offloads={"clipping": "torch"}, **options)
 
 
 def checkpointed(function):
@@ -354,7 +319,7 @@ def checkpointed(function):
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kept}
 
 
-def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):  # noqa: F811
+def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):
     """Activation checkpointing, loading(), one more argument of a newer library, an object without a text."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -364,21 +329,6 @@ def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):  # noqa: 
     trainer = made(tmp_path / "out", **checkpointed(create_selective_checkpoint_contexts))
     with memascend.trainer.offload(trainer, storage=ended / "store") as optimizer:
         assert optimizer.steps == 5
-
-
-def test_loading_may_be_added(tmp_path):
-    folder = tmp_path / "model"
-    model().bfloat16().save_pretrained(folder)
-
-    def loaded():
-        return {"own": transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)}
-
-    begun(tmp_path, loaded())
-    with memascend.trainer.loading():
-        trainer = made(tmp_path / "out", max_steps=4, **loaded())
-    assert next(trainer.model.parameters()).is_meta
-    with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
-        assert optimizer.steps == 2
 
 
 class Lines(torch.utils.data.Dataset):
@@ -433,8 +383,7 @@ class MakesOne(transformers.Trainer):
 
 
 def test_a_trainer_that_makes_an_optimizer_at_each_call_makes_one(tmp_path):
-    trainer, _ = trained(tmp_path, kind=MakesOne, max_steps=2)
-    assert trainer.state.global_step == 2
+    assert started(tmp_path, kind=MakesOne, max_steps=2).state.global_step == 2
 
 
 def test_arguments_that_change_after_offload_are_refused(tmp_path):
@@ -447,7 +396,7 @@ def test_arguments_that_change_after_offload_are_refused(tmp_path):
 
 
 def test_without_memascend_a_checkpoint_says_what_it_needs(tmp_path):
-    trained(tmp_path, max_steps=2, save_steps=2)
+    started(tmp_path, max_steps=2, save_steps=2)
     plain = made(tmp_path / "out", max_steps=4)
     with pytest.raises(TypeError, match=r"state of this checkpoint is memascend's.*memascend\.trainer\.offload\("):
         plain.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
@@ -461,12 +410,6 @@ def test_a_best_checkpoint_that_is_gone_leaves_the_last_weights(tmp_path, caplog
             if state.global_step == 5:
                 shutil.rmtree(tmp_path / "out/checkpoint-4")
 
-    best = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "save_steps": 4,
-        "max_steps": 5,
-        "save_total_limit": 2,
-    }
-    trained(tmp_path, Loses(), **best)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
+    started(tmp_path, Loses(), save_steps=4, max_steps=5, **best)
     assert "is gone" in caplog.text

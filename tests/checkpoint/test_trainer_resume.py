@@ -11,24 +11,15 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from checkpoint.test_trainer import Ended
-from parity.reference import threads_of_torch
 from support import trained_program
 from support.lives import life
-from support.trained_program import Log, OwnDice, digest_of, logged, made, masked, model, rows
+from support.trained_program import Log, OwnDice, digest_of, logged, made, masked, model, rows, started
 
 import memascend.trainer
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.storage import look
 
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-    with threads_of_torch(1):
-        yield
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
 # --- fresh processes ------------------------------------------------------------------------
@@ -103,31 +94,13 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, pr
 # --- in this process ------------------------------------------------------------------------
 
 
-class Ends(transformers.TrainerCallback):
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def on_step_end(self, _args, state, *_, **__):
-        if state.global_step in self.steps:
-            raise Ended
-
-
-def trained(folder, *ends, clipping=None, options=dict, **fixed):
+def trained(folder, *ends, options=dict, **fixed):
     """Train in as many starts as it takes; the digest of the weights, and the log."""
     log = folder / "log"
     for number, end in enumerate((*ends, None)):
         torch.manual_seed(100 + number)
-        given = {**options(), **fixed}
-        trainer = given.pop("make", made)(folder / "out", Log(log), Ends(end), **given)
-        optimizer = memascend.trainer.offload(trainer, storage=folder / "store", clipping=clipping)
-        with optimizer:
-            if end is not None:
-                with pytest.raises(Ended):
-                    trainer.train()
-                continue
-            trainer.train()
-            return digest_of(trainer.model), logged(log)
-    return None
+        trainer = started(folder, Log(log), end=end, **{**options(), **fixed})
+    return trainer.digest, logged(log)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -135,25 +108,26 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(rows())
 
 
-class Plateau(transformers.Trainer):
+class Scheduled(transformers.Trainer):
+    """With a scheduler of its own."""
+
+    def create_scheduler(self, _steps=0, optimizer=None, **_):
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.scheduler(optimizer or self.optimizer)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+class Plateau(Scheduled):
     """Its rate falls where the evaluation gets no better."""
 
-    def create_scheduler(self, _steps=0, optimizer=None, **_):
-        if self.lr_scheduler is None:
-            kind = torch.optim.lr_scheduler.ReduceLROnPlateau
-            self.lr_scheduler = kind(optimizer or self.optimizer, patience=0, threshold=0.5)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
+    scheduler = staticmethod(partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5))
 
 
-class Chained(transformers.Trainer):
+class Chained(Scheduled):
     """Its rate depends on the rate of the step before."""
 
-    def create_scheduler(self, _steps=0, optimizer=None, **_):
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer or self.optimizer, 0.9)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
+    scheduler = staticmethod(partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
 
 
 def stopping(output, *callbacks, **options):
@@ -199,14 +173,20 @@ def test_it_goes_on_with_the_same_bits(tmp_path, name):
     assert trained(tmp_path / "ended", options=fresh) == whole
 
 
+def streamed(*given, **options):
+    with memascend.trainer.loading():
+        return made(*given, **options)
+
+
 def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
-    """As people have it: from a folder, in another dtype than the files'."""
+    """As people have it: from a folder, in another dtype than the files'; and loading() may be added."""
     folder = tmp_path / "model"
     model().bfloat16().save_pretrained(folder)
     load = partial(transformers.Qwen2ForCausalLM.from_pretrained, folder, dtype=torch.float32)
     monkeypatch.setattr(trained_program, "model", load)
-    want = trained(tmp_path / "whole", max_steps=3)
-    assert trained(tmp_path / "ended", 2, max_steps=3) == want
+    want, _ = trained(tmp_path / "whole", max_steps=3)
+    started(tmp_path / "ended", end=2, max_steps=3)
+    assert started(tmp_path / "ended", make=streamed, max_steps=3).digest == want
     other = load()
     other.get_input_embeddings().weight.data.add_(1)
     other.save_pretrained(folder)
@@ -214,32 +194,12 @@ def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_
         trained(tmp_path / "ended", max_steps=3)
 
 
-def test_more_steps_under_a_constant_schedule(tmp_path):
-    constant = {"lr_scheduler_type": "constant_with_warmup"}
-    short = trained(tmp_path / "grown", max_steps=6, **constant)
-    grown = trained(tmp_path / "grown", max_steps=11, **constant)
-    whole = trained(tmp_path / "whole", max_steps=11, **constant)
-    assert short[0] != whole[0] == grown[0]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ended")
-    trainer = made(folder / "out", Ends(5))
-    with memascend.trainer.offload(trainer, storage=folder / "store"), pytest.raises(Ended):
-        trainer.train()
-    return folder
-
-
+ARGUMENTS = {
+    "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "optim": "sgd",
+    "per_device_train_batch_size": 1, "seed": 1, "warmup_steps": 2, "weight_decay": 0.1,
+}  # fmt: skip
 CHANGES = {
-    "seed": ({"seed": 1}, "seed 42 -> 1"),
-    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size 2 -> 1"),
-    "accumulation": ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 4 -> 2"),
-    "schedule": ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type linear -> cosine"),
-    "rate": ({"learning_rate": 1e-3}, "learning_rate 0.01 -> 0.001"),
-    "warm-up": ({"warmup_steps": 2}, "warmup_steps 3 -> 2"),
-    "decay": ({"weight_decay": 0.1}, "weight_decay 0.0 -> 0.1"),
-    "optimizer": ({"optim": "sgd"}, "optim adamw_torch_fused -> sgd"),
+    "arguments": (ARGUMENTS, "; ".join(rf"{name} \S+ -> {value}" for name, value in ARGUMENTS.items())),
     "epochs": ({"num_train_epochs": 3}, "num_train_epochs 2 -> 3; nothing was changed: only a constant schedule"),
     "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
     "the last row": ({"data": [*rows()[:-1], rows()[0]]}, "data 50 rows .* -> 50 rows"),
@@ -293,16 +253,14 @@ def test_a_stream_that_became_shorter_says_so(tmp_path):
         def __iter__(self):
             return iter(rows(12))
 
-    trained_once = made(tmp_path / "out", Ends(3), data=Stream(), max_steps=10)
-    with memascend.trainer.offload(trained_once, storage=tmp_path / "store"), pytest.raises(Ended):
-        trained_once.train()
+    started(tmp_path, end=3, data=Stream(), max_steps=10)
     with pytest.raises(ConfigError, match=r"data ends after 6 batches of this epoch, and the run had fetched 13"):
         trained(tmp_path, data=Short(), max_steps=10)
 
 
 REFUSED = {
     "model_init": lambda out: transformers.Trainer(
-        args=transformers.TrainingArguments(str(out), use_cpu=True), model_init=model, train_dataset=rows()
+        args=transformers.TrainingArguments(str(out), use_cpu=True), model_init=lambda: model(0), train_dataset=rows()
     ),
     "auto_find_batch_size": partial(made, auto_find_batch_size=True),
     "ignore_data_skip": partial(made, ignore_data_skip=True),
@@ -318,14 +276,15 @@ def test_what_cannot_go_on_is_refused_by_name(tmp_path, says):
 
 
 def test_a_training_is_one(tmp_path):
-    trainer = made(tmp_path / "out", max_steps=2, save_steps=1, save_total_limit=None)
+    options = {"max_steps": 2, "save_steps": 1, "save_total_limit": None}
+    trainer = made(tmp_path / "out", **options)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
         trainer.train()
         with pytest.raises(UsageError, match=r"train\(\) was called again"):
             trainer.train()
         with pytest.raises(UsageError, match="a process with a storage="):
             trainer.hyperparameter_search()
-    again = made(tmp_path / "out", max_steps=2, save_steps=1, save_total_limit=None)
+    again = made(tmp_path / "out", **options)
     with memascend.trainer.offload(again, storage=tmp_path / "store"):
         with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
             again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
@@ -340,19 +299,17 @@ def test_a_training_is_one(tmp_path):
             swapped.train()
 
 
-@pytest.mark.parametrize("says", [{}, {"resume_from_checkpoint": True}])
-def test_it_goes_back_to_a_checkpoint(tmp_path, says):
+def test_it_goes_back_to_a_checkpoint(tmp_path):
     options = {"save_total_limit": None, "num_train_epochs": 1}
     want, log = trained(tmp_path, **options)
     back = made(tmp_path / "other", Log(tmp_path / "back"), **options)
     folder = tmp_path / "out/checkpoint-5"
-    if says:
-        shutil.copytree(folder, tmp_path / "other/checkpoint-5")
+    shutil.copytree(folder, tmp_path / "other/checkpoint-5")
     with memascend.trainer.offload(
         back, storage=tmp_path / "store", existing="replace", checkpoint=folder
     ) as optimizer:
         assert optimizer.steps == 5
-        back.train(**says)
+        back.train(resume_from_checkpoint=True)
         assert digest_of(back.model) == want
     assert logged(tmp_path / "back").items() <= log.items()
 

@@ -27,8 +27,8 @@ from memascend.storage import Engine
 NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
-def model():
-    torch.manual_seed(0)
+def model(seed=0):
+    torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     # Other kernels of attention draw and add in an order of their own on a GPU.
     shape["attn_implementation"] = "eager"
@@ -173,6 +173,21 @@ class Log(transformers.TrainerCallback):
         self._at("checkpoint", state)
 
 
+class Ended(Exception):
+    """The process is gone, as far as a test can have it."""
+
+
+class Ends(transformers.TrainerCallback):
+    """Ends a training after steps."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_step_end(self, _args, state, *_, **__):
+        if state.global_step in self.steps:
+            raise Ended
+
+
 def end_of_process():
     os.kill(os.getpid(), int(os.environ.get("ENDS_BY", signal.SIGKILL)))
 
@@ -214,6 +229,17 @@ def made(
         eval_dataset=rows(8), data_collator=collate, callbacks=list(callbacks), optimizers=optimizers,
         compute_loss_func=compute_loss_func,
     )  # fmt: skip
+
+
+def started(folder, *callbacks, end=None, make=made, offloads=None, **options):
+    """The Trainer of one start in a folder: offloaded, and trained to its end or to that of its process."""
+    trainer = make(folder / "out", *callbacks, Ends(end), **options)
+    with memascend.trainer.offload(trainer, storage=folder / "store", **(offloads or {})):
+        with contextlib.suppress(Ended):
+            trainer.train()
+        assert end in (None, trainer.state.global_step)
+        trainer.digest = digest_of(trainer.model)
+    return trainer
 
 
 def digest_of(trained):
