@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import same_states
-from support.chains import everything, offloaded
+from support.chains import batch, everything, offloaded, train
 from support.checkpoints import made, trained
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -87,33 +87,28 @@ class Turned(torch.nn.Module):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradients):
-    def steps(model, optimizer, seeds):
-        for seed in seeds:
-            model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss_of(model, seed):
+        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)))
 
     plain = Turned()
-    torch_adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    steps(plain, torch_adamw, range(4))
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), range(4), loss_of)
     values = {name: tensor.detach().clone() for name, tensor in Turned().named_parameters()}
     with torch.device("meta"):
         model = Turned()
     model, optimizer = offloaded(tmp_path / "one", model, weights=lambda name, _: values[name], gradients=gradients)
     with optimizer:
-        steps(model, optimizer, range(2))
+        train(model, optimizer, range(2), loss_of)
         optimizer.save(tmp_path / "saved")
     model, optimizer = offloaded(None, Turned(), checkpoint=tmp_path / "saved", gradients=gradients)
     with optimizer:
-        steps(model, optimizer, range(2, 4))
+        train(model, optimizer, range(2, 4), loss_of)
         found = model.state_dict()
         for name, wanted in plain.named_parameters():
             assert torch.equal(found[name], wanted)
             assert found[name].stride() == wanted.stride()
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path, turned):
+def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
     def conv(memory_format):
         torch.manual_seed(0)
         # A parameter of several chunks.
@@ -121,39 +116,28 @@ def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path, turned):
         model = model.to(torch.bfloat16).to(memory_format=memory_format)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(model, optimizer):
+    def loss_of(model, _):
         images = torch.randn(1, 16, 6, 6, generator=torch.Generator().manual_seed(2)).bfloat16()
-        loss = model(images).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        return model(images).float().square().mean()
 
     model, optimizer = conv(torch.channels_last)
     stride = model[0].weight.stride()
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one")
     with optimizer:
-        step(model, optimizer)
+        train(model, optimizer, [0], loss_of)
         optimizer.save(tmp_path / "saved")
         before = everything(model, optimizer)
         assert before["0.weight"].stride() == model[0].weight.stride() == stride
-        losses = [step(model, optimizer) for _ in range(2)]
-        after = everything(model, optimizer)
     # Row-major, as all other tools expect it.
     with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("0.weight"), before["0.weight"])
-    model, optimizer = conv(torch.channels_last if turned else torch.contiguous_format)
+    model, optimizer = conv(torch.contiguous_format)
     given = model[0].weight.stride()
-    assert (given == stride) == turned
+    assert given != stride
     model, optimizer = memascend.offload(model, optimizer, checkpoint=tmp_path / "saved")
     with optimizer:
         assert model[0].weight.stride() == given
         assert same_states(everything(model, optimizer), before)
-        found = [step(model, optimizer) for _ in range(2)]
-        if turned:  # convolutions of another layout are other kernels
-            assert found == losses
-            assert same_states(everything(model, optimizer), after)
-        model.state_dict()
 
 
 def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
@@ -185,11 +169,8 @@ def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpoi
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         names = list(model.state_dict())
         model, optimizer = memascend.offload(model, optimizer, **options)
-        while optimizer.steps < steps:
-            torch.manual_seed(optimizer.steps)
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        seeds = range(optimizer.steps, steps)
+        train(model, optimizer, seeds, lambda model, seed: model(batch(seed, 4)).square().mean())
         optimizer.save(tmp_path / f"saved-{wraps}-{steps}")
         optimizer.close()
         return names, load_file(tmp_path / f"saved-{wraps}-{steps}" / "model.safetensors")

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
+from support.bits import same_states
 from support.chains import everything
+from support.chains import values as state
 from support.checkpoints import Mixed, made, trained
 
 import memascend
@@ -60,11 +62,11 @@ def refused(folder, tmp_path, error, match, **options):
         memascend.offload(model, optimizer, storage=store)[1].close()
     before = store.read_bytes()
     model, optimizer = made(torch.bfloat16, options.pop("kind", torch.optim.AdamW), seed=5)
-    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    values = state(model)
     with pytest.raises(error, match=match):
         memascend.offload(model, optimizer, storage=store, existing="replace", checkpoint=folder, **options)
     assert store.read_bytes() == before
-    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_states(state(model), values)
     with pytest.raises(error, match=match):
         memascend.offload(model, optimizer, storage=tmp_path / "new", checkpoint=folder, **options)
     assert not (tmp_path / "new").exists()

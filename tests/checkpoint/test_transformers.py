@@ -5,7 +5,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.bits import same_states
 from support.chains import offloaded as begun
+from support.chains import train, values
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig, T5Config
 
 from memascend.checkpoint import files as tensorfile
@@ -18,29 +20,21 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(
         n_layer=2, n_head=4, n_embd=32, vocab_size=97, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
-    "mixtral": lambda: MixtralConfig(
-        **SMALL, num_key_value_heads=2, intermediate_size=48, num_local_experts=4, tie_word_embeddings=False
-    ),
 }
 TOKENS = torch.arange(24).view(2, 12) * 5 % 97
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def trained(model, optimizer, steps=2):
     torch.manual_seed(4)  # for dropout
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, range(steps), lambda model, _: model(input_ids=TOKENS, labels=TOKENS).loss)
+
+
+def bodiless(config, dtype=torch.bfloat16):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def logits(model):
@@ -56,10 +50,8 @@ def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
     # In parts, with an index, as what is large is saved.
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     torch.manual_seed(3)
-    model, optimizer = begun(tmp_path / "one", model, gradients="ssd")
+    model, optimizer = begun(tmp_path / "one", bodiless(config), gradients="ssd")
     with optimizer:
         losses = trained(model, optimizer)
         assert all(1 < loss < 20 for loss in losses), losses
@@ -71,9 +63,7 @@ def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
     assert type(plain) is type(model)
     assert plain.dtype == torch.bfloat16
     assert torch.equal(logits(plain), here)
-    with torch.device("meta"):
-        other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    other, optimizer = begun(tmp_path / "two", other, gradients="ssd", checkpoint=tmp_path / "saved")
+    other, optimizer = begun(tmp_path / "two", bodiless(config), gradients="ssd", checkpoint=tmp_path / "saved")
     with optimizer:
         assert trained(other, optimizer) == losses
 
@@ -97,19 +87,15 @@ def test_experts_by_the_names_that_the_hub_has_for_them(tmp_path, name):
     config = EXPERTS[name]()
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    values = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    before = values(plain)
     plain.save_pretrained(tmp_path / "hub", max_shard_size="100KB")
     files = sorted((tmp_path / "hub").glob("*.safetensors"))
     assert len(files) > 1
     keys = [key for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
     assert any(".experts.11." in key for key in keys), "the hub's names are the model's own: this shows nothing"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model, optimizer = begun(tmp_path / "run", model, weights=tmp_path / "hub")
+    model, optimizer = begun(tmp_path / "run", bodiless(config), weights=tmp_path / "hub")
     with optimizer:
-        found = model.state_dict()
-        assert found.keys() == values.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+        assert same_states(values(model), before)
         assert torch.equal(logits(model), logits(plain))
         trained(model, optimizer, 1)
         here = logits(model)
@@ -129,10 +115,8 @@ def test_experts_that_are_not_all_there(tmp_path):
 
     def refused(match):
         save_file(tensors, file)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with pytest.raises(ConfigError, match=match):
-            begun(tmp_path / "run", model, weights=tmp_path / "hub")
+            begun(tmp_path / "run", bodiless(config), weights=tmp_path / "hub")
         assert not (tmp_path / "run").exists()
 
     tensors[one] = tensors[one].float()
@@ -142,16 +126,14 @@ def test_experts_that_are_not_all_there(tmp_path):
 
 
 def test_initialised_from_the_seed(tmp_path):
-    def values(seed, folder):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+    def initialised(seed, folder):
         torch.manual_seed(seed)
-        model, optimizer = begun(tmp_path / folder, model, torch.optim.SGD)
+        model, optimizer = begun(tmp_path / folder, bodiless(CONFIGS["qwen2"](), torch.float32), torch.optim.SGD)
         with optimizer:
-            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            return values(model)
 
-    one, same, other = values(1, "one"), values(1, "same"), values(2, "other")
-    assert all(torch.equal(one[name], tensor) for name, tensor in same.items())
+    one, same, other = initialised(1, "one"), initialised(1, "same"), initialised(2, "other")
+    assert same_states(one, same)
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
@@ -181,9 +163,8 @@ def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_pat
 
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(
-        ConfigError, match=r"different values in the files: shared.weight and lm_head.weight"
-    ) as refused:
+    says = r"different values in the files: shared.weight and lm_head.weight"
+    with pytest.raises(ConfigError, match=says) as refused:
         begun(None, model, weights=tmp_path / "hub")
     remedy = str(refused.value).partition("`")[2].partition("`")[0]
     exec(remedy, {"model": model, "torch": torch})  # noqa: S102

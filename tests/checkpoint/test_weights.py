@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bits import same_states
-from support.chains import chain
+from support.chains import chain, train
 from support.chains import offloaded as begun
 from support.chains import values as state
 from support.checkpointed import Block
@@ -81,14 +81,7 @@ TOKENS = torch.arange(24).view(2, 12) * 7 % 40
 
 
 def trained(model, optimizer, steps=3):
-    losses = []
-    for _ in range(steps):
-        loss = model(TOKENS).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, range(steps), lambda model, _: model(TOKENS).float().square().mean())
 
 
 def wanted(tmp_path, **options):
@@ -149,37 +142,32 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert same_states(state(model), after)
 
 
-@pytest.mark.parametrize("more", [True, False])
-def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path, more):
+def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path):
     model = real()
-    if more:
-        weights = saved(
-            model, tmp_path / "w.safetensors", drop={"head.weight"}, rename=lambda name: name.removeprefix("base.")
-        )
-        other = bodiless()
-    else:
-        weights = saved(model, tmp_path / "w.safetensors", drop={"head.weight"})
-        other = bodiless(Base)
-        other.base_model_prefix = "base"
-    other, offloaded = begun(tmp_path / "run", other, weights=weights)
+    bare = saved(
+        model, tmp_path / "bare.safetensors", drop={"head.weight"}, rename=lambda name: name.removeprefix("base.")
+    )
+    other, offloaded = begun(tmp_path / "headed", bodiless(), weights=bare)
     with offloaded:
-        assert same_states(state(other if not more else other.base), state(model.base))
+        assert same_states(state(other.base), state(model.base))
+    headed = saved(model, tmp_path / "headed.safetensors", drop={"head.weight"})
+    other = bodiless(Base)
+    other.base_model_prefix = "base"
+    other, offloaded = begun(tmp_path / "base", other, weights=headed)
+    with offloaded:
+        assert same_states(state(other), state(model.base))
 
 
 def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
     model = real()
-    weights = saved(model, tmp_path / "same.safetensors")
-    other, offloaded = begun(tmp_path / "run", bodiless(), weights=weights)
-    with offloaded:
-        assert same_states(state(other), state(model))
-    only = saved(model, tmp_path / "only.safetensors", drop={"base.embed.weight"})
-    other, offloaded = begun(tmp_path / "run2", bodiless(), weights=only)
-    with offloaded:
-        assert same_states(state(other), state(model))
+    for number, missing in enumerate([(), ("base.embed.weight",)]):
+        weights = saved(model, tmp_path / f"{number}.safetensors", drop=missing)
+        other, offloaded = begun(tmp_path / f"run{number}", bodiless(), weights=weights)
+        with offloaded:
+            assert same_states(state(other), state(model))
     differ = saved(real(tied=False), tmp_path / "differ.safetensors")
-    other = bodiless()
     with pytest.raises(ConfigError, match=r"different values in the files: base.embed.weight and head.weight"):
-        begun(tmp_path / "run3", other, weights=differ)
+        begun(tmp_path / "run", bodiless(), weights=differ)
 
 
 def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
@@ -231,9 +219,8 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     folder = sharded(real(), tmp_path / "shards")
 
     def refused(error, match, weights=folder):
-        other = bodiless()
         with pytest.raises(error, match=match):
-            begun(tmp_path / "run", other, weights=weights)
+            begun(tmp_path / "run", bodiless(), weights=weights)
         assert not (tmp_path / "run").exists()
 
     index = folder / "model.safetensors.index.json"
@@ -328,21 +315,18 @@ def test_a_call_that_fails_between_two_parameters_leaves_the_model_on_meta(tmp_p
 
 
 def test_what_nobody_knows_is_refused_by_name(tmp_path):
-    class Scaled(torch.nn.Module):
-        def __init__(self):
+    class Odd(torch.nn.Module):
+        def __init__(self, name):
             super().__init__()
             self.linear = torch.nn.Linear(4, 4)
-            self.scale = torch.nn.Parameter(torch.ones(4))
+            if name == "scale":
+                self.scale = torch.nn.Parameter(torch.ones(4))
+            else:
+                self.register_buffer("mask", torch.ones(4), persistent=False)
 
-    class Masked(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 4)
-            self.register_buffer("mask", torch.ones(4), persistent=False)
-
-    for kind, name in ((Scaled, "scale"), (Masked, "mask")):
+    for name in ("scale", "mask"):
         with torch.device("meta"):
-            model = kind()
+            model = Odd(name)
         with pytest.raises(ConfigError, match=rf"\b{name}\b"):
             begun(tmp_path / "run", model)
         assert not (tmp_path / "run").exists()

@@ -23,16 +23,16 @@ def loss_of(model, seed=1):
     return model(batch(seed, first.in_features, next(model.parameters()).dtype)).float().square().mean()
 
 
-def step(model, optimizer, seed=1):
-    loss = loss_of(model, seed)
+def step(model, optimizer, seed=1, of=loss_of):
+    loss = of(model, seed)
     (optimizer.backward if hasattr(optimizer, "backward") else torch.Tensor.backward)(loss)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
-def train(model, optimizer, seeds):
-    return [step(model, optimizer, seed) for seed in seeds]
+def train(model, optimizer, seeds, of=loss_of):
+    return [step(model, optimizer, seed, of) for seed in seeds]
 
 
 def offloaded(storage, model=None, kind=torch.optim.AdamW, rate=1e-2, **options):
