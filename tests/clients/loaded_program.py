@@ -26,17 +26,10 @@ __all__ = []
 kind, model, folder, *limit = sys.argv[1:]
 rows = range(8)
 settings = {
-    "output_dir": f"{folder}/output",
-    "use_cpu": True,
-    "bf16": False,
-    "max_steps": 2,
-    "per_device_train_batch_size": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
+    "output_dir": f"{folder}/output", "use_cpu": True, "bf16": False, "max_steps": 2, "logging_steps": 1,
+    "per_device_train_batch_size": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     "gradient_checkpointing": False,
-}
+}  # fmt: skip
 texts = datasets.Dataset.from_dict({"text": [f"it is a test {row}" for row in rows]})
 pairs = datasets.Dataset.from_dict(
     {name: [f"{text} {row}" for row in rows] for name, text in [("prompt", "it"), ("chosen", "is"), ("rejected", "no")]}

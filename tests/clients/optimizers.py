@@ -61,12 +61,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def cases(library: str) -> list[Case]:
     """What a library has."""
-    found = {
-        "torch": _of_torch,
-        "pytorch-optimizer": _of_pytorch_optimizer,
-        "timm": _of_timm,
-        "transformers": _of_transformers,
-    }.get(library)
+    found = {"torch": _of_torch, "pytorch-optimizer": _of_pytorch_optimizer, "timm": _of_timm}.get(library)
     kinds = found() if found else _of_module(library)
     return [Case(library, name, kind, _options(name)) for name, kind in sorted(kinds.items())]
 
@@ -84,9 +79,8 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _of_torch() -> dict[str, Any]:
-    kinds = vars(torch.optim).values()
-    own = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
-    return {f"torch.optim.{kind.__name__}": kind for kind in own if kind is not torch.optim.Optimizer}
+    own = [kind for kind in vars(torch.optim).values() if _is_optimizer(kind) and kind is not torch.optim.Optimizer]
+    return {f"torch.optim.{kind.__name__}": kind for kind in own}
 
 
 def _of_pytorch_optimizer() -> dict[str, Any]:
@@ -109,16 +103,17 @@ def _of_timm() -> dict[str, Any]:
     return {**own, "Lookahead": timm.optim.Lookahead}
 
 
-def _of_transformers() -> dict[str, Any]:
-    from transformers.optimization import Adafactor
-
-    return {"Adafactor (transformers)": Adafactor}
-
-
 def _of_module(library: str) -> dict[str, Any]:
+    if library == "transformers":
+        from transformers.optimization import Adafactor
+
+        return {"Adafactor (transformers)": Adafactor}
     module = importlib.import_module("torchao.optim" if library == "torchao" else library)
-    kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type) and name[0] != "_"}
-    return {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
+    return {name: kind for name, kind in vars(module).items() if _is_optimizer(kind) and name[0] != "_"}
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
 def model() -> torch.nn.Module:
@@ -199,15 +194,7 @@ def _reason(message: str) -> str:
 
 def rows(library: str) -> list[str]:
     """The lines of its table."""
-    found = []
-    for case in cases(library):
-        try:
-            found.append(row(case))
-        except Exception as error:
-            # One that has to be mended, and no line of a table.
-            print(case.name, type(error).__name__, error, file=sys.stderr, flush=True)
-            raise
-    return found
+    return [row(case) for case in cases(library)]
 
 
 def row(case: Case) -> str:

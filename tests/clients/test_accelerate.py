@@ -3,8 +3,10 @@
 import accelerate
 import pytest
 import torch
+from clients.beside import both
 from clients.optimizers import model, train
-from support.bits import same_bits
+from support.bits import same_bits, same_states
+from support.chains import everything, values
 
 import memascend
 
@@ -17,21 +19,17 @@ def accelerator(tmp_path):
     accelerate.state.GradientState._reset_state()
 
 
-def offload(folder, trained, optimizer, **options):
-    return memascend.offload(trained, optimizer, storage=folder / "run.store", **options)
+def made():
+    trained = model()
+    return trained, torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
 
 
-def values(trained):
-    return [parameter.detach().clone() for parameter in trained.parameters()]
+def begun(folder, **options):
+    return memascend.offload(*made(), storage=folder / "run.store", **options)
 
 
 def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
-    found = []
-    for offloaded in (False, True):
-        trained = model()
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
-        if offloaded:
-            trained, optimizer = offload(tmp_path, trained, optimizer, gradients="ssd")
+    def loop(trained, optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         data = torch.utils.data.DataLoader(torch.randn(24, 64, generator=torch.Generator().manual_seed(2)), 4)
         prepared, stepped, data, scheduler = accelerator.prepare(trained, optimizer, data, scheduler)
@@ -41,16 +39,11 @@ def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
             stepped.step()
             scheduler.step()
             stepped.zero_grad()
-        found.append(values(accelerator.unwrap_model(prepared)))
+        found = values(accelerator.unwrap_model(prepared))
         accelerator.free_memory()
-        if offloaded:
-            optimizer.close()
-    assert all(map(same_bits, *found))
+        return found
 
-
-def begun(folder, **options):
-    trained = model()
-    return offload(folder, trained, torch.optim.AdamW(trained.parameters(), fused=True), **options)
+    assert same_states(*both(tmp_path, made, loop, gradients="ssd"))
 
 
 def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed(tmp_path, accelerator):
@@ -63,7 +56,7 @@ def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed(tmp_p
             saved = values(trained)
         accelerator.load_state(str(tmp_path / "two"))
         assert optimizer.steps == 2
-        assert all(map(same_bits, saved, values(trained)))
+        assert same_states(saved, values(trained))
         if existing == "resume":
             train(prepared, stepped, range(2, 3))
             assert optimizer.steps == 3
@@ -77,25 +70,25 @@ def test_a_state_of_an_older_step_is_refused(tmp_path, accelerator):
     train(prepared, stepped, range(2))
     accelerator.save_state(str(tmp_path / "two"))
     train(prepared, stepped, range(2, 4))
-    masters = [optimizer.state_of(one)["exp_avg"] for one in trained.parameters()]
+    before = everything(trained, optimizer)
     with pytest.raises(memascend.UsageError, match=r"step 2 of .* step 4 of .* weights .* stay.*checkpoint="):
         accelerator.load_state(str(tmp_path / "two"))
     assert optimizer.steps == 4
-    assert all(map(same_bits, masters, (optimizer.state_of(one)["exp_avg"] for one in trained.parameters())))
+    after = everything(trained, optimizer)
+    assert all(same_bits(after[name], values) for name, values in before.items() if "exp_avg" in name)
     optimizer.close()
 
 
 def test_its_optimizer_is_taken_off(tmp_path, accelerator):
-    plain = model()
-    train(plain, torch.optim.AdamW(plain.parameters(), fused=True), range(5))
-    trained = model()
-    prepared, optimizer = accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), fused=True))
+    plain, in_memory = made()
+    train(plain, in_memory, range(5))
+    prepared, optimizer = accelerator.prepare(*made())
     train(prepared, optimizer, range(2))
-    prepared, offloaded = offload(tmp_path, prepared, optimizer)
+    prepared, offloaded = memascend.offload(prepared, optimizer, storage=tmp_path / "run.store")
     # Who holds the wrapper goes on with it.
     train(prepared, optimizer, range(2, 4))
     train(prepared, offloaded, range(4, 5))
     assert offloaded.steps == 3
-    assert all(map(same_bits, values(prepared), values(plain)))
+    assert same_states(values(prepared), values(plain))
     accelerator.free_memory()
     offloaded.close()

@@ -1,22 +1,20 @@
 """Tests that averages of weights by diffusers, timm and torch are those of the same loop in memory, bit for bit."""
 
-import contextlib
-
 import pytest
 import torch
+from clients.beside import both, door
 from diffusers.training_utils import EMAModel
 from support.bits import same_bits
+from support.chains import values
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-import memascend
-
 WIDTH, STEPS = 64, 6
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-GRADIENTS = pytest.mark.parametrize("gradients", ["fused", "ssd"])
-# Whether the average begins before the model is offloaded.
-ORDER = pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
+# Where gradients are, and whether the average begins before the model is offloaded.
+RUNS = pytest.mark.parametrize(
+    ("dtype", "gradients", "before"), [(torch.float32, "fused", True), (torch.bfloat16, "ssd", False)], ids=str
+)
 
 
 def stack(dtype=torch.float32):
@@ -36,34 +34,27 @@ def train_step(model, optimizer, step):
     optimizer.zero_grad()
 
 
-def compare(folder, loop, make, dtype, gradients, before):
-    """Runs the loop, which gives back tensors to compare, on a model in memory and on one that is offloaded."""
-    found = []
-    for offloaded in (False, True):
+def compare(folder, loop, average_of, dtype, gradients, before):
+    """Compare what the loop gives back of a model in memory and of one that is offloaded, and the models."""
+    begun = []
+
+    def make():
         model = stack(dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        average = make(model) if before or not offloaded else None
-        if offloaded:
-            options = {"master_dtype": None} if dtype != torch.float32 else {}
-            model, optimizer = memascend.offload(
-                model, optimizer, storage=folder / "run.store", gradients=gradients, **options
-            )
-            average = make(model) if average is None else average
-        found.append([value.detach().clone() for value in loop(model, optimizer, average)])
+        begun[:] = [average_of(model)] if before else []
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def run(model, optimizer):
+        average = begun[0] if before else average_of(model)
+        found = [value.detach().clone() for value in loop(model, optimizer, average)]
         model.eval()
         with torch.no_grad():
-            found[-1].append(model(batch(99, dtype)))
-        found[-1] += [value.detach().clone() for value in model.state_dict().values()]
-        if offloaded:
-            optimizer.close()
+            found.append(model(batch(99, dtype)))
+        return [*found, *values(model).values()]
+
+    options = {"master_dtype": None} if dtype != torch.float32 else {}
+    found = both(folder, make, run, gradients=gradients, **options)
     assert len(found[0]) > STEPS
     assert all(map(same_bits, *found))
-
-
-def real(model, optimizer):
-    """Where the model's weights are written to: a door, where it needs one."""
-    is_offloaded = isinstance(optimizer, memascend.OffloadedOptimizer)
-    return memascend.materialized(model, modify=True) if is_offloaded else contextlib.nullcontext()
 
 
 def by_diffusers(model, optimizer, average):
@@ -74,23 +65,21 @@ def by_diffusers(model, optimizer, average):
         if step % 2:
             # An evaluation with the averaged weights, and training goes on with those of before.
             average.store(model.parameters())
-            with real(model, optimizer):
+            with door(model, optimizer):
                 average.copy_to(model.parameters())
             model.eval()
             with torch.no_grad():
                 seen.append(model(batch(50, next(model.parameters()).dtype)))
-            with real(model, optimizer):
+            with door(model, optimizer):
                 average.restore(model.parameters())
             model.train()
     seen += average.state_dict()["shadow_params"]
-    with real(model, optimizer):
+    with door(model, optimizer):
         average.copy_to(model.parameters())
     return seen
 
 
-@DTYPES
-@GRADIENTS
-@ORDER
+@RUNS
 @pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
 def test_diffusers_averages_and_swaps(tmp_path, dtype, gradients, before, foreach):
     def make(model):
@@ -120,9 +109,7 @@ def by_modules(model, optimizer, average):
     return [*seen, *average.state_dict().values()]
 
 
-@DTYPES
-@GRADIENTS
-@ORDER
+@RUNS
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_models_of_averages_follow(tmp_path, dtype, gradients, before, kind):
     compare(tmp_path, by_modules, AVERAGES[kind], dtype, gradients, before)

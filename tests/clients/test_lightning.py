@@ -85,10 +85,10 @@ def batches(count, seed):
     return torch.utils.data.DataLoader(values, batch_size=4)
 
 
-def fit(folder, module, callback, epochs=4, **options):
+def fit(folder, module, callback, **options):
     trainer = lightning.Trainer(
         accelerator="cpu",
-        max_epochs=epochs,
+        max_epochs=4,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -106,32 +106,25 @@ def values(module):
     return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
 
 
-CALLBACKS = {
-    "none": lambda: None,
-    "equal": Equal,
-    "exponential": Exponential,
-    "stochastic": lambda: Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2),
+# A callback, and options of the Trainer.
+CASES = {
+    "none": (lambda: None, {}),
+    "equal": (Equal, {}),
+    "accumulated and clipped": (Equal, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "exponential": (Exponential, {}),
+    "stochastic": (lambda: Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2), {}),
 }
 
 
-@pytest.mark.parametrize("gradients", ["auto", "ssd"])
-@pytest.mark.parametrize("whole", [False, True], ids=["layers", "module"])
-@pytest.mark.parametrize("callback", CALLBACKS)
-def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, callback, whole, gradients):
+@pytest.mark.parametrize(("whole", "gradients"), [(False, "ssd"), (True, "auto")], ids=["layers", "module"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, case, whole, gradients):
+    callback, options = CASES[case]
     plain, trained = Module(), Module(tmp_path, whole, gradients=gradients)
-    fit(tmp_path, plain, CALLBACKS[callback]())
-    trainer = fit(tmp_path, trained, CALLBACKS[callback]())
+    fit(tmp_path, plain, callback(), **options)
+    trainer = fit(tmp_path, trained, callback(), **options)
     assert len(plain.seen) >= 4
     assert all(map(same_bits, plain.seen, trained.seen))
-    assert all(map(same_bits, values(plain), values(trained)))
-    trainer.optimizers[0].close()
-
-
-def test_accumulation_and_clipping_are_those_of_memory(tmp_path):
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
-    plain, trained = Module(), Module(tmp_path, gradients="ssd")
-    fit(tmp_path, plain, Equal(), **options)
-    trainer = fit(tmp_path, trained, Equal(), **options)
     assert all(map(same_bits, values(plain), values(trained)))
     trainer.optimizers[0].close()
 

@@ -1,16 +1,14 @@
 """Tests TRL's preference training with a reference model beside the same Trainer in memory, bit for bit."""
 
 import datasets
-import peft
 import pytest
 import tokenizers
-import torch
 import transformers
 import trl
-from clients.test_adapters import adamw, language_model
-from support.bits import same_bits
-
-import memascend
+from clients.beside import both, results, same_results
+from clients.test_adapters import adamw, adapted, language_model
+from support.bits import same_states
+from support.chains import values
 
 # Of all Trainers here.
 SETTINGS = {
@@ -41,52 +39,37 @@ def pairs(count=8):
     )
 
 
-def trained(folder, offloaded, adapters=None, **options):
-    """The losses of the log, and the weights after training."""
-    model = language_model()
-    if adapters is not None:
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, adapters)
-    reference = language_model() if adapters is None else None
-    optimizer = adamw(model)
-    if offloaded:
-        model, optimizer = memascend.offload(model, optimizer, storage=folder / "run.store", gradients="ssd")
-    settings = trl.DPOConfig(
-        str(folder / "output"), bf16=False, max_steps=4, **{**SETTINGS, "gradient_checkpointing": False, **options}
-    )
-    trainer = trl.DPOTrainer(
-        model,
-        reference,
-        args=settings,
-        train_dataset=pairs(),
-        processing_class=tokenizer(),
-        optimizers=(optimizer, None),
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = [value.detach().clone() for value in model.state_dict().values()]
-    if reference is not None:
-        weights += [value.detach().clone() for value in reference.state_dict().values()]
-    if offloaded:
-        optimizer.close()
-    return losses, weights
-
-
-CONFIG = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+# Whether adapters are trained, and options of the Trainer; the reference is the model without them, or another model.
 MODES = {
-    "reference": {},
-    "synced": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
-    "adapters": {"adapters": CONFIG},
+    "synced": (False, {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}),
     # As TRL has it unless it is told otherwise.
-    "checkpointed": {"gradient_checkpointing": True},
-    "checkpointed adapters": {"adapters": CONFIG, "gradient_checkpointing": True},
+    "checkpointed": (False, {"gradient_checkpointing": True}),
+    "adapters": (True, {}),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_preferences_are_learned_as_in_memory(tmp_path, mode):
-    losses, weights = trained(tmp_path, False, **MODES[mode])
-    their_losses, their_weights = trained(tmp_path, True, **MODES[mode])
-    assert len(losses) == 4
-    assert losses == their_losses
-    assert all(map(same_bits, weights, their_weights))
+    adapts, options = MODES[mode]
+
+    def make():
+        model = adapted(language_model()) if adapts else language_model()
+        return model, adamw(model)
+
+    def loop(model, optimizer):
+        reference = None if adapts else language_model()
+        settings = {**SETTINGS, "bf16": False, "max_steps": 4, "gradient_checkpointing": False, **options}
+        trainer = trl.DPOTrainer(
+            model,
+            reference,
+            args=trl.DPOConfig(str(tmp_path / "output"), **settings),
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, None),
+        )
+        return results(trainer), {} if adapts else values(reference)
+
+    (wanted, reference), (found, its_reference) = both(tmp_path, make, loop, gradients="ssd")
+    assert len(wanted[0]) == 4
+    assert same_results(wanted, found)
+    assert same_states(reference, its_reference)

@@ -1,0 +1,45 @@
+"""Runs a loop, or a Trainer, on a model in memory, and on the same model offloaded."""
+
+from __future__ import annotations
+
+import contextlib
+
+from support.bits import same_states
+from support.chains import values
+
+import memascend
+import memascend.trainer
+
+__all__ = ["both", "door", "results", "same_results"]
+
+
+def both(folder, make, loop, **options):
+    """What `loop` returns for each of them; `make` returns a model and its optimizer."""
+    found = []
+    for offloads in (False, True):
+        model, optimizer = make()
+        with contextlib.ExitStack() as until:
+            if offloads:
+                model, optimizer = memascend.offload(model, optimizer, storage=folder / "run.store", **options)
+                until.enter_context(optimizer)
+            found.append(loop(model, optimizer))
+    return found
+
+
+def door(model, optimizer):
+    """What code that writes to weights is called within."""
+    is_offloaded = isinstance(optimizer, memascend.OffloadedOptimizer)
+    return memascend.materialized(model, modify=True) if is_offloaded else contextlib.nullcontext()
+
+
+def results(trainer, storage=None, **options):
+    """The losses and norms that a Trainer logs, and its weights; offloaded where there is a storage."""
+    optimizer = storage and memascend.trainer.offload(trainer, storage=storage, **options)
+    with optimizer or contextlib.nullcontext():
+        trainer.train()
+        logs = [(line["loss"], line.get("grad_norm")) for line in trainer.state.log_history if "loss" in line]
+        return logs, values(trainer.model)
+
+
+def same_results(one, other):
+    return one[0] == other[0] and same_states(one[1], other[1])
