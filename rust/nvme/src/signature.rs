@@ -159,18 +159,13 @@ mod tests {
     }
 
     #[test]
-    fn zeros_and_lone_magic_bytes_are_nobodys() {
+    fn zeros_and_lone_magic_bytes_are_nobodys_and_a_superblock_is_somebodys() {
         let mut bytes = vec![0; 1 << 20];
         assert_eq!(find(&edges(&bytes)), None);
         assert_eq!(find(&edges(&bytes[..4096])), None, "a device smaller than any label");
         bytes[510..512].copy_from_slice(b"\x55\xaa");
         bytes[1080..1082].copy_from_slice(&0xef53_u16.to_le_bytes());
         assert_eq!(find(&edges(&bytes)), None, "two bytes alone prove nothing");
-    }
-
-    #[test]
-    fn the_superblock_of_ext4_is_found() {
-        let mut bytes = vec![0; 1 << 20];
         for (offset, word) in [(0x4, 256), (0x18, 2), (0x38, 0x1_ef53), (0x4c, 1_u32)] {
             bytes[1024 + offset..][..4].copy_from_slice(&word.to_le_bytes());
         }
