@@ -154,11 +154,15 @@ fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
 #[test]
 fn what_ranks_compare_is_what_is_staged_and_not_what_was_dropped() {
     let [once, again] = [1, 1].map(|last| model::trained(&model::disks(1), last));
-    [&once, &again].into_iter().for_each(|store| store.compare(&[0]));
+    for store in [&once, &again] {
+        store.compare(&[0]);
+    }
     ok(model::stage(&again, 0, &model::contents(&again, 0, 9, 2)));
     let dropped = again.digest();
     ok(again.discard(Wait::forever()));
-    [&once, &again].into_iter().for_each(|store| ok(model::stage(store, 0, &model::after(2)[&0])));
+    for store in [&once, &again] {
+        ok(model::stage(store, 0, &model::after(2)[&0]));
+    }
     assert_eq!(once.digest(), again.digest());
     assert_ne!(once.digest(), dropped);
 }
