@@ -72,6 +72,18 @@ def refused(folder, tmp_path, error, match, **options):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_start_whose_commit_fails_leaves_values_and_buffers(saved, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise memascend.StorageError("no space")
+
+    model, optimizer = made(torch.bfloat16, torch.optim.AdamW, seed=5)
+    before = state(model)
+    monkeypatch.setattr(memascend.engine.Engine, "commit", fails)
+    with pytest.raises(memascend.StorageError, match="no space"):
+        memascend.offload(model, optimizer, storage=tmp_path / "new", checkpoint=saved[0])
+    assert same_states(state(model), before)
+
+
 def test_every_byte_counts(saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     dice = random.Random(4)

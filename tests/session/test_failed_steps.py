@@ -57,7 +57,12 @@ def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, mo
         require_same(plain, model)
 
 
-def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_path, monkeypatch):
+def edited(model, optimizer):
+    with optimizer.edit(model[0].weight) as weight:
+        weight.mul_(2)
+
+
+def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_path, monkeypatch):
     model, optimizer = offloaded(tmp_path / "store", chain(dtype=torch.float16))
 
     def failing(*_, **__):
@@ -66,11 +71,15 @@ def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_pat
     with optimizer:
         scale = optimizer._session.run.metadata.scale
         before = scale.state()
+        edited(model, optimizer)
         with monkeypatch.context() as patch:
             patch.setattr(memascend.engine.Engine, "commit", failing)
             with pytest.raises(memascend.StorageError, match="no room"):
                 step(model, optimizer)
         assert scale.state() == before
         optimizer.zero_grad()
+        edited(model, optimizer)
+        # A Trainer's resume runs both blocks again.
+        assert optimizer._session.run.resources.store.hyperparameters["blocks"] == 2
         step(model, optimizer)
         assert scale.state() != before

@@ -106,6 +106,22 @@ def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch
         assert same_states(everything(model, optimizer), expected)
 
 
+def test_ctrl_c_while_the_commit_before_is_replayed_leaves_that_one(tmp_path, monkeypatch):
+    model, optimizer = begun(tmp_path / "store", log_steps=3)
+    with optimizer:
+        train(model, optimizer, range(4))
+        expected = everything(model, optimizer)
+        train(model, optimizer, [4])
+        left = shutil.copy(tmp_path / "store", tmp_path / "left")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(open_store, "Progress", type("Once", (Interrupting,), {"times": 1, "heard": []}))
+        begun(left, existing="previous")
+    model, optimizer = begun(left)
+    with optimizer:
+        assert optimizer.steps == 4
+        assert same_states(everything(model, optimizer), expected)
+
+
 def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, monkeypatch):
     model, optimizer = begun(tmp_path / "store", log_steps=0)
     with optimizer:

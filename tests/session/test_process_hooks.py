@@ -128,6 +128,8 @@ def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
         model.other = nn.Linear(WIDTH, WIDTH)
         with torch.no_grad():
             loss_of(model)
+        with pytest.raises(memascend.ConfigError, match=NEW):
+            step(model, optimizer)
         model.other.requires_grad_(False)
         step(model, optimizer)
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from support.bits import same_bits, same_states
-from support.chains import chain, everything, loss_of, train, twins
+from support.chains import chain, everything, loss_of, offloaded, train, twins
 
 import memascend
 
@@ -84,6 +84,9 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
     with ours:
         stepped(plain, theirs, model, ours, range(3))
         require_equal(plain, theirs, model, ours)
+    # Nothing is durable in a temporary store either.
+    with offloaded(None, three(), Watched, durability=durability, host_memory="64MiB")[1] as ours:
+        assert not ours.plan.ram_tier
 
 
 @pytest.mark.parametrize("place", [0, 2 * LAYERS - 1])

@@ -185,6 +185,16 @@ def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, monkeypatch, 
         optimizer.zero_grad()
         turn(model, optimizer, 1)
         assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
+    model, optimizer = opened(tmp_path / "s")
+    with optimizer, monkeypatch.context() as patched:
+        patched.setattr(memascend.engine.Engine, "commit", fails)
+        with pytest.warns(UserWarning, match="no optimizer.schedule"), pytest.raises(memascend.StorageError):
+            turn(model, optimizer, 2)
+        optimizer.zero_grad()
+        # This run has not made a step, so that a scheduler goes on where the last one was.
+        scheduler = SCHEDULERS[kind](optimizer)
+        optimizer.schedule(scheduler)
+        assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
 
 
 def test_a_scheduler_that_fails_commits_nothing(tmp_path):
