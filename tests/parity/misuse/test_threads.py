@@ -6,6 +6,7 @@ import functools
 import io
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -119,6 +120,20 @@ def test_a_step_while_another_thread_computes(offloaded):
             thread.join()
     training.optimizer.step()
     assert training.optimizer.steps == before + 1
+
+
+def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypatch):
+    training, others = offloaded(steps=1), []
+    commit = memascend.engine.Engine.commit
+
+    def computes_beside(*args, **options):
+        others.append(in_other_thread(training.loss))
+        time.sleep(0.3)
+        return commit(*args, **options)
+
+    monkeypatch.setattr(memascend.engine.Engine, "commit", computes_beside)
+    training.step(1)
+    assert torch.equal(others[0](), training.loss())
 
 
 def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
