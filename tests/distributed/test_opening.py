@@ -1,8 +1,12 @@
 """Tests which commit several ranks open, and which stores of one folder go together or stand for others."""
 
-import pytest
+from types import SimpleNamespace
 
-from memascend.distributed.opening import EARLIER, Stores, common_of, outlived_by
+import pytest
+import torch
+
+from memascend.distributed.opening import EARLIER, Stores, choose, common_of, outlived_by
+from memascend.distributed.rows import Layout, Rows
 from memascend.errors import ConfigError
 
 RUNS = {1: "0" * 32, 2: "2" * 32, 3: "3" * 32, 4: "4" * 32}
@@ -19,6 +23,29 @@ def store(count, *numbers):
 def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last, count):
     with pytest.raises(ConfigError, match=f"several runs.*rank {count}: is of run 44444444"):
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
+
+
+@pytest.mark.parametrize(
+    ("shards", "each", "number", "lost"),
+    [
+        # The last one was filled, and not verified: it has a commit of the run without a number.
+        (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
+        # A replica took no part in the last step.
+        (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),
+        # Ranks were killed between their roots.
+        (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
+    ],
+)
+def test_replicas_fill_stores_that_are_not_whole_or_were_left_out_of_a_step(shards, each, number, lost):
+    told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
+    exchange = SimpleNamespace(rank=0, tell=lambda about, _: told[about])
+    opening = choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
+    assert (opening.number, opening.lost) == (number, lost)
+
+
+def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
+    rows = Rows(torch.Size([5, 128]), first=2, count=3)
+    assert rows.of("exp_avg_absmax", torch.arange(3)).tolist() == [1, 2]
 
 
 def stores(count, *each, said=None):

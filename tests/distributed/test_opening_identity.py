@@ -5,6 +5,7 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,30 @@ def test_going_back_forks_a_run(tmp_path):
     assert Life(tmp_path, 4).began == [2, 2]
 
 
+def test_a_store_that_another_run_changed_since_it_was_chosen_is_refused(tmp_path):
+    Life(tmp_path, 1, size=1)
+    path = tmp_path / "rank-0"
+    opening = choose(path, Talk(1).of(0), "resume", Layout(0, 1, 1))
+    Life(tmp_path, 2, size=1)
+    record = Record(name="rows", values=torch.zeros(5), state={})
+    with pytest.raises(memascend.StorageError, match="was changed while the ranks agreed"):
+        opening.open(lambda existing: Store.create(path, [record], existing=existing))
+
+
+def test_after_a_root_that_failed_no_rank_commits_any_more():
+    ended, exchange = [], Talk(1).of(0)
+    store = SimpleNamespace(share=lambda _: None, end=lambda: ended.append(True))
+    agreement = Agreement(exchange, store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 1))
+
+    def fails(_, agree):
+        agree()
+        raise RankError("another rank wrote no root", ranks=(1,))
+
+    with pytest.raises(RankError):
+        agreement.commit(fails)
+    assert (ended, agreement.number) == ([True], 4)
+
+
 # --- several hosts --------------------------------------------------------------------------------
 
 
@@ -284,6 +309,9 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     earlier.open()
     earlier.close()
     assert earlier.identity == commits(paths[0])[0][0].identity
+    for existing in ("replace", "previous"):
+        with pytest.raises(memascend.ConfigError, match=r"stores of 2 ranks are in .*'resume' resumes from them"):
+            find_earlier(str(tmp_path), existing, Alone(), Layout(0, 1, 1))
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()

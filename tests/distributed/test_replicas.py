@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.stores import damage
 
 import memascend
 from memascend import engine
+from memascend.distributed import replicas
 from memascend.distributed.reshard import file_of_rank
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,6 +40,21 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
     second = lives(tmp_path, 2, 1, micro=4, steps=4)
     require_same(second, 2, 4)
     assert "rank 0 had no store: it was filled from that of rank 1" in filled(second)[0]
+
+
+def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
+    """Rank 2 neither sends nor is filled, and is told of it, too."""
+    monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
+    exchange = SimpleNamespace(
+        rank=2, size=3, tell=lambda *_: [{"records": 0}, None, None], everyone=lambda own: [own, "other", own]
+    )
+    store = SimpleNamespace(each_record=list, step=3, user_state=None, hyperparameters=None)
+    filling = replicas.Refill(SimpleNamespace(exchange=exchange, lost={1: 0}))
+    with (
+        pytest.raises(memascend.CorruptionError, match="rank 1 was filled from that of rank 0"),
+        filling.between(store),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 import memascend
 from memascend.distributed.control_plane import Alone, Exchange
-from memascend.distributed.reshard import Earlier, EarlierValues, find_earlier
+from memascend.distributed.reshard import Earlier, EarlierValues, find_earlier, left_over, remove_store
 from memascend.distributed.rows import Layout
 from memascend.engine import Record, Store
 
@@ -141,6 +141,22 @@ def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
 def test_state_in_fewer_bits_goes_on_with_four_two_and_three(tmp_path, options):
     """With the log each life ends before what it holds is written to the store, and the next one replays it."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False)], options)
+
+
+def test_a_store_of_another_replica_that_a_rank_uses_is_not_left_over(tmp_path):
+    file = tmp_path / "replica-1/memascend.store"
+    file.parent.mkdir()
+    file.touch()
+    assert left_over(str(tmp_path), Layout(0, 1, 1)) == [file]
+    assert left_over(str(tmp_path), Layout(0, 1, 1), {f"{file.parent}/"}) == []
+
+
+def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypatch):
+    file, flushed = tmp_path / "memascend.store", []
+    file.touch()
+    monkeypatch.setattr(os, "fsync", lambda of: flushed.append((os.readlink(f"/proc/self/fd/{of}"), file.exists())))
+    remove_store(file)
+    assert flushed == [(str(tmp_path), False)]
 
 
 # --- what goes wrong -------------------------------------------------------------------------

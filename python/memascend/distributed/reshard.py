@@ -23,7 +23,7 @@ from memascend.storage import Store, order_of, pending_file
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from memascend.distributed.control_plane import Exchange
 
@@ -49,10 +49,14 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
     return of_replica / _FILE if count == 1 else of_replica / f"rank-{shard}-of-{count}" / _FILE
 
 
-def left_over(folder: str, layout: Layout) -> list[Path]:
-    """The stores with this rank's rows, on its host, of replicas that the run has no more."""
+def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[Path]:
+    """The stores with this rank's rows, on its host, of replicas that the run has no more.
+
+    Without those in the folders that are `used`: a rank goes on with such a store where its own is not there.
+    """
     there = stores_in(folder, layout.shards).items()
-    return [file for rank, file in there if rank >= layout.size and rank % layout.shards == layout.shard]
+    of_others = [file for rank, file in there if rank >= layout.size and rank % layout.shards == layout.shard]
+    return [file for file in of_others if f"{file.parent}/" not in used]
 
 
 def stores_in(folder: str, count: int) -> dict[int, Path]:

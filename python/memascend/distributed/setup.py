@@ -273,10 +273,10 @@ def begin(
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     sharding.open_by(opening)
-    left = [] if folder is None or not opening.number else left_over(folder, layout)
     used = {place for each in exchange.everyone(own.paths or []) for place in each}
     # Only one rank looks at each store, since this locks it.
-    sharding.leave_replicas([file for file in left if not layout.replica and f"{file.parent}/" not in used])
+    left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
+    sharding.leave_replicas(left)
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
