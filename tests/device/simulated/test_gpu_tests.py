@@ -26,7 +26,7 @@ WITHOUT_NUMBERS = {
     ),
     "device/test_graphs.py": (7, []),
     "activations/test_from_a_device.py": (11, []),
-    "session/test_added_room.py": (5, []),
+    "session/test_added_room.py": (3, []),
 }
 LATER = {
     "device/test_cuda.py": (

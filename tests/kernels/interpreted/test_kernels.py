@@ -186,8 +186,7 @@ def test_no_tensors():
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95), (0.0, 0.0)])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.999), 0.1), ((0.3, 0.95), 0.0), ((0.0, 0.0), 0.1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16], ids=str)
 def test_adamw(decoupled, betas, weight_decay, dtype, out):
