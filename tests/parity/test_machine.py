@@ -61,7 +61,7 @@ HAPPENS = {
 def test_a_run_is_the_one_in_memory(waits):
     seen = run(waits, 25, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
-    assert waits != "auto" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0
+    assert waits == "fused" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0
 
 
 @pytest.mark.slow
