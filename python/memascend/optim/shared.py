@@ -274,8 +274,8 @@ def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[Sha
 
 def storable(value: Any) -> bool:
     """Whether a value can be stored as JSON and restored without loss."""
-    # numpy's float64 is a float.
-    if type(value) in {str, type(None)} or isinstance(value, float | numbers.Integral):
+    # numpy's float64 is a float, and its integers are Integral.
+    if type(value) in {bool, int, str, type(None)} or isinstance(value, float | numbers.Integral):
         return True
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.numel() == 1 and not value.dtype.is_complex
@@ -288,8 +288,10 @@ def plain(value: Any) -> Any:
     """A storable value as JSON."""
     if isinstance(value, torch.Tensor):
         return value.item()
-    if isinstance(value, float | numbers.Integral):
-        return value if isinstance(value, bool) else float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
