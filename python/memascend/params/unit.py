@@ -159,12 +159,6 @@ class Home:
         self.version += 1
         self.fetched = 0
         self.trained = True
-        if self.in_ram:
-            # They were updated where they lie, as by an optimizer in place: a graph that saved a view is refused.
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                for place in self.places:
-                    torch.autograd.graph.increment_version(place.parameter)
-                    place.note_version()
 
     def forget(self) -> None:
         """Release bytes that are no step's: they are not adopted again."""
