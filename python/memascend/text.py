@@ -72,13 +72,7 @@ def bytes_shown(nbytes: int) -> str:
     size, unit = float(nbytes), 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
-    return (
-        f"{nbytes} bytes"
-        if unit == 0
-        else f"{size:.3g} {_UNITS[unit]}"
-        if size < 1000
-        else f"{size:.0f} {_UNITS[unit]}"
-    )
+    return f"{nbytes} bytes" if unit == 0 else f"{size:{'.3g' if size < 1000 else '.0f'}} {_UNITS[unit]}"
 
 
 def size_option(nbytes: int, *, up: bool = True) -> str:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memascend.plan.cost import Drive, Host, Work, drive_days, fastest, phases, seconds, update_seconds, ways
+from memascend.plan.cost import Drive, Host, Work, drive_days, fastest, seconds, update_seconds, ways
 from memascend.plan.units import Unit
 
 GB = 10**9
@@ -39,7 +39,12 @@ KEPT = plan(
 # A quarter in RAM, whose gradients are logged.
 LOGGED = {"values": 6 * GB, "state": 30 * GB, "log": 2 * GB}
 DRIVE = Drive(read=5 * GB, write=4 * GB)
-IDLE = Host(update=0.0, check=0.0, threads=1, shared=False)
+IDLE = Host(update=0.0, check=0.0, shared=False)
+
+
+def phases(*given):
+    found = ways(*given)
+    return found[fastest(found)]
 
 
 def test_a_drive_whose_speeds_are_given_takes_turns():
@@ -96,7 +101,7 @@ def test_an_update_in_the_next_forward_reads_what_its_modules_need():
 
 
 def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
-    host = Host(update=6.0, check=0.0, threads=1, shared=False)
+    host = Host(update=6.0, check=0.0, shared=False)
     found = ways(DEFERRED, Work(forward=2.0, backward=4.0), DRIVE, host)["next backward"]
     assert [phase.name for phase in found] == ["forward and last step's values", "backward and last step's update"]
     assert found[0].parts == pytest.approx({"compute": 2, "disk": UPDATE / 5, "update": 6})
@@ -126,7 +131,7 @@ def test_early_updates_store_their_gradient_and_do_not_read_it():
 
 
 def test_the_first_of_several_micro_batches_waits_for_the_last_update():
-    link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
+    link = Host(update=0.0, check=0.0, shared=False, link=2 * GB)
     work = Work(forward=2.0, backward=4.0, backwards=4, exchanged=(1.0, 3.0), carried=40 * GB, stored=20 * GB)
     found = ways(DEFERRED, work, DRIVE, link)
     first, other, back = found["next forward"]
@@ -197,7 +202,7 @@ def test_each_backward_after_the_first_adds_to_what_is_spilled():
 
 
 def test_processors_that_compute_the_model_update_in_the_same_time():
-    host = Host(update=6.0, check=0.1 / GB, threads=1, shared=True)
+    host = Host(update=6.0, check=0.1 / GB, shared=True)
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
@@ -231,7 +236,7 @@ def test_what_is_in_ram_without_a_log_is_written_in_step():
 
 
 def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
-    host = Host(update=8.0, check=1e-10, threads=1, shared=False, ram_tier_threads=4)
+    host = Host(update=8.0, check=1e-10, shared=False, ram_tier_threads=4)
     logs = plan(ram_tier_part=0.25, written_bytes=LOGGED)
     *_, last, step = phases(logs, Work(forward=2.0, backward=4.0), DRIVE, host)
     # Values of a quarter have their checksums read before it and renewed after it.
@@ -242,7 +247,7 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
 
 
 def test_a_device_is_beside_the_update_and_behind_a_link():
-    host = Host(update=6.0, check=0.1 / GB, threads=1, shared=False, link=2 * GB)
+    host = Host(update=6.0, check=0.1 / GB, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
     # Pinned units stay there; those that stay until the backward come once; gradients go the other way meanwhile.
     assert forward.parts["PCIe"] == pytest.approx(8 / 2)
@@ -264,7 +269,7 @@ def test_the_life_of_a_drive():
 
 
 def test_checkpointed_activations_pass_through_link_and_drive():
-    link = Host(update=0.0, check=0.0, threads=1, shared=False, link=2 * GB)
+    link = Host(update=0.0, check=0.0, shared=False, link=2 * GB)
     away = Work(forward=2.0, backward=4.0, carried=100 * GB, stored=60 * GB)
     for model in (plan(), KEPT):
         still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link)

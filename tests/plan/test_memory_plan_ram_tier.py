@@ -7,7 +7,7 @@ import shutil
 import pytest
 from plan.test_memory_plan import PAGE, model, sizes_of
 
-from memascend.plan.cost import Drive, Work, assumed_host, moves, phases, seconds, update_seconds
+from memascend.plan.cost import Drive, Work, assumed_host, moves, seconds, update_seconds, ways
 from memascend.plan.decision import room_beside
 from memascend.plan.memory_plan import Requirements, make_plan
 from memascend.text import bytes_shown, size_option
@@ -137,12 +137,12 @@ def test_frozen_values_are_in_ram_too():
 def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     run = run_of(model())
     run = dataclasses.replace(run, applied=run.gradient_bytes.keys() if applies else ())
-    host = dataclasses.replace(assumed_host(None, shared=True), threads=2, ram_tier_threads=2)
+    host = dataclasses.replace(assumed_host(None, shared=True), ram_tier_threads=2)
     drive = Drive(read=5e6, write=4e6)
 
     def took(plan):
         own = dataclasses.replace(host, update=update_seconds(plan, host.update))
-        return seconds(phases(plan, Work(forward=0.0, backward=0.0), drive, own))
+        return seconds(ways(plan, Work(forward=0.0, backward=0.0), drive, own)["fused"])
 
     first = make_plan(run)
     assert took(first.moving(first.without)) == took(first)

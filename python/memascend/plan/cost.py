@@ -78,12 +78,11 @@ class Host:
 
     update: float  # the arithmetic of a step
     check: float  # the checksum of a byte that is read or written
-    threads: int  # that share the update of streamed parameters
     # Whether the model computes on all of the same processors: work on one of them delays the model, whose threads wait
     # for each other at the end of each operation.
     shared: bool
     link: float | None = None  # bytes a second between host and device, each way; None where the host computes
-    ram_tier_threads: int | None = None  # that share the update of the RAM tier; None: as many
+    ram_tier_threads: int = 1  # that share the update of the RAM tier; one alone updates what streams
 
 
 # Defaults of one thread's seconds for AdamW on a parameter, and for the checksum of a byte. Measured on a server's
@@ -99,7 +98,6 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
-        threads=1,
         shared=shared,
         link=link,
         ram_tier_threads=1 if shared else _IN_RAM_THREADS,
@@ -143,12 +141,6 @@ def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Pha
     }
 
 
-def phases(plan: Plan, work: Work, drive: Drive, host: Host) -> list[Phase]:
-    """The phases of one step, one after the other, in the fastest way."""
-    found = ways(plan, work, drive, host)
-    return found[fastest(found)]
-
-
 def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
     """The way of the shortest step; "early", which depends on the gradients, only where there is no other."""
     return min(found, key=lambda way: (way == "early", seconds(found[way])))
@@ -159,7 +151,6 @@ class _Step:
 
     def __init__(self, plan: Plan, work: Work, drive: Drive, host: Host, way: Way) -> None:
         self._plan, self._work, self._drive, self._host = plan, work, drive, host
-        self._speeds = _Speeds(drive, host)
         self._into, self._back, self._out = through_link(plan)
         traffic = Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part, plan.spared)
         moved = traffic.by(way, evicted=plan.window < RESIDENT_WINDOW)
@@ -190,7 +181,7 @@ class _Step:
     def at_once(self) -> list[Phase]:
         """All updates run in step()."""
         disk = self._read, self._written
-        update = self._speeds.phase("update", 0.0, (0, 0), disk, self._update)
+        update = self._phase("update", 0.0, (0, 0), disk, self._update)
         return [self._forward("forward"), self._kept_backward("backward"), update, *self._at_step()]
 
     def next_forward(self) -> list[Phase]:
@@ -258,7 +249,7 @@ class _Step:
         read, written = (self._values[0] * rounds, 0) if disk is None else disk
         disk = read, written + int(work.stored * count / work.backwards)
         link = self._into * rounds, int(work.carried * count / work.backwards)
-        phase = self._speeds.phase(name, work.forward * count, link, disk, update)
+        phase = self._phase(name, work.forward * count, link, disk, update)
         return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
 
     def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
@@ -267,7 +258,7 @@ class _Step:
         count = work.backwards if count is None else count
         disk = disk[0] + int(work.stored * count / work.backwards), disk[1]
         link = self._back * rounds + int(work.carried * count / work.backwards), self._out * rounds
-        phase = self._speeds.phase(name, work.backward * count, link, disk, update)
+        phase = self._phase(name, work.backward * count, link, disk, update)
         return phase if work.exchanged is None else _beside(phase, work.exchanged[1] * rounds)
 
     def _first_update(self, phase: Phase) -> Phase:
@@ -281,7 +272,7 @@ class _Step:
 
     def _apart(self, phase: Phase, disk: float) -> Phase:
         """The phase whose update of the first unit, `disk` seconds of storage, no computation overlaps."""
-        update = self._update * self._first_part / self._host.threads
+        update = self._update * self._first_part
         if self._host.shared:
             phase = replace(phase, parts={**phase.parts, "compute": phase.parts["compute"] - update})
         return replace(phase, tail=max(disk, update))
@@ -298,14 +289,30 @@ class _Step:
         plan, host = self._plan, self._host
         if not plan.ram_tier_part:
             return []
-        log = self._speeds.phase("gradient log", 0.0, (0, 0), (0, self._log))
-        together = host.ram_tier_threads or host.threads
+        log = self._phase("gradient log", 0.0, (0, 0), (0, self._log))
         # Its values are checked before the update, and have new checksums after it.
         checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
-        parts = {"update": (host.update - self._update + checked) / together}
+        parts = {"update": (host.update - self._update + checked) / host.ram_tier_threads}
         if self._through:
             parts["disk"] = self._drive.seconds(0, self._through)
         return [log] * bool(self._log) + [Phase(name="step()", parts=parts)]
+
+    def _phase(
+        self, name: str, compute: float, link: tuple[int, int], disk: tuple[int, int], update: float = 0.0
+    ) -> Phase:
+        """A phase that moves bytes in both directions of the link, and reads and writes bytes."""
+        host, drive = self._host, self._drive
+        busy = update + sum(disk) * (host.check + drive.processor_seconds)
+        parts = {"disk": drive.seconds(*disk)}
+        if host.shared:
+            # The model's threads are on the same processors, and wait for each other.
+            parts["compute"] = compute + busy
+        else:
+            parts |= {"compute": compute, "update": busy}
+        if host.link is not None:
+            # The link moves both ways at once.
+            parts["PCIe"] = max(link) / host.link
+        return Phase(name=name, parts=parts)
 
 
 def _trained(unit: Unit) -> float:
@@ -322,29 +329,6 @@ def through_link(plan: Plan) -> tuple[int, int, int]:
     into = sum(unit.nbytes for unit in moving)
     back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
     return into, back, sum(unit.nbytes - unit.frozen_bytes for unit in plan.units)
-
-
-@dataclass(frozen=True)
-class _Speeds:
-    drive: Drive
-    host: Host
-
-    def phase(
-        self, name: str, compute: float, link: tuple[int, int], disk: tuple[int, int], update: float = 0.0
-    ) -> Phase:
-        """A phase that moves bytes in both directions of the link, and reads and writes bytes."""
-        host = self.host
-        busy = (update + sum(disk) * (host.check + self.drive.processor_seconds)) / host.threads
-        parts = {"disk": self.drive.seconds(*disk)}
-        if host.shared:
-            # The model's threads are on the same processors, and wait for each other.
-            parts["compute"] = compute + busy
-        else:
-            parts |= {"compute": compute, "update": busy}
-        if host.link is not None:
-            # The link moves both ways at once.
-            parts["PCIe"] = max(link) / host.link
-        return Phase(name=name, parts=parts)
 
 
 def seconds(parts: Sequence[Phase]) -> float:

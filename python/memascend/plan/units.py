@@ -118,11 +118,6 @@ class ModuleTree:
         called = None if _is_one_of(self.modules[module], *_UNCALLED) else module
         return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
-    def claim(self, drafts: Iterable[UnitDraft]) -> None:
-        """Mark the parameters of these drafts as claimed."""
-        for draft in drafts:
-            self.claimed.update(draft.parameters)
-
     def is_whole(self, module: str) -> bool:
         """Whether no draft has claimed a parameter in the module."""
         return self.claimed.isdisjoint(self.under[module])
@@ -150,9 +145,8 @@ def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
 
 def tied_bytes(model: nn.Module) -> int:
     """The bytes of trained parameters that several modules have: each micro-batch by layer has its own gradients."""
-    times: dict[nn.Parameter, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
+    named = model.named_parameters(remove_duplicate=False)
+    times = Counter(parameter for _, parameter in named if parameter.requires_grad)
     return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
 
 
@@ -222,9 +216,9 @@ def find_units(
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
     drafts = [tree.draft(name, tree.below(name)) for name in _checked(tree, units or ())]
-    tree.claim(drafts)
+    tree.claimed.update(name for draft in drafts for name in draft.parameters)
     blocks = list(_blocks(tree, ""))
-    tree.claim(blocks)
+    tree.claimed.update(name for draft in blocks for name in draft.parameters)
     # Of the other modules, one that is no larger than a block stays whole.
     limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))

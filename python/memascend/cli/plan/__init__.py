@@ -241,6 +241,16 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
     plan, trace = found.plan, question.trace
     turns = answer(question.one_after_the_other()) if question.by_layer else None
     subject, proposal = question.subject, propose(question, found)
+
+    def proposed(larger: Question, its: Answer) -> dict[str, Any]:
+        return {
+            "tokens": larger.sequences * larger.length,
+            "micro_batches": larger.micro_batches,
+            "activations": larger.options.activations,
+            **described(its),
+            "run": asdict(total(larger, its, options.examples)),
+        }
+
     return {
         "model": {"path": str(options.model), "described_by": subject.by, "parameters": subject.parameters},
         "optimizer": options.optimizer,
@@ -256,7 +266,7 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
             "peak_bytes": trace.peak,
             "kept_bytes": trace.kept,
             "held": trace.held,
-            "flops": trace.flops,
+            "flops": trace.forward + trace.backward,
         },
         "host_bytes": found.host_bytes,
         "host_free_bytes": question.ram,
@@ -268,20 +278,8 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
         "proposal": None
         if proposal is None
         else {
-            "tokens": proposal.question.sequences * question.length,
-            "micro_batches": proposal.question.micro_batches,
-            "activations": proposal.question.options.activations,
-            **described(proposal.answer),
-            "run": asdict(total(proposal.question, proposal.answer, options.examples)),
-            "by_layer": None
-            if proposal.by_layer is None
-            else {
-                "tokens": proposal.by_layer[0].sequences * question.length,
-                "micro_batches": proposal.by_layer[0].micro_batches,
-                "activations": proposal.by_layer[0].options.activations,
-                **described(proposal.by_layer[1]),
-                "run": asdict(total(*proposal.by_layer, options.examples)),
-            },
+            **proposed(proposal.question, proposal.answer),
+            "by_layer": None if proposal.by_layer is None else proposed(*proposal.by_layer),
         },
         "forecast": None if (forecast := forecast_of(question, found)) is None else asdict(forecast),
         "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},

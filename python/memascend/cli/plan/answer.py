@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from memascend.plan.decision import TorchBytes
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Loss, Subject, Trace
@@ -104,16 +105,6 @@ class Question:
     def carried(self) -> int:
         """Bytes of checkpointed activations of a step that leave that memory."""
         return self.micro_batches * self.trace.kept if self.carries and not isinstance(self.trace, str) else 0
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether updates that wait for the norm may begin before it is known."""
-        return self.options.gradients == "auto" and self.ranks == 1
-
-    @property
-    def clips(self) -> bool:
-        """Whether steps change gradients by a number that is known after the last of them."""
-        return self.options.max_grad_norm is not None or self.options.loss_scale is not None
 
     def scratch(self, plan: Plan) -> int:
         """Bytes of checkpointed activations in files at once."""
@@ -239,11 +230,12 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
     Micro-batches one after the other are planned without: a Trainer does not say which of them is the last one. Of a
     loop that does, by `accumulation_steps=`, this is too slow.
     """
+    options = question.options
     if "early" not in found:
         return found
-    if not question.begins_early or (question.micro_batches > 1 and not question.by_layer):
+    if options.gradients != "auto" or question.ranks > 1 or (question.micro_batches > 1 and not question.by_layer):
         return {way: steps for way, steps in found.items() if way != "early"}
-    return found if question.clips else {"early": found["early"]}
+    return {"early": found["early"]} if options.max_grad_norm is None else found
 
 
 def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
@@ -310,7 +302,7 @@ def planned(question: Question) -> Plan:
 
 def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
     assert question.drive is not None
-    idle = Host(update=0.0, check=0.0, threads=1, shared=False)
+    idle = Host(update=0.0, check=0.0, shared=False)
     return _possible(question, ways(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
 
 
@@ -417,27 +409,24 @@ def propose(question: Question, now: Answer) -> Proposal | None:
     if question.ranks > 1 or question.options.accumulation_steps > 1:
         return None
     largest = _largest(replace(question, micro_batches=1))
-    counts = _doubled(1, _SEQUENCES_MAX // largest.sequences)
+    counts = _doubled(_SEQUENCES_MAX // largest.sequences)
     best = _best((replace(largest, micro_batches=count).one_after_the_other() for count in counts), now)
     examples = best[0].sequences * best[0].micro_batches if best else _SEQUENCES_MAX
     layered = _by_layer(question, examples, best[1] if best else now)
-    if best is None:
-        return None if layered is None else Proposal(question=layered[0], answer=layered[1], by_layer=layered)
-    return Proposal(question=best[0], answer=best[1], by_layer=layered)
+    first = best or layered
+    return None if first is None else Proposal(question=first[0], answer=first[1], by_layer=layered)
 
 
 def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
     """A step of at most so many examples by layer, where it is much faster than the other; the fewest that are."""
-    counts = _doubled(2, examples // question.sequences)
+    counts = _doubled(examples // question.sequences)[1:]
     best = _best((replace(question, micro_batches=count) for count in counts), other)
     return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
 
 
-def _doubled(first: int, most: int) -> Iterator[int]:
-    """A number, and its doubles up to another."""
-    while first <= most:
-        yield first
-        first *= 2
+def _doubled(most: int) -> list[int]:
+    """The powers of two up to a number."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
@@ -502,10 +491,7 @@ def alternative(question: Question) -> tuple[Question, Answer] | None:
 
 def _halved(count: int) -> list[int]:
     """The count, and its halves down to 1."""
-    found = [count]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found
+    return [count >> power for power in range(count.bit_length())]
 
 
 def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
@@ -534,20 +520,14 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
 
 def _largest(question: Question) -> Question:
     """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
-    fits, powers = 0, 0
     if question.measured is not None or isinstance(question.trace, str):
         # Of another micro-batch nothing is known.
         return question
-    while question.sequences << (powers + 1) <= _SEQUENCES_MAX:
-        powers += 1
+    counts = _doubled(_SEQUENCES_MAX // question.sequences)[1:]
+    larger = [replace(question, sequences=question.sequences * count) for count in counts]
     # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
-    while fits < powers:
-        middle = (fits + powers + 1) // 2
-        if not answer(replace(question, sequences=question.sequences << middle)).problems:
-            fits = middle
-        else:
-            powers = middle - 1
-    return replace(question, sequences=question.sequences << fits)
+    fits = bisect_left(larger, True, key=lambda one: bool(answer(one).problems))
+    return larger[fits - 1] if fits else question
 
 
 def described_fit(question: Question, found: Answer) -> dict[str, Any]:

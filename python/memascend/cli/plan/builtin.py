@@ -6,7 +6,6 @@ The tests compare all of it with models of transformers, and with the plan that 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from memascend import storage as engines
@@ -51,36 +50,24 @@ _PLAIN_BLOCK_BYTES = (18, 0, 12, 8, 0)
 _FUSED = {"phi3", "glm4"}
 
 
-@dataclass(frozen=True)
 class _Sizes:
     """The sizes of a decoder, from its config."""
 
-    kind: str
-    hidden: int
-    wide: int  # of the feed-forward part, or of each expert
-    layers: int
-    queries: int  # width of all heads
-    keys: int  # width of all heads of keys, and of values
-    head: int  # width of one head
-    vocabulary: int
-    experts: int  # 0: the feed-forward part is dense
-    chosen: int  # experts that compute a token
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Sizes:
-        head = config["head_dim"]
-        return cls(
-            kind=config["model_type"],
-            hidden=config["hidden_size"],
-            wide=config.get("moe_intermediate_size", config["intermediate_size"]),
-            layers=config["num_hidden_layers"],
-            queries=config["num_attention_heads"] * head,
-            keys=config["num_key_value_heads"] * head,
-            head=head,
-            vocabulary=config["vocab_size"],
-            experts=config.get("num_local_experts", config.get("num_experts", 0)),
-            chosen=config.get("num_experts_per_tok", 1),
-        )
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.kind: str = config["model_type"]
+        self.hidden: int = config["hidden_size"]
+        # Of the feed-forward part, or of each expert.
+        self.wide: int = config.get("moe_intermediate_size", config["intermediate_size"])
+        self.layers: int = config["num_hidden_layers"]
+        self.head: int = config["head_dim"]
+        # Widths of all heads of queries, and of all of keys or values.
+        self.queries: int = self.head * config["num_attention_heads"]
+        self.keys: int = self.head * config["num_key_value_heads"]
+        self.vocabulary: int = config["vocab_size"]
+        # 0: the feed-forward part is dense.
+        self.experts: int = config.get("num_local_experts", config.get("num_experts", 0))
+        # Experts that compute a token.
+        self.chosen: int = config.get("num_experts_per_tok", 1)
 
     @property
     def block_bytes(self) -> float:
@@ -151,7 +138,7 @@ def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 
 def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
     """The parameters of a decoder, by the names of transformers."""
-    sizes = _Sizes.of(config)
+    sizes = _Sizes(config)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if sizes.kind in _ONLY_POST_NORMS:
         norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
@@ -175,7 +162,7 @@ def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
 
 def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
     """The operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
-    sizes, tokens, length = _Sizes.of(config), batch.tokens, batch.length
+    sizes, tokens, length = _Sizes(config), batch.tokens, batch.length
     products, last = sizes.products
     # Half of causal attention is masked; its backward has five products where the forward has two.
     attention = 2 * tokens * length * sizes.queries * sizes.layers

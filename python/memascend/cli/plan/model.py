@@ -24,9 +24,10 @@ from memascend.cli.plan.subject import Subject, Trace, tile_bytes
 from memascend.errors import ConfigError
 from memascend.plan.units import tied_bytes
 from memascend.session.decide import planned
+from memascend.text import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from memascend.cli.plan.subject import Batch, Loss
@@ -81,17 +82,10 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     except ImportError as error:
         what = f"the shape of {name} with these options needs" if name else f"{config} describes a model of"
         raise ConfigError(f"{what} transformers, which is not installed: pip install transformers") from error
-    tied = values.get("tie_word_embeddings") is not False
     model = _configured(transformers, config, values, dtype)
-    untie(model, _untied(model, tied=tied))
+    if values.get("tie_word_embeddings") is False:
+        _untie_head(model)
     return model, f"the shape of {name}" if name else str(config)
-
-
-def untie(model: nn.Module, names: Iterable[str]) -> None:
-    """Give the model a separate parameter under each of these names."""
-    for name in names:
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
 
 
 # LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients only; Muon takes matrices only.
@@ -110,18 +104,15 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return kinds[name.lower()]
 
 
-def _untied(model: nn.Module, *, tied: bool) -> list[str]:
-    """Names of parameters that transformers ties in a new model, and not in a loaded one (Flan-T5's LM head).
-
-    `tied`: whether the config ties the LM head.
-    """
+def _untie_head(model: nn.Module) -> None:
+    """Give the LM head a weight of its own, if transformers ties it in new models, and not in loaded ones (Flan-T5)."""
     from memascend.checkpoint.files import Names
 
-    head = None
+    head: Any = None
     with contextlib.suppress(AttributeError, NotImplementedError):
-        head = None if tied else model.get_output_embeddings()  # type: ignore[operator]
-    owned = [f"{name}.weight" for name, module in model.named_modules() if module is head]
-    return [name for name in owned if name in Names(model).tied]
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    if any(f"{name}.weight" in Names(model).tied for name, module in model.named_modules() if module is head):
+        head.register_parameter("weight", nn.Parameter(torch.empty_like(head.weight)))
 
 
 def read_config(config: Path) -> dict[str, Any]:
@@ -199,7 +190,8 @@ class _Watch(TorchDispatchMode):
         own = (*model.parameters(), *model.buffers())
         # The storages of parameters are counted elsewhere, and views share them.
         self._own = {tensor.untyped_storage()._cdata for tensor in own}  # noqa: SLF001
-        self._living: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Bytes and shape of each storage that is alive.
+        self.living: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,23 +209,18 @@ class _Watch(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001
-        if key in self._living or key in self._own or _is_mask(tensor):
+        if key in self.living or key in self._own or _is_mask(tensor):
             return
         nbytes = storage.nbytes()
-        self._living[key] = nbytes, tuple(tensor.shape)
+        self.living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
-            self.at_peak = list(self._living.values())
-
-    @property
-    def living(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Bytes and shape of each storage that is alive."""
-        return list(self._living.values())
+            self.at_peak = list(self.living.values())
 
     def _gone(self, key: int) -> None:
-        nbytes, _ = self._living.pop(key, (0, ()))
+        nbytes, _ = self.living.pop(key, (0, ()))
         self._bytes -= nbytes
 
 
@@ -294,11 +281,13 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
     watch = _Watch(model)
     forward = kept = 0
     failed = ""
-    with fake, without_gradients_kept(model), watch, _without_torchs_log():
+    # Records of failed traces have a stack, which would keep a checkpoint's hooks alive.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with fake, without_gradients_kept(model), watch, replaced(log, "disabled", value=True):
         try:
             tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="cpu")
             loss = _loss(model, head, tokens, kind, on_host=batch.on_host)
-            kept = _kinds(model, watch.living)["activations"]
+            kept = _kinds(model, list(watch.living.values()))["activations"]
             forward = watch.flops
             loss.backward()
             del loss
@@ -371,18 +360,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None
 
 
-@contextlib.contextmanager
-def _without_torchs_log() -> Iterator[None]:
-    """Disable torch's log of failed traces, whose stack would keep a checkpoint's hooks alive."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    nothing = logging.Filter("no logger has this name")
-    log.addFilter(nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(nothing)
-
-
 def settle(model: nn.Module) -> None:
     """Replace parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
@@ -420,16 +397,11 @@ def without_gradients_kept(model: nn.Module) -> Iterator[None]:
     def gone(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(gone)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(gone))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _kinds(model: nn.Module, living: list[tuple[int, tuple[int, ...]]]) -> dict[str, int]:

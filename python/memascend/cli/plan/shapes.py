@@ -85,12 +85,22 @@ def _qwen3_5(
     return _shape(kind, widths, layers, (*heads, 256), (248_320, 262_144), tied=tied, more=more)
 
 
-def _gemma4(widths: tuple[int, int], layers: int, heads: tuple[int, int], longest: int, **more: Any) -> dict[str, Any]:
-    """The last of five or six blocks sees all tokens, with wider heads."""
+def _gemma4(
+    widths: tuple[int, int], layers: int, heads: tuple[int, int], *, shared: int = 0, whole: int = 0, **more: Any
+) -> dict[str, Any]:
+    """The last of five or six blocks sees all tokens, with wider heads.
+
+    In small models `shared` blocks use keys and values of earlier ones, and each has an input of its own. In large ones
+    the blocks that see all tokens have `whole` heads, whose keys are their values, too.
+    """
     every = more.pop("every", 6)
     kinds = ["full_attention" if number % every == every - 1 else "sliding_attention" for number in range(layers)]
-    more |= {"layer_types": kinds, "global_head_dim": 512}
-    return _shape("gemma4_text", widths, layers, (*heads, 256), (262_144, longest), tied=True, more=more)
+    more |= {"layer_types": kinds, "global_head_dim": 512, "num_kv_shared_layers": shared}
+    more |= {"sliding_window": 512 if shared else 1024, "hidden_size_per_layer_input": 256 if shared else 0}
+    if whole:
+        more |= {"attention_k_eq_v": True, "num_global_key_value_heads": whole}
+    tokens = 262_144, 131_072 if shared else 262_144
+    return _shape("gemma4_text", widths, layers, (*heads, 256), tokens, tied=True, more=more)
 
 
 SHAPES = {
@@ -153,47 +163,14 @@ SHAPES = {
     "gemma3-12b": _shape("gemma3_text", (3840, 15_360), 48, (16, 8, 256), (262_208, 131_072), tied=True),
     "gemma3-27b": _shape("gemma3_text", (5376, 21_504), 62, (32, 16, 128), (262_208, 131_072), tied=True),
     # Gemma 4 likewise
-    "gemma4-e2b": _gemma4(
-        (1536, 6144),
-        35,
-        (8, 1),
-        131_072,
-        every=5,
-        hidden_size_per_layer_input=256,
-        num_kv_shared_layers=20,
-        use_double_wide_mlp=True,
-        sliding_window=512,
-    ),
-    "gemma4-e4b": _gemma4(
-        (2560, 10_240),
-        42,
-        (8, 2),
-        131_072,
-        hidden_size_per_layer_input=256,
-        num_kv_shared_layers=18,
-        sliding_window=512,
-    ),
-    "gemma4-31b": _gemma4(
-        (5376, 21_504),
-        60,
-        (32, 16),
-        262_144,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=4,
-        sliding_window=1024,
-    ),
+    "gemma4-e2b": _gemma4((1536, 6144), 35, (8, 1), shared=20, every=5, use_double_wide_mlp=True),
+    "gemma4-e4b": _gemma4((2560, 10_240), 42, (8, 2), shared=18),
+    "gemma4-31b": _gemma4((5376, 21_504), 60, (32, 16), whole=4),
     "gemma4-26b-a4b": _gemma4(
         (2816, 2112),
         30,
         (16, 8),
-        262_144,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=2,
-        sliding_window=1024,
+        whole=2,
         enable_moe_block=True,
         num_experts=128,
         top_k_experts=8,

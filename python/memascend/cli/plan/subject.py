@@ -62,11 +62,6 @@ class Trace:
     recomputes: bool  # whether activation checkpointing is on
     loss: Loss = "full"  # a model without an LM head has no other
 
-    @property
-    def flops(self) -> int:
-        """Operations of forward and backward."""
-        return self.forward + self.backward
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:

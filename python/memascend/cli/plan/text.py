@@ -12,7 +12,7 @@ from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_sec
 from memascend.cli.plan.machine import REACHED
 from memascend.cli.storage import mount_point
 from memascend.plan.cost import seconds
-from memascend.text import bytes_shown, seconds_shown, size_option, table
+from memascend.text import bytes_shown, counted, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ def brief(
         speed = f"{seconds_shown(found.seconds)} for {found.tokens:,} tokens{many}{way}"
         rows.append(("a step", f"{speed}, {found.tokens_per_second:,.0f} a second, bound by {_bound(question, found)}"))
     rows.append(("memory", _memory_in_words(question, found)))
-    rows.append((_counted(examples, "example"), _total_in_words(total(question, found, examples))))
+    rows.append((counted(examples, "example"), _total_in_words(total(question, found, examples))))
     if proposal is not None:
         rows.append(("a larger step", _larger_step(question, proposal, examples)))
     if not found.problems:
@@ -85,10 +85,6 @@ def _fits(question: Question, found: Answer) -> str:
     if question.gpu is None and not question.on_host:
         return "fits the drive; whether it fits the GPU is known with --gpu"
     return "fits"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _bound(question: Question, found: Answer) -> str:
@@ -167,7 +163,7 @@ def _total_in_words(run: Total) -> str:
     took = "" if run.seconds is None else f"{_hours(run.seconds)}, "
     tb = run.written / 10**12
     written = f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB" if tb >= 1 else f"{tb * 1000:,.3g} GB"
-    return f"{_counted(run.steps, 'step')}, {took}{written} written"
+    return f"{counted(run.steps, 'step')}, {took}{written} written"
 
 
 def _hours(took: float) -> str:
@@ -381,16 +377,12 @@ def _disk(question: Question, found: Answer) -> Row:
     took = disk_seconds(question, found)
     if took is None:
         return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
+    note = "at the speeds of --drive"
     if question.drive_assumed:
-        return (
-            what,
-            seconds_shown(took),
-            "assumed; --storage P measures the disk of P, --drive READ,WRITE gives its speed",
-        )
-    if question.speeds:
-        shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in question.speeds.items())
-        return what, seconds_shown(took), f"measured: {shown_speeds}"
-    return what, seconds_shown(took), "at the speeds of --drive"
+        note = "assumed; --storage P measures the disk of P, --drive READ,WRITE gives its speed"
+    elif question.speeds:
+        note = "measured: " + ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in question.speeds.items())
+    return what, seconds_shown(took), note
 
 
 def _unknown(question: Question) -> str:
