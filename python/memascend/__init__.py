@@ -51,9 +51,8 @@ __all__ = [
     "offload",
 ]
 
-_MODULES = ("engine", "kernels", "memory", "nvme")
-# Needs what may not be installed, so that it is no part of "everything".
-_OPTIONAL = ("trainer",)
+# "trainer" needs what may not be installed, so that it is no part of "everything".
+_MODULES = ("engine", "kernels", "memory", "nvme", "trainer")
 _OWNERS = {
     "OffloadedOptimizer": "session.optimizer",
     "Plan": "plan.table",
@@ -61,16 +60,14 @@ _OWNERS = {
     "materialized": "session.materialize",
     "offload": "session.offload",
 }
-_ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)
+_OWNERS |= {name: "errors" for name in __all__ if name[0].isupper() and name not in _OWNERS}
 
 
 def __getattr__(name: str) -> Any:
     if name in _OWNERS:
         return getattr(importlib.import_module(f"memascend.{_OWNERS[name]}"), name)
-    if name in _MODULES or name in _OPTIONAL:
+    if name in _MODULES:
         return importlib.import_module(f"memascend.{name}")
-    if name in _ERRORS:
-        return getattr(importlib.import_module("memascend.errors"), name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -29,7 +29,6 @@ class BudgetError(MemascendError, MemoryError):
     """
 
     _keywords = ("smallest",)
-    smallest: int
 
     def __init__(self, message: str, *, smallest: int) -> None:
         super().__init__(message)
@@ -47,8 +46,6 @@ class MemoryLimitError(MemascendError, MemoryError):
     """
 
     _keywords = ("needed", "available")
-    needed: int
-    available: int | None
 
     def __init__(self, message: str, *, needed: int, available: int | None) -> None:
         super().__init__(message)
@@ -67,9 +64,6 @@ class StorageError(MemascendError, OSError):
     """
 
     _keywords = ("errno", "path", "offset", "nbytes")
-    path: str | None
-    offset: int | None
-    nbytes: int | None
 
     def __init__(
         self,
