@@ -45,7 +45,7 @@ def test_demo_says_where_bits_differ():
 
 @pytest.mark.timeout(300)
 def test_demo_hands_on_what_a_side_says():
-    settings = Settings(layers=1, width=64, rows=1, length=8, storage="/proc/none")
+    settings = Settings(layers=1, width=64, storage="/proc/none")
     with Side(settings) as side, pytest.raises(MemascendError, match="/proc/none"):
         side.answer()
 

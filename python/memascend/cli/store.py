@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -104,12 +105,16 @@ def _summary(info: dict[str, Any], records: list[dict[str, Any]]) -> str:
 
 def _verify(paths: list[str], *, as_json: bool) -> int:
     from memascend import storage
+    from memascend.errors import CorruptionError
 
     began = time.perf_counter()
     with Progress("verifying the store", 0) as progress:
         commits = storage.examine(paths, None if as_json else progress.reached)
     seconds = time.perf_counter() - began
-    damaged = _damaged_copies(paths)
+    damaged: list[str] = []
+    # Without a complete catalog, which is reported already, there is nothing to look at.
+    with contextlib.suppress(CorruptionError), storage.look(paths) as store:
+        damaged = store.damaged()
     if as_json:
         print(json.dumps({**_as_json(commits, seconds), "damaged": damaged}))
     else:
@@ -118,18 +123,6 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
             print(f"{copy}; its other copy is whole, and the next training step repairs it")
     # A damaged copy loses nothing, but something is wrong.
     return 0 if commits[0].whole and not damaged else 1
-
-
-def _damaged_copies(paths: list[str]) -> list[str]:
-    from memascend import storage
-    from memascend.errors import CorruptionError
-
-    try:
-        with storage.look(paths) as store:
-            return store.damaged()
-    except CorruptionError:
-        # No catalog is complete, which is reported already.
-        return []
 
 
 def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # Deep and narrow, like models that do not fit into memory; a step takes a second or two on one core.
 _LAYERS, _WIDTH = 16, 384
-_ROWS, _LENGTH = 2, 128
+# Texts of a step, and bytes of each.
+ROWS, LENGTH = 2, 128
 _STEPS = 20
 
 
@@ -58,8 +59,6 @@ class Settings:
 
     layers: int  # blocks of the model
     width: int  # of its layers
-    rows: int  # texts of a step
-    length: int  # bytes of each
     storage: str | None  # a folder; None: in memory
 
 
@@ -119,7 +118,7 @@ class Side(Closing):
 def run(options: argparse.Namespace) -> int:
     """Train, kill, resume, compare. Exit code 1 if anything differs."""
     with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
-        settings = Settings(options.layers, options.width, _ROWS, _LENGTH, folder)
+        settings = Settings(options.layers, options.width, folder)
         with Side(replace(settings, storage=None)) as memory, Side(settings) as offloaded:
             return _compare(settings, options.steps, memory, offloaded)
 

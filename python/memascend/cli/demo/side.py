@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memascend.cli import process
-from memascend.cli.demo import Settings
+from memascend.cli.demo import LENGTH, ROWS, Settings
 from memascend.errors import MemascendError
 from memascend.session.offload import offload
 from memascend.tensors import memory_of
@@ -116,7 +116,7 @@ def _train(settings: Settings) -> None:
     _warm_up()
     imported = process.resident()
     torch.manual_seed(0)
-    model: torch.nn.Module = ByteModel(settings.layers, settings.width, settings.length)
+    model: torch.nn.Module = ByteModel(settings.layers, settings.width, LENGTH)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     offloaded: OffloadedOptimizer | None = None
     if settings.storage is not None:
@@ -133,7 +133,7 @@ def _train(settings: Settings) -> None:
         if line.strip() != "step":
             break
         began = time.perf_counter()
-        loss = model(batch(text, done, settings.rows, settings.length))
+        loss = model(batch(text, done, ROWS, LENGTH))
         loss.backward()
         if offloaded:
             offloaded.user_state = {"loss": loss.item()}
