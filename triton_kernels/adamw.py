@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from memascend import _core
+from memascend.tensors import flat
 
-from .arguments import FLOATS, flat, require, require_apart, require_same, threads_of
+from .arguments import FLOATS, require, require_apart, require_same, threads_of
 from .routes import route
 from .scalars import Scalars, checked_scalars
 

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import flat
+from memascend.tensors import flat
+
 from .scalars import Scalars
 
 BLOCK = 1024

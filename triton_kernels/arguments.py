@@ -116,10 +116,5 @@ def threads_of(threads: int | None) -> int:
     return threads
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in memory order, sharing its memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

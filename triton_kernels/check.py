@@ -8,9 +8,9 @@ import torch
 
 from memascend import _core
 from memascend.errors import ConfigError
-from memascend.tensors import rounded
+from memascend.tensors import flat, rounded
 
-from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
+from .arguments import FLOATS, factor_of, require, require_apart, threads_of
 from .routes import route
 from .sums import add_reference, new_sums
 
@@ -123,7 +123,7 @@ def check_and_unscale_reference(
     # The factor is rounded to fp32 once, as in the kernels, not to each dtype.
     factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
     for tensor in tensors:
-        for piece in torch.split(flat(tensor), PIECE_ELEMENTS):
+        for piece in torch.split(flat(tensor.detach()), PIECE_ELEMENTS):
             if factor != 1.0:
                 piece.copy_(piece.float() * factor32)
             found |= ~torch.isfinite(piece).all()

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import flat
+from memascend.tensors import flat
+
 from .squares_jit import (
     INFINITY,
     NARROW,

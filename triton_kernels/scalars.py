@@ -57,16 +57,12 @@ def checked_scalars(
         ConfigError: a hyperparameter is outside the range that torch's own optimizers take.
     """
     numbers = [factor_of(name, x) for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))]
-    beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(_pair(betas)))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas is {betas!r}: pass a pair of numbers")
+    beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(betas))
     if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 53:
         raise ConfigError(f"step is {step!r}: pass the number of this update, which counts from 1")
     factor = factor_of("grad_scale", grad_scale)
     lr, eps, weight_decay = numbers
     fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))
     return Scalars(*fields)
-
-
-def _pair(betas: object) -> tuple[float, float]:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigError(f"betas is {betas!r}: pass a pair of numbers")
-    return betas[0], betas[1]

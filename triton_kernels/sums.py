@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import flat
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
     """Add as the kernel does, in plain torch operations. Parts may differ from the kernel's; totals are equal."""
     for row, tensor in placed:
-        for piece in torch.split(flat(tensor), _PIECE_ELEMENTS):
+        for piece in torch.split(flat(tensor.detach()), _PIECE_ELEMENTS):
             _add_piece(piece.float().view(torch.int32).long(), sums[row])
 
 
