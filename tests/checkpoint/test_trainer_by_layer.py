@@ -232,9 +232,9 @@ def on_a_gpu(monkeypatch):
 
     def have(allocatable):
         allocated = iter([10, 40])
-        monkeypatch.setattr(by_layer, "_allocated", lambda _: next(allocated))
-        monkeypatch.setattr(by_layer, "_most_allocated", lambda _: 100)
-        monkeypatch.setattr(by_layer, "_forget_most_allocated", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
         monkeypatch.setattr(by_layer, "_allocatable", lambda _: allocatable)
 
     return have

@@ -22,7 +22,6 @@ from memascend.trainer import names
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.description import description, of_ranks, require_same
 from memascend.trainer.kept import packed
-from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.position import decoded
 from memascend.trainer.reference import offload_both
 from memascend.trainer.resume import Resume, position_log
@@ -316,6 +315,38 @@ def _require_ranks(trainer: Any) -> None:
 
 
 _FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
+
+
+# bitsandbytes' AdamW by `optim=` of the arguments: the `state=` of `memascend.offload()`. It needs no pages.
+_ADAMW = dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit") | {"paged_adamw_32bit": None}
+# Others of bitsandbytes, and those that update within the backward by themselves, by their beginnings.
+_CANNOT_STREAM = ("ademamix", "lion", "paged_ademamix", "paged_lion", "rmsprop_bnb", "lomo", "adalomo")
+_LAYERWISE = "_layerwise"
+_STREAMS = (
+    "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_torch_8bit, adamw_torch_4bit, adafactor, sgd, adagrad, rmsprop, "
+    "schedule_free_adamw, or one of yours by optimizers=(optimizer, None)"
+)
+
+
+def prepare_optimizer(trainer: Any) -> dict[str, Any]:
+    """Let the Trainer make an optimizer that streams; returns the options of `memascend.offload()` that go with it.
+
+    Raises:
+        ConfigError: what its arguments ask for cannot stream.
+    """
+    args = trainer.args
+    name = str(getattr(args.optim, "value", args.optim))
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        return {}
+    if name.startswith(_CANNOT_STREAM) or name.endswith(_LAYERWISE):
+        raise ConfigError(f"optim={name!r} cannot stream; these can: {_STREAMS}")
+    if name not in _ADAMW:
+        return {}
+    options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, options)
+    state = _ADAMW[name]
+    _log.info("optim=%r is torch's AdamW with state=%r here, and not bitsandbytes'", name, state)
+    return {} if state is None else {"state": state}
 
 
 def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) -> Literal["torch", "exact"]:

@@ -132,14 +132,14 @@ class Room:
             return step
 
         def ended(*_: Any) -> None:
-            self._kept = max(1, _allocated(self._device) - self._before)
+            self._kept = max(1, torch.cuda.memory_allocated(self._device) - self._before)
 
         def first(inputs: Any) -> Any:
             if self._kept:
-                self._peak = self._peak or _most_allocated(self._device)
+                self._peak = self._peak or torch.cuda.max_memory_allocated(self._device)
                 return step(inputs)
-            _forget_most_allocated(self._device)
-            self._before, self._elements = _allocated(self._device), _elements(inputs)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before, self._elements = torch.cuda.memory_allocated(self._device), _elements(inputs)
             # What the head leaves is there for one micro-batch at a time.
             handle = _without_head(model).register_forward_hook(ended)
             try:
@@ -170,18 +170,6 @@ def _elements(inputs: Any) -> int:
     # A mapping of transformers is a leaf by itself.
     leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     return max(1, sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)))
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device)
-
-
-def _most_allocated(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device)
-
-
-def _forget_most_allocated(device: torch.device) -> None:
-    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _allocatable(device: torch.device) -> int:

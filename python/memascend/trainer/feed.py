@@ -184,7 +184,9 @@ class Feed:
     def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
         """Go on after the newest batch of the commit, which is made again and compared, unless it was fetched ahead."""
         own = RandomNumbers.now()
-        self._begun, self._begun_own = RandomNumbers.of(taken["begun"]), _by_path(taken["begun_own"])
+        # Earlier versions kept a list: the states of loader and samplers alone, which begin each epoch anew.
+        self._begun_own = taken["begun_own"] if isinstance(taken["begun_own"], dict) else {}
+        self._begun = RandomNumbers.of(taken["begun"])
         self._begun.bring_back()
         self._restore(self._begun_own, are_all=False)
         iterator = iter(self._loader)
@@ -242,8 +244,3 @@ class Feed:
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The states that differ from earlier ones: most generators of a program draw seldom."""
     return {path: state for path, state in now.items() if state != before.get(path)}
-
-
-def _by_path(states: Any) -> dict[str, Any]:
-    """The states by path; earlier versions kept those of loader and samplers alone, which begin each epoch anew."""
-    return states if isinstance(states, dict) else {}

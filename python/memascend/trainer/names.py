@@ -12,15 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = [
-    "AVERAGES",
-    "SUMS",
-    "ExportableState",
-    "PreTrainedModel",
-    "last_checkpoint",
-    "require",
-    "transformers_trainer",
-]
+__all__ = ["ExportableState", "PreTrainedModel", "last_checkpoint", "transformers_trainer"]
 
 _TRIED = "transformers 5.6 to 5.23, accelerate 1.11 to 1.15, TRL 0.24 to 1.16"
 # Methods that are replaced on the Trainer object.

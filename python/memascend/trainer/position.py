@@ -188,7 +188,7 @@ class Figures:
         for name, value in taken["state"].items():
             setattr(state, name, value)
         for name, value in taken["tensors"].items():
-            _put(vars(state).setdefault(name, {}), value)
+            fill(vars(state).setdefault(name, {}), _with_tensors(value))
         state.log_history[:] = taken["log_history"]
 
     def bring_back(self, taken: dict[str, Any], *, control: bool = True) -> None:
@@ -205,7 +205,7 @@ class Figures:
         for name, value in taken["sums"].items():
             setattr(trainer, name, restored(value, getattr(trainer, name)))
         for name, value in taken["averages"].items():
-            _put(getattr(trainer, name), value)
+            fill(getattr(trainer, name), _with_tensors(value))
         for name in self._keep:
             if name in taken.get("kept", {}):
                 replace(trainer, name, unpacked(taken["kept"][name]))
@@ -256,12 +256,8 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {name: plain(value) for name, value in found.items() if storable(value)}
 
 
-def _put(home: dict[str, Any], value: dict[str, Any]) -> None:
-    """Fill dicts of dicts in place with what `_summed()` gave."""
-    fill(home, _with_tensors(value))
-
-
 def _with_tensors(value: Any) -> Any:
+    """The numbers that `_summed()` gave."""
     if isinstance(value, dict):
         return {name: _with_tensors(part) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], str):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from memascend.session.optimizer import OffloadedOptimizer
+    from memascend.session.session import Session
 
 _log = logging.getLogger("memascend")
 # Says where a training goes on: warnings are shown where no logging is configured. The command line has its own words.
@@ -67,8 +68,8 @@ class Resume:
         self._late: Callable[[], object] | None = None
         # `resume_from_checkpoint` of train().
         self._wanted: Any = None
-        # The position to go on at; the step there is repeated until `step()`.
-        self._kept: dict[str, Any] | None = None
+        # The position to go on at, as JSON, or None; the step there is repeated until `step()`.
+        self._kept: Any = None
         self._repeats = False
         # The checkpoint with the best weights, once the store has those.
         self._best: str | None = None
@@ -95,12 +96,17 @@ class Resume:
         handler = trainer.callback_handler
         self._own["on_epoch_begin"], handler.on_epoch_begin = handler.on_epoch_begin, self._on_epoch_begin
 
+    @property
+    def _session(self) -> Session:
+        assert self._optimizer is not None
+        return session_of(self._optimizer)
+
     def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
         """Train with this optimizer, from the position `kept` on, if there is one."""
         self._optimizer, self._kept = optimizer, kept
         self._seconds_before = 0.0 if kept is None else kept["seconds"]
         self._best = None if kept is None else kept.get("best")
-        session = session_of(optimizer)
+        session = self._session
         session.edits.repeat(session.run.metadata.blocks if kept is None else None)
 
     def begin_late(self, begin: Callable[[], object]) -> None:
@@ -163,16 +169,12 @@ class Resume:
 
     def _require_here(self, folder: Any) -> None:
         """Reject a checkpoint of another training, and one that is not the newest; the store may be ahead of that."""
-        output = str(self._trainer.args.output_dir)
-        found: Any = folder
-        if folder is True:
-            found = _newest(output)
-        session = None if self._optimizer is None else session_of(self._optimizer)
-        metadata = None if session is None else session.run.metadata
+        found: Any = _newest(str(self._trainer.args.output_dir)) if folder is True else folder
+        metadata = self._session.run.metadata
         identity = None if found is None else identity_of(Path(found))
-        if metadata is not None and metadata.is_at(identity):
+        if metadata.is_at(identity):
             return
-        if metadata is not None and self._kept is not None:
+        if self._kept is not None:
             here = metadata.identity()
             is_newest = found is None or _is_newest(found)
             is_before = identity is not None and identity["store"] == here["store"] and identity["step"] < here["step"]
@@ -184,7 +186,7 @@ class Resume:
                 )
                 return
         raise UsageError(
-            f"the store has this training after step {0 if metadata is None else metadata.step}, and "
+            f"the store has this training after step {metadata.step}, and "
             f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
             'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
             "offload()"
@@ -231,7 +233,6 @@ class Resume:
 
     def _install(self) -> None:
         """Give the Trainer the state that a checkpoint at the last step would have."""
-        assert self._kept is not None
         self._figures.install(self._known())
         state, after = self._trainer.state, self._kept.get("epoch_after")
         state.global_step = self._kept["step"]
@@ -240,7 +241,6 @@ class Resume:
 
     def _has_ended(self) -> bool:
         """Whether the training ended at the last step, and has not got longer since."""
-        assert self._kept is not None
         ended = self._kept.get("ended")
         if ended is None:
             return self._best is not None
@@ -248,8 +248,7 @@ class Resume:
 
     def _known(self) -> dict[str, Any]:
         """The newest figures: those of the last commit or, where the training ended, of its end."""
-        kept = self._kept
-        assert kept is not None
+        kept: dict[str, Any] = self._kept
         if "ended" not in kept or not self._has_ended():
             return kept
         return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
@@ -282,7 +281,6 @@ class Resume:
 
     def _restore_schedule(self) -> None:
         """Set the scheduler and the options of groups as the last commit has them, before the Trainer advanced them."""
-        assert self._kept is not None
         assert self._optimizer is not None
         scheduler = self._trainer.lr_scheduler
         # torch warns of schedulers that are advanced before any step.
@@ -338,17 +336,14 @@ class Resume:
             return
         self._passed, self._group = kept["passed"], kept["group"]
         # A callback may have changed it at the begin of this epoch, which is muted where the step ends it.
-        self._trainer.args.gradient_accumulation_steps = kept.get("accumulation", self._accumulation)
+        args = self._trainer.args
+        args.gradient_accumulation_steps = kept.get("accumulation", args.gradient_accumulation_steps)
         self._feed.resume(kept["feed"], self._passed + self._group)
         named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
         with self._repeating():
             run(**named | {"steps_trained_in_current_epoch": self._passed})
         # The Trainer may have asked for no further batch of this epoch.
         self._feed.begin_anew()
-
-    @property
-    def _accumulation(self) -> int:
-        return int(self._trainer.args.gradient_accumulation_steps)
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
@@ -371,16 +366,14 @@ class Resume:
         """Restore what the real step left."""
         stands.close()
         kept = self._kept
-        assert kept is not None
         self._figures.bring_back(kept)
         # The loop counts this step.
         self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
         self._restore_schedule()
-        assert self._optimizer is not None
         ended = kept.get("ended", {})
         self._lines = [*ended.get("lines", ()), *ended.get("summary", ())]
-        self._go_on(ended.get("blocks", session_of(self._optimizer).run.metadata.blocks))
+        self._go_on(ended.get("blocks", self._session.run.metadata.blocks))
         if kept["feed"]["fetched"]:
             assert self._feed is not None
             self._feed.restore_generators()
@@ -388,9 +381,8 @@ class Resume:
 
     def _go_on(self, blocks: int) -> None:
         """The position is restored: what comes next follows the last step, and repeats so many blocks of changes."""
-        assert self._optimizer is not None
         self._repeats, self._kept = False, None
-        session_of(self._optimizer).edits.repeat(blocks)
+        self._session.edits.repeat(blocks)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -398,7 +390,6 @@ class Resume:
         """The batches of a step."""
         if self._repeats:
             assert self._feed is not None
-            assert self._kept is not None
             if self._kept["feed"]["fetched"]:
                 # Evaluations that follow may draw from the collator's generators.
                 self._feed.go_on()
@@ -455,8 +446,7 @@ class Resume:
     # --- the end of a training ----------------------------------------------------------------------
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
-        assert self._optimizer is not None
-        metadata, kept = session_of(self._optimizer).run.metadata, self._kept
+        metadata, kept = self._session.run.metadata, self._kept
         blocks = metadata.blocks
         if kept is not None:
             # Events of the last step that are over do not come again, nor do their changes of weights.
@@ -469,8 +459,7 @@ class Resume:
 
     def _end_training(self) -> None:
         """Commit with the last step that its events are over, unless something stopped the training before its end."""
-        assert self._optimizer is not None
-        session, state = session_of(self._optimizer), self._trainer.state
+        session, state = self._session, self._trainer.state
         position = session.run.metadata.position
         is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
         if not is_over or position is None or session.run.resources.closed:
@@ -481,8 +470,7 @@ class Resume:
 
     def _position_of_end(self, **others: Any) -> str:
         """The position of the last commit, with the figures after the events of its step."""
-        assert self._optimizer is not None
-        metadata = session_of(self._optimizer).run.metadata
+        metadata = self._session.run.metadata
         assert metadata.position is not None
         kept = decoded(metadata.position, "the store")
         ended = {name: value for name, value in self._ended.items() if name not in ("log_history", "left_out")}
@@ -501,14 +489,14 @@ class Resume:
             return
         folder, model = Path(output_dir or trainer.args.output_dir), trainer.model
         if _internal_call and not trainer.args.save_only_model:
-            session_of(self._optimizer).saving.save(folder, among_others=True)
+            self._session.saving.save(folder, among_others=True)
         else:
             is_first = trainer.is_world_process_zero()
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 for old in folder.glob("model*.safetensors*"):
                     old.unlink()
-            session_of(self._optimizer).saving.save_weights(folder if is_first else None)
+            self._session.saving.save_weights(folder if is_first else None)
         if trainer.args.should_save:
             # What a Trainer writes beside weights.
             with replaced(model, "save_pretrained", lambda *_, **__: None):
@@ -517,8 +505,7 @@ class Resume:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def _is_streamed(self) -> bool:
-        assert self._optimizer is not None
-        session = session_of(self._optimizer)
+        session = self._session
         return not session.run.resources.closed and is_streamed(self._trainer.model, session)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -528,18 +515,16 @@ class Resume:
             self._own["_save_optimizer_and_scheduler"](output_dir)
             return
         if not self._is_streamed():
-            assert self._optimizer is not None
-            session_of(self._optimizer).saving.save(output_dir, among_others=True)
+            self._session.saving.save(output_dir, among_others=True)
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, tensor by tensor, in one commit that says so."""
-        assert self._optimizer is not None
         if self._best is not None:
             # The store has it.
             return
-        trainer, session = self._trainer, session_of(self._optimizer)
+        trainer, session = self._trainer, self._session
         best = str(trainer.state.best_model_checkpoint)
         if not Path(best).is_dir():
             _log.warning("the best checkpoint, %s, is gone: the model stays that of the last step", best)
@@ -554,17 +539,15 @@ class Resume:
             lost = [name for name, _ in trainer.model.named_parameters() if name not in found.of]
             if lost:
                 raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
-            if trainer.is_fsdp_enabled:
-                for module in trainer.model.modules():
-                    if isinstance(module, FSDPModule):
-                        # What an evaluation left gathered would not be loaded as shards.
-                        module.reshard()
-                values: dict[str, Any] = {name: files.at(keys[0]) for name, keys in found.of.items()}
-                set_model_state_dict(
-                    trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False)
-                )
+            values: dict[str, Any] = {name: files.at(keys[0]) for name, keys in found.of.items()}
+            if not trainer.is_fsdp_enabled:
+                trainer.model.load_state_dict(values, strict=False)
                 return
-            trainer.model.load_state_dict({name: files.at(keys[0]) for name, keys in found.of.items()}, strict=False)
+            for module in trainer.model.modules():
+                if isinstance(module, FSDPModule):
+                    # What an evaluation left gathered would not be loaded as shards.
+                    module.reshard()
+            set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def _newest(folder: str) -> Any:

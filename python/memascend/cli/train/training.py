@@ -34,13 +34,12 @@ from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
 from memascend.text import bytes_shown
+from memascend.trainer.attach import prepare_optimizer
 from memascend.trainer.callback import offloaded_optimizer
-from memascend.trainer.optimizers import prepare_optimizer
 from memascend.trainer.resume import position_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Self
 
     from memascend.cli.plan.subject import Loss
     from memascend.cli.train.arguments import Command
@@ -58,13 +57,13 @@ def train(command: Command) -> int:
     options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
     file = Path(args.output_dir, _RECORD)
     record = json.loads(file.read_text()) if file.exists() else {"began": dt.datetime.now().astimezone().isoformat()}
-    with _StopReport(own.existing) as report:
+    with _stop_reported(own.existing) as made:
         with _unchanged(file.parent) if own.dry_run else contextlib.nullcontext():
             trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
             if own.dry_run:
                 _print_plan(trainer, command.kind, options)
                 return 0
-        report.follow(trainer)
+        made.append(trainer)
         position_log.setLevel(logging.ERROR)
         trainers.offload(trainer, storage=own.storage, **chosen)
         # Before the one that draws the progress bar.
@@ -137,47 +136,43 @@ class Terminated(KeyboardInterrupt):
     exit_code = 128 + signal.SIGTERM
 
 
-class _StopReport:
-    """Prints which step is committed where Ctrl-C or, in one process, SIGTERM ends the block."""
+@contextlib.contextmanager
+def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
+    """Print which step is committed where Ctrl-C or, in one process, SIGTERM ends the block.
 
-    def __init__(self, existing: str | None) -> None:
-        # Other values would not go on from the store.
-        self._without = "" if existing in (None, "resume") else f" without --existing {existing}"
-        self._trainer: Any = None
-        self._before: Any = None
+    The block adds its Trainer to the list.
+    """
+    made: list[Any] = []
+    before: Any = None
+    # A rank that waits in a collective call runs no handler, and torchrun would wait for its end.
+    if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
+        before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
+    try:
+        yield made
+    except KeyboardInterrupt:
+        _report_stop(made[0] if made else None, existing)
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
-    def follow(self, trainer: Any) -> None:
-        """Report on this Trainer."""
-        self._trainer = trainer
 
-    def __enter__(self) -> Self:
-        # A rank that waits in a collective call runs no handler, and torchrun would wait for its end.
-        if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
-            self._before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None and issubclass(kind, KeyboardInterrupt):
-                self._report()
-        finally:
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._before)
-
-    def _report(self) -> None:
-        where = "before the training began: the same command starts it"
-        with contextlib.suppress(ConfigError, AttributeError):
-            # Not offloaded yet.
-            optimizer = offloaded_optimizer(self._trainer.optimizer)
-            # It may write for a while, and show its progress.
-            optimizer.close()
-            where = f"after step {optimizer.steps}, which is committed: the same command{self._without} goes on there"
-        if self._trainer is None or self._trainer.is_local_process_zero():
-            for callback in [] if self._trainer is None else self._trainer.callback_handler.callbacks:
-                if (bar := getattr(callback, "training_bar", None)) is not None:
-                    # Else it is drawn again, behind the message.
-                    bar.close()
-            print(f"memascend train: stopped {where}", file=sys.stderr)
+def _report_stop(trainer: Any, existing: str | None) -> None:
+    where = "before the training began: the same command starts it"
+    # Other values would not go on from the store.
+    without = "" if existing in (None, "resume") else f" without --existing {existing}"
+    with contextlib.suppress(ConfigError, AttributeError):
+        # Not offloaded yet.
+        optimizer = offloaded_optimizer(trainer.optimizer)
+        # It may write for a while, and show its progress.
+        optimizer.close()
+        where = f"after step {optimizer.steps}, which is committed: the same command{without} goes on there"
+    if trainer is None or trainer.is_local_process_zero():
+        for callback in [] if trainer is None else trainer.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                # Else it is drawn again, behind the message.
+                bar.close()
+        print(f"memascend train: stopped {where}", file=sys.stderr)
 
 
 def _terminate(process: int, *_: object) -> None:
@@ -237,11 +232,8 @@ def _made(command: Command, began: dt.datetime) -> Any:
         raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
     tokenizer.chat_template = template
     _require_exact(trainer)
-    for option, before, kept in (
-        ("data", examples, trainer.train_dataset),
-        ("eval", held_out, trainer.eval_dataset),
-    ):
-        _report_dropped(trainer, option, before, kept)
+    _report_dropped(trainer, "data", examples, trainer.train_dataset)
+    _report_dropped(trainer, "eval", held_out, trainer.eval_dataset)
     return trainer
 
 
