@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from memascend.checkpoint.init import First
-    from memascend.distributed.rows import Partition
+    from memascend.distributed.rows import Layout, Partition
     from memascend.plan.units import Unit
     from memascend.session.decide import Subject
 
@@ -248,7 +248,7 @@ class CheckpointValues:
 
     def __post_init__(self) -> None:
         self.step: int = self.checkpoint.manifest["step"]
-        self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition)
+        self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition.layout)
         self._weights = WeightFiles(self.checkpoint.folder)
         # The optimizer's state.
         files = [name for name in self.checkpoint.manifest["files"] if Path(name).parent.name == FOLDER]
@@ -281,7 +281,7 @@ class CheckpointValues:
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
                 f"{listed(problems, '; ')}. Give the options that it was saved with"
             )
-        self.checkpoint.verify(self.partition.rank, self.partition.count)
+        self.checkpoint.verify(self.partition.layout.rank, self.partition.layout.size)
         words = conversion_warning(where, self._conversions.values())
         if words is not None:
             warn(words)
@@ -293,7 +293,7 @@ class CheckpointValues:
         for key in self._state.keys:
             name, of = _divided(key, of_saved)
             there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
-        if self.partition.count > 1:
+        if self.partition.layout.size > 1:
             # Other ranks check the parameters of which this rank has no rows.
             there = {name: tensors for name, tensors in there.items() if name in self.subject.named}
         problems = []
@@ -392,13 +392,13 @@ class CheckpointValues:
         tensor.copy_(self._weights.tensor(name, tensor))
 
 
-def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:
+def _user_state(manifest: Mapping[str, Any], layout: Layout) -> Any:
     """This rank's `user_state`; the first rank's if another number of ranks wrote the checkpoint."""
-    states = manifest.get("user_states", [manifest["user_state"]] * partition.count)
-    if len(states) == partition.count:
-        return states[partition.rank]
+    states = manifest.get("user_states", [manifest["user_state"]] * layout.size)
+    if len(states) == layout.size:
+        return states[layout.rank]
     warn(
-        f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {partition.count} start "
+        f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {layout.size} start "
         "from it: each has that of rank 0"
     )
     return manifest["user_state"]

@@ -173,7 +173,7 @@ class Shares:
         Raises:
             StoppedError: rows did not arrive at the first rank, which writes those of all.
         """
-        sharding, exchange, rank = self._sharding, self._exchange, self._sharding.rank
+        sharding, exchange, rank = self._sharding, self._exchange, self._sharding.layout.rank
         word = uuid.uuid4().hex
         if folder is not None:
             _write(folder / _PLACES, {"word": word, "places": places})
@@ -206,7 +206,7 @@ class Shares:
         return {}
 
     def _log(self, way: str) -> None:
-        if way != self._logged and not self._sharding.rank:
+        if way != self._logged and not self._exchange.rank:
             _log.info("the checkpoint: %s", way)
         self._logged = way
 
@@ -216,11 +216,11 @@ class Shares:
         share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
         self._beat_at = time.monotonic() + exchange.timeout / _BEATS
         sums = write_into(folder, places, share, descriptor, self._beat)
-        if sharding.rank:
-            _write(folder / _SUMS.format(sharding.rank), [*sums.items()], descriptor)
+        if exchange.rank:
+            _write(folder / _SUMS.format(exchange.rank), [*sums.items()], descriptor)
         while not all(exchange.everyone(True)):
             pass
-        for rank in () if sharding.rank else range(1, exchange.size):
+        for rank in () if exchange.rank else range(1, exchange.size):
             path = folder / _SUMS.format(rank)
             with file_errors(path, "cannot be read"):
                 for (file, name), parts in json.loads(path.read_bytes()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from memascend.distributed.groups import let_go
+from memascend.distributed.rows import Layout
 from memascend.errors import UsageError
 from memascend.storage import Checksum, checksum_of
 from memascend.tensors import flat
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.rows import Layout
 
     _Done = TypeVar("_Done")
 
@@ -38,10 +38,10 @@ class Collectives:
     reason. On other devices they use the mesh's groups.
     """
 
-    def __init__(self, exchange: Exchange, layout: Layout, device: torch.device) -> None:
-        """Make the groups; all ranks do so together."""
+    def __init__(self, exchange: Exchange, layout: Layout | None = None, device: torch.device | None = None) -> None:
+        """Make the groups, by default one of all ranks; all ranks do so together. `device` computes; None: the CPU."""
         self._exchange = exchange
-        self.layout = layout
+        self.layout = layout = layout or Layout(exchange.rank, 1, exchange.size)
         # Gathers and reductions since the ranks last compared them: the first names, and a checksum of all.
         self._done: list[str] = []
         self._last: list[str] = []
@@ -50,10 +50,11 @@ class Collectives:
         self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
-        if device.type != "cpu":
+        if device is not None and device.type != "cpu":
             return
         seconds = max(_SECONDS_MIN, exchange.timeout * _PART)
-        self._group = exchange.meeting.make_group(seconds, [layout.ranks_of(one) for one in range(layout.replicas)])
+        replicas = [range(first, first + layout.shards) for first in range(0, layout.size, layout.shards)]
+        self._group = exchange.meeting.make_group(seconds, replicas)
         if layout.replicas > 1:
             peers = [range(shard, layout.size, layout.shards) for shard in range(layout.shards)]
             self._group_of_peers = exchange.meeting.make_group(seconds, peers)

@@ -92,10 +92,6 @@ class Word(NamedTuple):
         word = Word(state, *self[1:3], [one + more for one, more in zip(self.sums, other.sums, strict=True)])
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
-    def to_tensor(self) -> torch.Tensor:
-        """As it is sent."""
-        return _padded(json.dumps(self))
-
 
 def _padded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode().ljust(_WORD_BYTES)), dtype=torch.uint8)
@@ -387,7 +383,7 @@ class Exchange:
     def _send(self, group: Any, word: Word, rank: int) -> None:
         # A rank that is gone is noticed by the next word that does not come from it.
         with contextlib.suppress(RuntimeError):
-            self._sending[1].append(distributed.isend(word.to_tensor(), rank, group=group, tag=_TAG_WORD))
+            self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
         """Notice within a short time that another rank has given up: this one may wait for one that hangs, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -76,7 +77,9 @@ class FsdpParameter:
             return False
         # Where C++ holds it, too (as the base of a view), the object has one more reference.
         also_there = int(self.leaf._local_tensor._use_count()) > 1  # type: ignore[attr-defined] # noqa: SLF001
-        return _references(self.leaf) > _references(_Slot()) + also_there
+        # Holds a tensor as a DTensor does.
+        alone = types.SimpleNamespace(_local_tensor=torch.empty(1, device="cpu"))
+        return sys.getrefcount(self.leaf._local_tensor) > sys.getrefcount(alone._local_tensor) + also_there  # type: ignore[attr-defined] # noqa: SLF001
 
     @property
     def shape(self) -> torch.Size:
@@ -96,11 +99,6 @@ class FsdpParameter:
         shard = int(self.leaf.device_mesh.get_coordinate()[-1])  # type: ignore[attr-defined]
         after = shard * self.padded_shape[0]
         return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
-
-    @property
-    def process_group_of_peers(self) -> Any:
-        """The mesh's process group of the ranks with the same rows, where there are replicas."""
-        return self.leaf.device_mesh.get_group(0)  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:
@@ -149,19 +147,6 @@ class FsdpParameter:
         return found
 
 
-class _Slot:
-    """Holds a tensor as a DTensor does."""
-
-    __slots__ = ("_local_tensor",)
-
-    def __init__(self) -> None:
-        self._local_tensor = torch.empty(1, device="cpu")
-
-
-def _references(holder: Any) -> int:
-    return sys.getrefcount(holder._local_tensor)  # noqa: SLF001
-
-
 @dataclass(frozen=True, eq=False)
 class FsdpGroup:
     """Parameters that are gathered and reduced together."""
@@ -170,11 +155,6 @@ class FsdpGroup:
     parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
     module: FSDPModule  # the group's module, or the first of several
     _torch: Any
-
-    @property
-    def process_group(self) -> Any:
-        """The process group of the ranks that share the rows."""
-        return self._torch.mesh_info.shard_process_group
 
     def layout(self) -> Layout:
         """This rank's position among all ranks.
@@ -272,7 +252,7 @@ class FsdpGroup:
     def factor_after(self, dtype: torch.dtype) -> float | None:
         """The divisor of a finished sum of this dtype; None: the sum is not divided."""
         found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
-            self.process_group,
+            self._torch.mesh_info.shard_process_group,
             None,
             dtype,
             factor=self._torch.gradient_divide_factor,
@@ -436,17 +416,13 @@ class RowSource:
 
     def memory(self, what: str) -> torch.Tensor:
         """The rows for an operation that hands out their memory: real ones, or a copy."""
-        residency = self.residency
-        if self.is_real:
-            return self.rows()
-        if residency.copies.computes:
+        copies = self.residency.copies
+        if not self.is_real and copies.computes:
             raise UsageError(
                 f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
                 "while the model computes: call it between forwards, or clone() them"
             )
-        if self._place is None:
-            return self.rows()
-        return residency.copies.of(self._place)
+        return self.rows() if self.is_real or self._place is None else copies.of(self._place)
 
 
 class LocalRows(torch.Tensor):

@@ -204,9 +204,8 @@ class OrderedReduction(_Met, ReduceScatter):
                 distributed.send(total, peers[at + 1], group)
             distributed.broadcast(total, peers[-1], group)
 
-        self._collectives.meet(
-            f"in the sum of {one.name} over replicas", one.process_group_of_peers, pass_on, peers=True
-        )
+        mesh: Any = one.leaf.device_mesh  # type: ignore[attr-defined]
+        self._collectives.meet(f"in the sum of {one.name} over replicas", mesh.get_group(0), pass_on, peers=True)
         return total
 
     def _end(self) -> None:

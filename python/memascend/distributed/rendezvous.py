@@ -88,8 +88,9 @@ class _Gathering:
         if not all(words) or words == self._answered:
             return
         refused = _refusal([json.loads(self._store.get(_about(one))) for one in words])
+        digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
         for one in words:
-            self._store.set(f"memascend/answer/{one}", json.dumps({"digest": _digest(words), "refused": refused}))
+            self._store.set(f"memascend/answer/{one}", json.dumps({"digest": digest, "refused": refused}))
         self._answered = words
 
     def _apart(self, digest: str) -> list[int]:
@@ -171,10 +172,6 @@ def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     if not answers:
         raise RuntimeError(f"no answer within {seconds:g} s")
     return answers[0]
-
-
-def _digest(words: Sequence[str]) -> str:
-    return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
 
 
 def _about(word: str) -> str:

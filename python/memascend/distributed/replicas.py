@@ -15,7 +15,6 @@ from torch import distributed
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.opening import is_at, seen_at
 from memascend.distributed.reshard import remove_store
-from memascend.distributed.rows import Layout
 from memascend.errors import ConfigError, CorruptionError
 from memascend.storage import Checksum
 from memascend.storage.records import room_for
@@ -52,6 +51,9 @@ class Refill:
         self._collectives: Collectives | None = None
         self._store: Store | None = None
         self._facts: Mapping[str, Any] = {}
+        # Of the commit that is sent: this rank's own user_state is lost.
+        self.step = 0
+        self.user_state: Any = None
         # Of the bytes that were sent.
         self._sum = Checksum()
         # The most records that a rank sends, and how many of them all ranks have gone through together.
@@ -85,10 +87,10 @@ class Refill:
         self._records = max(each["records"] for each in told if each is not None)
         if self._source is not None:
             self._facts = told[self._source]
+            self.step, self.user_state = self._facts["step"], self._facts["user_state"]
             # Until it is verified, the commit has no number.
             store.shared.alone(0, bytes(16))
-        layout = Layout(exchange.rank, 1, exchange.size)
-        self._collectives = Collectives(exchange, layout, torch.device("cpu"))
+        self._collectives = Collectives(exchange)
 
     # --- on a rank that has lost its store -------------------------------------------------
 
@@ -96,16 +98,6 @@ class Refill:
     def fills_this_rank(self) -> bool:
         """Whether the first values of this rank's store come from another rank."""
         return self._source is not None
-
-    @property
-    def step(self) -> int:
-        """The step of the commit."""
-        return int(self._facts["step"])
-
-    @property
-    def user_state(self) -> Any:
-        """That of the rank that sends: this rank's own is lost."""
-        return self._facts["user_state"]
 
     def check(self) -> None:
         """Check nothing: the commit is not known before `between`."""

@@ -17,7 +17,7 @@ from torch import distributed
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
 from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
-from memascend.distributed.rows import Layout, Rows, is_in_blocks
+from memascend.distributed.rows import Rows, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of, pending_file
 from memascend.tensors import bytes_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.rows import Layout
 
     # A parameter's name, values and state, and how many updates made it.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
@@ -267,9 +268,7 @@ class Transfer:
     def __init__(self, exchange: Exchange | Alone) -> None:
         """Make the group; all ranks do so together."""
         self._ranks, self._rank = range(exchange.size), exchange.rank
-        device = torch.device("cpu")
-        layout = Layout(exchange.rank, 1, exchange.size)
-        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange, layout, device)
+        self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange)
 
     def move(self, pieces: Sequence[Passed]) -> None:
         """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
@@ -403,8 +402,9 @@ class EarlierValues:
                 source = earlier.owners[number]
                 sent = read.get(number, {}) if source == earlier.rank else {}
                 got = into if rank == earlier.rank else {}
-                for of in sorted(sent or got):
-                    if not first and not _is_divided(sent or got, of):
+                tensors = sent or got
+                for of in sorted(tensors):
+                    if not first and Rows(tensors[""].shape, 0, len(tensors[""])).first_of(of, tensors[of]) is None:
                         # An undivided tensor is the same in all stores.
                         continue
                     out = _part(sent, of, low - old_start, high - old_start) if sent else None
@@ -423,11 +423,6 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
     """The range of rows of one of `count` ranks, as FSDP2 divides them."""
     size = -(-rows // count)
     return min(rows, rank * size), min(rows, (rank + 1) * size)
-
-
-def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
-    whole = tensors[""].shape
-    return Rows(whole, 0, whole[0]).first_of(of, tensors[of]) is not None
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:

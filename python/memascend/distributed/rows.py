@@ -92,10 +92,6 @@ class Layout:
         """The ranks with the same rows, this one included, by replica."""
         return range(self.shard, self.size, self.shards)
 
-    def ranks_of(self, replica: int) -> range:
-        """The ranks of a replica."""
-        return range(replica * self.shards, (replica + 1) * self.shards)
-
 
 @dataclass(eq=False)
 class Partition:
@@ -104,26 +100,21 @@ class Partition:
     rows: Mapping[str, Rows] = field(default_factory=dict)  # of sharded parameters, by name; empty for one process
     layout: Layout = Layout(0, 1, 1)
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self.layout.rank
-
-    @property
-    def count(self) -> int:
-        """The number of ranks."""
-        return self.layout.size
-
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole parameter on meta, from its part; the part itself if the parameter is not sharded."""
         if name not in self.rows:
             return part
-        whole = torch.empty(self.rows[name].whole, dtype=part.dtype, device="meta")
-        return torch.nn.Parameter(whole, requires_grad=part.requires_grad)
+        return on_meta(part, self.rows[name].whole)
 
     def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
         """This process's part of a parameter, or of the state tensor that `state` names."""
         return self.rows[name].of(state, whole) if name in self.rows else whole
+
+
+def on_meta(parameter: torch.Tensor, shape: torch.Size) -> torch.nn.Parameter:
+    """A parameter alike, on meta, of another shape."""
+    made = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 def is_in_blocks(state: str) -> bool:
@@ -150,10 +141,6 @@ class RowsOfRank(Partition):
     gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
     refill: Refill | None = None  # of ranks that have lost their stores
-
-    def elements(self) -> dict[int, int]:
-        """The number of elements of each whole parameter, by the id of its rows."""
-        return {id(rows): self.rows[name].whole.numel() for name, rows in self.named.items()}
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of a parameter of the model; any other tensor is returned as it is."""

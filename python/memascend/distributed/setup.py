@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.opening import choose
 from memascend.distributed.reshard import file_of_rank, find_earlier, left_over, stores_in
-from memascend.distributed.rows import Layout, Rows, RowsOfRank
+from memascend.distributed.rows import Layout, Rows, RowsOfRank, on_meta
 from memascend.errors import ConfigError, StorageError
 from memascend.optim.members import JoinedOptimizers, members_of
 from memascend.params.aliases import require_unaliased
@@ -272,11 +272,10 @@ def begin(
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
-    sharding.open_by(opening)
     used = {place for each in exchange.everyone(own.paths or []) for place in each}
     # Only one rank looks at each store, since this locks it.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
-    sharding.leave_replicas(left)
+    sharding.open_by(opening, left)
     # A rank that is one commit ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier
 
@@ -363,7 +362,7 @@ class PlannedSharding(RowsOfRank):
                     "dimension, as torch.ones(1)"
                 )
         rows = {name: Rows(one.shape, 0, -(-one.shape[0] // count)) for name, one in whole.items()}
-        named = {name: _on_meta(one, rows[name].shape) for name, one in whole.items()}
+        named = {name: on_meta(one, rows[name].shape) for name, one in whole.items()}
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
         # In the order in which torch gathers them.
@@ -379,7 +378,7 @@ class PlannedSharding(RowsOfRank):
         self.network = self._network()
 
     def _network(self) -> Network:
-        count = self.count
+        count = self.layout.size
         values = [[self.named[name].nbytes for name in names] for _, names in self.gathers]
         gradients = [
             sum(self.named[name].nbytes for name in names if self.named[name].requires_grad)
@@ -405,8 +404,3 @@ class PlannedSharding(RowsOfRank):
             {**group, "params": [self.local_of(one) for one in group["params"]]} for group in optimizer.param_groups
         ]
         return made
-
-
-def _on_meta(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.nn.Parameter:
-    rows = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    return torch.nn.Parameter(rows, requires_grad=parameter.requires_grad)

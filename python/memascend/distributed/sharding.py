@@ -21,7 +21,7 @@ from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -87,14 +87,10 @@ class Sharding(RowsOfRank):
 
     # --- before there is a store ---------------------------------------------------------
 
-    def open_by(self, opening: Opening) -> None:
-        """Set how the stores of all ranks are opened."""
-        self.opening = opening
+    def open_by(self, opening: Opening, left: Sequence[Path]) -> None:
+        """Set how the stores of all ranks are opened; those that are `left` of replicas go once the run goes on."""
+        self.opening, self._left = opening, left
         self.refill = Refill(opening) if opening.lost else None
-
-    def leave_replicas(self, files: Sequence[Path]) -> None:
-        """Set which stores of replicas that the run has no more are removed once it goes on."""
-        self._left = files
 
     def compare(self, store: Store, ram_tier: Collection[str]) -> None:
         """Compare what ranks with the same rows have computed, at each commit; all ranks call this together.
@@ -183,17 +179,6 @@ class Sharding(RowsOfRank):
         """Free gathered parameters that a forward without a backward has left: the model has its own ones again."""
         for group in self._groups:
             group.module.reshard()
-
-    def leaving(self) -> Callable[[], None]:
-        """A function that leaves all groups of ranks; it does not keep the model alive."""
-        collectives, exchange = self.collectives, self.exchange
-
-        def leave() -> None:
-            if collectives is not None and exchange is not None:
-                collectives.close()
-                exchange.close()
-
-        return leave
 
     # --- the run ---------------------------------------------------------------------------
 

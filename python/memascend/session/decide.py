@@ -199,12 +199,13 @@ class Subject:
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
+        rows = {} if sharding is None else sharding.rows
         formats = StateFormats(
             state=options.state,
             stochastic=options.rounding == "stochastic",
             seed=options.seed,
             whole=self._embeddings(),
-            elements={} if sharding is None else sharding.elements(),
+            elements={id(self.named[name]): one.whole.numel() for name, one in rows.items()},
         )
         names = {id(parameter): name for name, parameter in self.named.items()}
         sparse = self._embeddings(sparse=True)
@@ -326,7 +327,7 @@ def deferrable(subject: Subject, plan: Plan) -> list[str]:
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
     records = []
     sharding = subject.sharding
-    rows = {} if sharding is None or sharding.count == 1 else sharding.rows
+    rows = {} if sharding is None or sharding.layout.size == 1 else sharding.rows
     for unit in units:
         for name in unit.parameters:
             parameter = subject.named[name]

@@ -369,7 +369,7 @@ class Saving:
         def do_part() -> bool:
             """Whether all rows arrived."""
             try:
-                if not sharding.rank:
+                if not sharding.layout.rank:
                     write(whole_records(own, sharding.rows), partial(shares.fill, own))
                 else:
                     shares.fill(own)

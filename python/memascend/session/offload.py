@@ -298,19 +298,17 @@ def _resources(
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()
     undo.callback(hooks.release)
-
-    leave = None if subject.sharding is None else subject.sharding.leaving()
-
-    def release() -> None:
-        hooks.release()
-        if leave is not None:
-            leave()
-
+    last_first = contextlib.ExitStack()
+    sharding = subject.sharding
+    if sharding is not None and sharding.exchange is not None and sharding.collectives is not None:
+        last_first.callback(sharding.exchange.close)
+        last_first.callback(sharding.collectives.close)
+    last_first.callback(hooks.release)
     return Resources(
         store=store,
         engine=engine,
         units=memory,
         activations=keeper,
-        release=release,
+        release=last_first.close,
         temporary=not subject.options.paths,
     )

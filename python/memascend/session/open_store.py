@@ -150,7 +150,7 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
                 _require_format(store, records)
         raise
-    if subject.sharding is None or subject.sharding.count == 1:
+    if subject.sharding is None or subject.sharding.layout.size == 1:
         _require_whole(store)
     return store
 
