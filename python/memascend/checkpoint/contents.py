@@ -150,7 +150,7 @@ class StoreContents:
         self._of_model = frozenset(() if buffers is None else buffers.names)
         self._stored = store.records()
         self._by_name = {record["name"]: record for record in self._stored}
-        self._trained = trained
+        self._trained: Collection[str] = () if values_alone else trained
         self._values_alone = values_alone
         self.records = [self._content(record) for record in self._stored]
         self.nbytes = _bytes_in(self.records)
@@ -186,12 +186,12 @@ class StoreContents:
 
     def read_records(self, names: list[str], put: Put) -> None:
         """Read some records that are row-major, or a single one."""
-        if self._values_alone:
-            put = _without_state(put)
 
         def give(name: str, tensors: dict[str, torch.Tensor], starts: Mapping[str, int]) -> None:
             form = self._by_name[name]["format"]
-            if form:
+            if self._values_alone:
+                tensors = {of: tensor for of, tensor in tensors.items() if not of}
+            elif form:
                 values = tensors.pop("")
                 tensors = {"": values, **plain_parts(values, tensors, form)}
             for of, tensor in tensors.items():
@@ -221,14 +221,6 @@ class StoreContents:
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def _without_state(put: Put) -> Put:
-    def put_values(name: str, of: str, start: int, values: torch.Tensor) -> None:
-        if not of:
-            put(name, of, start, values)
-
-    return put_values
 
 
 class ShareContents:
@@ -317,12 +309,10 @@ def _bytes_in(records: Iterable[Content]) -> int:
 
 def whole_records(own: StoreContents, rows: Mapping[str, Rows]) -> list[Content]:
     """The records of a checkpoint, from those of the first rank, which has rows of all parameters."""
-    return [_whole(record, rows.get(record.name)) for record in own.records]
+    return [_whole(record, rows[record.name]) if record.name in rows else record for record in own.records]
 
 
-def _whole(record: Content, rows: Rows | None) -> Content:
-    if rows is None:
-        return record
+def _whole(record: Content, rows: Rows) -> Content:
     values = torch.empty(rows.whole, dtype=record.values.dtype, device="meta")
     state = {
         of: torch.empty(rows.whole_of(of, tensor), dtype=tensor.dtype, device="meta")

@@ -92,7 +92,8 @@ class _Fp8Tensor:
 
     def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a block: as the config says, where that gives such a grid, or of even parts."""
-        if self.block is not None and grid == tuple(map(_parts_of, shape[-2:], self.block)):
+        parts = (math.ceil(whole / part) for whole, part in zip(shape[-2:], self.block or (1, 1), strict=False))
+        if self.block is not None and grid == tuple(parts):
             return self.block
         if shape[-2] % grid[0] or shape[-1] % grid[1]:
             raise CorruptionError(
@@ -100,10 +101,6 @@ class _Fp8Tensor:
                 "the config's weight_block_size does not, either: fetch the model again"
             )
         return shape[-2] // grid[0], shape[-1] // grid[1]
-
-
-def _parts_of(whole: int, part: int) -> int:
-    return math.ceil(whole / part)
 
 
 def _scales(stored: torch.Tensor) -> torch.Tensor:
@@ -196,8 +193,9 @@ def _mxfp4(sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
 
 
 def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict[str, WeightTensor]:
-    size = method.get("weight_block_size")
-    block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(map(_counts, size)) else None
+    size: Any = method.get("weight_block_size")
+    is_block = isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)
+    block = (size[0], size[1]) if is_block else None
     # Kernels that multiply 8-bit floats scale activations, too.
     spare = (".activation_scale", "_activation_scale")
     found: dict[str, WeightTensor] = {}
@@ -208,7 +206,3 @@ def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict
         elif not key.endswith(spare) and not (key.endswith("_scale_inv") and key.removesuffix("_scale_inv") in sources):
             found[key] = source
     return found
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and value > 0

@@ -247,7 +247,7 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
         if not parameter.is_meta:
             continue
         source = noted.get(name) or noted.get(_COPIED.sub(".original_module.", name))
-        if source is None or source.files.described(source.key)[1] != tuple(parameter.shape):
+        if source is None or source.files.on_meta(source.key).shape != parameter.shape:
             path = next(iter(noted.values())).files.path
             raise ConfigError(
                 f"{name} has no values: it was made of weights that {path} has, and that were not read yet (resized "
@@ -377,10 +377,6 @@ class WeightFiles:
     def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor by its name in the files; on the mapped file, unless it is made from several, or quantised."""
         return self._where[key].values(dtype)
-
-    def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape of a tensor by its name in the files."""
-        return self._where[key].described()
 
     def on_meta(self, key: str) -> torch.Tensor:
         """A tensor by its name in the files, without its values."""

@@ -33,14 +33,12 @@ class _Slot:
     streams: set[Any] = field(default_factory=set)  # compute with the bytes that are here
 
 
+@dataclass(eq=False, slots=True)
 class _Hold:
     """Owned by the storage of a lease; destroyed with its last view, on any thread."""
 
-    __slots__ = ("_gone", "slot")
-
-    def __init__(self, gone: queue.SimpleQueue[_Slot], slot: _Slot) -> None:
-        self._gone = gone
-        self.slot = slot
+    _gone: queue.SimpleQueue[_Slot]
+    slot: _Slot
 
     def __del__(self) -> None:
         # This queue is made for finalizers: putting never waits for a lock that this thread may have.

@@ -75,14 +75,12 @@ class _UnitUpload:
         return self.copied == len(self.places) or self.error is not None
 
 
+@dataclass(eq=False, slots=True)
 class Staged:
     """The caller's handle of an upload. Dropping it cancels parts that were not begun, and waits for the others."""
 
-    __slots__ = ("_staging", "_unit")
-
-    def __init__(self, staging: Staging, unit: _UnitUpload) -> None:
-        self._staging = staging
-        self._unit = unit
+    _staging: Staging
+    _unit: _UnitUpload
 
     def wait(self) -> int:
         """Wait until every copy is begun, and let later work of the caller come after them.

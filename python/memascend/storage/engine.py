@@ -47,6 +47,8 @@ def adapter(
     """
     import torch
 
+    from memascend.tensors import strides_of
+
     described = wide_state(record) if whole and is_widened(record) else record["state"]
     part_of = _parts(gradient, record["order"], whole=whole)
     threads = torch.get_num_threads()
@@ -58,8 +60,9 @@ def adapter(
 
         def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
             flat, is_own = _tensor_on(lent, dtype), list(shape) == list(record["shape"])
-            is_part = not whole and (is_own or flat.numel() != math.prod(shape))
-            return flat if is_part else _laid(flat, shape, record["order"] if is_own else None)
+            if not whole and (is_own or flat.numel() != math.prod(shape)):
+                return flat
+            return flat.as_strided(tuple(shape), strides_of(shape, record["order"] if is_own else None))
 
         chunk = Chunk(
             values=tensor(values, record["dtype"], record["shape"]),
@@ -95,13 +98,6 @@ def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
         empty = view.nbytes == 0
     of = getattr(torch, dtype)
     return torch.empty(0, dtype=of, device="cpu") if empty else torch.frombuffer(lent, dtype=of)
-
-
-def _laid(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None) -> torch.Tensor:
-    """Elements in a shape, whose dimensions follow each other in memory in this order."""
-    from memascend.tensors import strides_of
-
-    return flat.as_strided(tuple(shape), strides_of(shape, order))
 
 
 def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callable[[int, int], torch.Tensor | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,16 +53,6 @@ def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order
         raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
 
 
-def json_of(value: Any) -> str | None:
-    """A value as text; None stays None."""
-    if value is None:
-        return None
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"only JSON values can be committed: {error}") from error
-
-
 # Bytes of the largest request. Disks are slower with smaller requests, and slightly larger state would need a large and
 # a small one.
 _REQUEST_BYTES = 1 << 20
@@ -102,7 +91,7 @@ class Record:
     first_element: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of a store, in bytes."""
 
@@ -131,18 +120,11 @@ def sizes(
     """
     units, described = description(records)
     chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
-    *all_bytes, of_units, of_records = _core.store_sizes(described, units, optimizer, chunk, devices)
-    total, slot, index, buffer, chunk, other = all_bytes
-    return Sizes(
-        total_bytes=total,
-        slot_bytes=slot,
-        index_bytes=index,
-        buffer_bytes=buffer,
-        chunk_bytes=chunk,
-        other_bytes=other,
-        unit_bytes=dict(zip(units, of_units, strict=True)),
-        record_bytes={record.name: nbytes for record, nbytes in zip(records, of_records, strict=True)},
-    )
+    found = _core.store_sizes(described, units, optimizer, chunk, devices)
+    *_, of_units, of_records = found
+    record_bytes = {record.name: nbytes for record, nbytes in zip(records, of_records, strict=True)}
+    # In the order of the fields.
+    return Sizes(*found[:-2], dict(zip(units, of_units, strict=True)), record_bytes)
 
 
 def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
@@ -246,25 +228,3 @@ class Part(NamedTuple):
     of: str  # the state tensor's name; "" is the values
     start: int  # its first element
     values: torch.Tensor  # the elements
-
-
-def shown_to(
-    visit: Callable[[str, list[Part]], object], records: Mapping[int, Mapping[str, Any]]
-) -> Callable[[int, list[tuple[int, int, Any]]], None]:
-    """A function that passes memory which the extension lends to `visit`, as tensors; `records` by their numbers."""
-    import torch
-
-    tensors = {
-        index: [("", record["dtype"]), *((of, dtype) for of, dtype, _ in record["state"])]
-        for index, record in records.items()
-    }
-
-    def show(index: int, lent: list[tuple[int, int, Any]]) -> None:
-        parts = []
-        for tensor, first, memory in lent:
-            of, dtype = tensors[index][tensor]
-            values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
-            parts.append(Part(of, first // values.itemsize, values))
-        visit(records[index]["name"], parts)
-
-    return show

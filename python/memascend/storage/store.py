@@ -18,9 +18,7 @@ from memascend.storage.records import (
     Record,
     chunk_elements_of,
     description,
-    json_of,
     room_for,
-    shown_to,
 )
 from memascend.text import paths_listed
 
@@ -190,8 +188,23 @@ class Store(_core.Store):
         Raises:
             CorruptionError: the bytes on storage are not those that were written.
         """
+        import torch
+
         records = {self.index(name): self.record(name) for name in names}
-        self.scan_at(list(records), shown_to(visit, records))
+        tensors = {
+            index: [("", record["dtype"]), *((of, dtype) for of, dtype, _ in record["state"])]
+            for index, record in records.items()
+        }
+
+        def show(index: int, lent: list[tuple[int, int, Any]]) -> None:
+            parts = []
+            for tensor, first, memory in lent:
+                of, dtype = tensors[index][tensor]
+                values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
+                parts.append(Part(of, first // values.itemsize, values))
+            visit(records[index]["name"], parts)
+
+        self.scan_at(list(records), show)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Make all staged records live at once; None keeps the committed value. Returns the generation."""
@@ -209,7 +222,7 @@ class Store(_core.Store):
 
     def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commit by `commit`, the store's or its engine's, together with the other ranks if there are any."""
-        said = (step, json_of(user_state), json_of(hyperparameters))
+        said = (step, _json_of(user_state), _json_of(hyperparameters))
         if self._shared is None:
             return commit(*said, None, None)
         return self._shared.commit(lambda run, agree: commit(*said, run, agree))
@@ -236,6 +249,14 @@ class Store(_core.Store):
             return None
         path, what = found
         return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
+
+
+def _json_of(value: Any) -> str | None:
+    """A value as text; None stays None."""
+    try:
+        return None if value is None else json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"only JSON values can be committed: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

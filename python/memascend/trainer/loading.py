@@ -167,7 +167,7 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
             else:
                 _log.warning("%s has other values for %s than for %s: they are not tied", files.path, name, source)
                 del model.all_tied_weights_keys[name]
-    shapes = {name: files.described(key)[1] for name, key in keys.items()}
+    shapes = {name: tuple(files.on_meta(key).shape) for name, key in keys.items()}
     unfit = {(name, shape, tuple(state[name].shape)) for name, shape in shapes.items() if shape != state[name].shape}
     plan = load_config.dtype_plan
     pattern, groups, _ = alternation(list(plan)) if plan else (None, {}, None)
