@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,19 +137,13 @@ def _plain(module: torch.nn.Module) -> Iterator[None]:
         own.update(tables)
 
 
+@dataclass(eq=False)
 class Attachment:
     """The hooks of one model, which does not change before `enter`."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
-        run: Run,
-    ) -> None:
-        """`gates` are the modules with hooks, and the units that each materializes."""
-        self.model = model
-        self._gates = gates
-        self._run = run
+    model: torch.nn.Module
+    _gates: list[tuple[torch.nn.Module, tuple[Home, ...]]]  # modules with hooks, and the units that each materializes
+    _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""

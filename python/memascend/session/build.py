@@ -31,7 +31,7 @@ from memascend.session.session import Session
 from memascend.session.value_edits import Edits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import Any
 
@@ -83,7 +83,7 @@ class Assembly:
         gradients = self._gradients(residency, scale)
         newcomers = Newcomers(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None or subject.refilled is not None
-        schedule = Schedule(subject.original.param_groups, self.given, resources.store, resumed=resumed)
+        schedule = Schedule(subject.original.param_groups, self.given, resources.store, resumed)
         run = Run(
             resources=resources,
             residency=residency,
@@ -199,7 +199,10 @@ class Assembly:
         for name, module in self.subject.model.named_modules():
             needed = [whole[name]] if name in whole else []
             needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
-            needed += [home_of[id(own)] for own in _listed(module)]
+            for child in module.children():
+                # A list of parameters is never called.
+                if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+                    needed += [home_of[id(own)] for own in child.parameters()]
             if needed or module is self.subject.model:
                 needs = tuple(dict.fromkeys(needed))
                 gates.append((module, alike.setdefault(needs, needs)))
@@ -215,10 +218,3 @@ class Assembly:
         if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
             scale.load(stored)
         return scale
-
-
-def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a module's own ParameterList or ParameterDict, which is never called."""
-    for child in module.children():
-        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
-            yield from child.parameters()

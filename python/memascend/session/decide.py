@@ -256,11 +256,6 @@ class Subject:
         owners = {name: self.arithmetic.of(self.named[name]).code for name in self.trained}
         return {name: type(owner.optimizer).__qualname__ for name, owner in owners.items() if not owner.is_known}
 
-    @property
-    def moves_activations(self) -> bool:
-        """Whether checkpointed activations are offloaded."""
-        return self.options.moves_activations(staged=self.staged)
-
 
 def planned(
     model: torch.nn.Module,

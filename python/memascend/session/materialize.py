@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -300,21 +301,18 @@ def is_materialized(model: torch.nn.Module) -> bool:
     return any(module in _MATERIALIZED for module in model.modules())
 
 
+@dataclass(eq=False)
 class Saving:
     """Writes checkpoints of one run; all ranks call it together."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        run: Run,
-        newcomers: Newcomers,
-        sharding: Sharding | None,
-    ) -> None:
-        self._model = model
-        self._run = run
-        self._newcomers = newcomers
-        self._sharding = sharding
-        exchange = self._exchange = exchange_of(sharding)
+    _model: torch.nn.Module
+    _run: Run
+    _newcomers: Newcomers
+    _sharding: Sharding | None
+
+    def __post_init__(self) -> None:
+        sharding, exchange = self._sharding, exchange_of(self._sharding)
+        self._exchange = exchange
         self._shares = None if sharding is None or isinstance(exchange, Alone) else Shares(sharding, exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
@@ -325,11 +323,9 @@ class Saving:
         states = self._exchange.everyone(self._run.metadata.user_state)
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
-
-        def write(records: Sequence[Content], fill: Fill) -> None:
-            save(folder, records, self._model, facts, fill, among_others=among_others)
-
-        self._write(own, write)
+        self._write(
+            own, lambda records, fill: save(folder, records, self._model, facts, fill, among_others=among_others)
+        )
         self._run.resources.values_read()
         missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:

@@ -293,7 +293,7 @@ def _resources(
     undo.callback(memory.close)
     undo.callback(memory.stop)
     keeper = None
-    if subject.moves_activations:
+    if subject.options.moves_activations(staged=subject.staged):
         keeper = activation_files.Activations(folders, device=subject.device, groups=plan.activation_groups)
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()

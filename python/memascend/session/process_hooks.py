@@ -19,6 +19,7 @@ from memascend.params.offloaded_param import HANDED_OUT, Placeholder, refused_wr
 from memascend.params.weight_access import state_dicts
 from memascend.session.attachment import Newcomers, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
+from memascend.text import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,21 +71,12 @@ def _install(undo: contextlib.ExitStack) -> None:
     # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
     _LISTED.append(GradientHandle)
     undo.callback(_LISTED.remove, GradientHandle)
-    _patch(undo, _Module, "__deepcopy__", copy_module)
-    _patch(undo, _Module, "state_dict", _make_state_dict)
-    _patch(undo, _Module, "load_state_dict", _load_state_dict)
+    undo.enter_context(replaced(_Module, "__deepcopy__", copy_module))
+    undo.enter_context(replaced(_Module, "state_dict", _make_state_dict))
+    undo.enter_context(replaced(_Module, "load_state_dict", _load_state_dict))
     for name in HANDED_OUT:
-        _patch(undo, _Parameter, name, _of_a_copy(getattr(torch.Tensor, name)))
-    _patch(undo, _Parameter, "data", property(_of_a_copy(_TENSOR_DATA.__get__), _set_data))
-
-
-def _patch(undo: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
-    """Give a class of torch another attribute, and back what it had."""
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
+        undo.enter_context(replaced(_Parameter, name, _of_a_copy(getattr(torch.Tensor, name))))
+    undo.enter_context(replaced(_Parameter, "data", property(_of_a_copy(_TENSOR_DATA.__get__), _set_data)))
 
 
 def _of_a_copy(method: Callable[..., Any]) -> Any:

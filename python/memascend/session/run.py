@@ -157,7 +157,6 @@ class Metadata:
     def follow(self, positioned: Callable[[], str]) -> None:
         """Commit with each step the position of a trainer, which `positioned` gives within `step()`."""
         self._positioned = positioned
-        self.schedule.leave_to_trainer()
 
     @property
     def is_followed(self) -> bool:

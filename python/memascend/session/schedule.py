@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import types
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -57,6 +58,7 @@ class _Moment:
             put(self._groups[place.group], place.name, value)
 
 
+@dataclass(eq=False)
 class Schedule:
     """The schedulers that `step()` advances.
 
@@ -67,31 +69,19 @@ class Schedule:
     A scheduler with other arguments differs in the latter.
     """
 
-    def __init__(
-        self, groups: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]], store: Store, *, resumed: bool
-    ) -> None:
-        """`groups` are the optimizer's own dicts, with the stored options in place of those that it had, `given`.
-
-        `resumed`: the store has a run that began in another process.
-        """
-        self._groups = groups
-        self._given = given
-        self._store = store
-        self._resumed = resumed
-        self._schedulers: tuple[Any, ...] = ()
-        self._fresh: list[dict[str, Any]] = []
-        # Options of groups that steps changed.
-        self._options: set[str] = set()
-        self._now: _Moment | None = None
-        # Before the last step, where that advanced the schedulers.
-        self._before: _Moment | None = None
-        # This run has committed a step, or is about to; and whether it had before the present step.
-        self._stepped = self._had_stepped = False
-        self._is_of_trainer = False
-
-    def leave_to_trainer(self) -> None:
-        """A trainer's position has its schedulers, so that none is missing here."""
-        self._is_of_trainer = True
+    # The optimizer's own dicts, with the stored options in place of those that it had, `_given`.
+    _groups: Sequence[dict[str, Any]]
+    _given: Sequence[Mapping[str, Any]]
+    _store: Store
+    _resumed: bool  # the store has a run that began in another process
+    _schedulers: tuple[Any, ...] = ()
+    _fresh: list[dict[str, Any]] = field(default_factory=list)
+    _options: set[str] = field(default_factory=set)  # options of groups that steps changed
+    _now: _Moment | None = None
+    _before: _Moment | None = None  # before the last step, where that advanced the schedulers
+    # This run has committed a step, or is about to; and whether it had before the present step.
+    _stepped: bool = False
+    _had_stepped: bool = False
 
     # --- given by the user -----------------------------------------------------------------
 
@@ -213,14 +203,15 @@ class Schedule:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, is_followed: bool) -> None:
         """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
 
-        `optimizers` are those for which a scheduler may have been made.
+        `optimizers` are those for which a scheduler may have been made. `is_followed`: the position of a trainer has
+        its schedulers, so that none is missing here.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
-        is_missing = not self._schedulers and not self._is_of_trainer
+        is_missing = not self._schedulers and not is_followed
         if is_missing and self._resumed and not self._stepped and self._store.step:
             self._warn_of_others(optimizers)
 

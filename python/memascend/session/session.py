@@ -139,7 +139,8 @@ class Session:
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
-            self.run.metadata.schedule.begin_step(optimizers)
+            metadata = self.run.metadata
+            metadata.schedule.begin_step(optimizers, is_followed=metadata.is_followed)
             committed = self._prepared_step()
         rejection, self._rejection = self._rejection, None
         if rejection is not None:

@@ -44,19 +44,18 @@ class Edit:
     hyperparameters: dict[str, Any] | None = None
 
 
+@dataclass(eq=False)
 class Edits:
     """Changes of values outside of a step: each is staged, and becomes live in one commit, or is dropped whole.
 
     The commit of an edit belongs to the last committed step. So none may happen while a step is staged.
     """
 
-    def __init__(self, run: Run, exchange: Exchange | None = None) -> None:
-        """`exchange` is between the ranks, where there are several."""
-        self.run = run
-        self._exchange = exchange
-        # How many blocks that end after this step are dropped.
-        self._repeated: float = 0
-        self._repeated_after = 0
+    run: Run
+    _exchange: Exchange | None  # between the ranks, where there are several
+    # How many blocks that end after this step are dropped.
+    _repeated: float = 0
+    _repeated_after: int = 0
 
     def repeat(self, blocks: int | None) -> None:
         """Drop the changes of so many blocks that end after this step: a trainer's resume runs them again.
