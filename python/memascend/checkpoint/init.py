@@ -107,7 +107,8 @@ class Initialiser:
                 if isinstance(module, _LISTS):
                     continue
                 made = walk.begin(module)
-                if made or walk.is_open(module):
+                # Code of a module may write to real parameters below it.
+                if made or (walk.real_ids and any(id(p) in walk.real_ids for p in module.parameters())):
                     with torch.no_grad(), _spared(module, walk.real_ids):
                         self._initialise(module, made)
                 yield from walk.ended(module)
@@ -127,7 +128,13 @@ class _Walk:
     def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
         self._modules: dict[str, torch.nn.Module] = dict(model.named_modules())
         self._name = {id(parameter): name for name, parameter in named.items() if parameter.is_meta}
-        self._sizes = _sizes(self._modules, named)
+        self._sizes = dict.fromkeys(self._modules, 0)
+        for name, one in named.items():
+            owner = name
+            while owner:
+                owner = owner.rpartition(".")[0]
+                if owner in self._sizes:
+                    self._sizes[owner] += one.nbytes
         self._limit = max(unit.nbytes for unit in units)
         # These are all over the model.
         self._late = {name for unit in units if unit.pinned for name in unit.parameters}
@@ -170,10 +177,6 @@ class _Walk:
         for module, short in self._places[id(parameter)]:
             module._parameters[short] = stands  # noqa: SLF001
 
-    def is_open(self, module: torch.nn.Module) -> bool:
-        """Whether a parameter below the module is real."""
-        return bool(self.real_ids) and any(id(parameter) in self.real_ids for parameter in module.parameters())
-
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters that waited for the end of a module."""
         made = self._open.get(id(module), [])
@@ -196,17 +199,6 @@ class _Walk:
             for _, parameter, _ in made:
                 self._place(parameter, parameter)
         self._open.clear()
-
-
-def _sizes(modules: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    sizes = dict.fromkeys(modules, 0)
-    for name, parameter in named.items():
-        owner = name
-        while owner:
-            owner = owner.rpartition(".")[0]
-            if owner in sizes:
-                sizes[owner] += parameter.nbytes
-    return sizes
 
 
 @contextlib.contextmanager

@@ -197,9 +197,11 @@ class WeightFunction:
         """The tensor that the function returns, if it fits."""
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
+            is_tensor = isinstance(values, torch.Tensor)
+            kind = f"{values.layout} on {values.device}" if is_tensor else type(values).__name__
             raise ConfigError(
-                f"weights({name!r}, ...) must return a dense tensor with values, not {_kind(values)}, from which no "
-                "values can be read"
+                f"weights({name!r}, ...) must return a dense tensor with values, not {kind}, from which no values can "
+                "be read"
             )
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
@@ -511,7 +513,3 @@ def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
-
-
-def _kind(value: Any) -> str:
-    return f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -52,7 +52,6 @@ class DeviceArena:
     """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
-        """Take the memory."""
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}

@@ -33,7 +33,6 @@ class HostUnits:
     wait_seconds = 0.0
 
     def __init__(self, engine: Engine, classes: Mapping[int, int]) -> None:
-        """Take the memory."""
         self.arena: Any = HostArena(classes)
         self.begin = engine.fetch
 

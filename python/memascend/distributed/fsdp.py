@@ -220,11 +220,8 @@ class FsdpGroup:
                     "of their own: leave it out"
                 )
         hook = self._torch._all_reduce_hook  # noqa: SLF001
-        if (
-            ordered
-            and hook is not None
-            and not type(getattr(hook, "__self__", None)).__module__.startswith("memascend.")
-        ):
+        owner = type(getattr(hook, "__self__", None)).__module__
+        if ordered and hook is not None and not owner.startswith("memascend."):
             raise refusal(
                 f"set_all_reduce_hook() was called on {self.name}, and reduction='ordered' adds the gradients after "
                 "the hook: leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"

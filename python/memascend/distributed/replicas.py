@@ -40,16 +40,18 @@ class Refill:
     anew.
     """
 
+    # Known in `between`.
+    _store: Store
+    _collectives: Collectives
+
     def __init__(self, opening: Opening) -> None:
         """`opening` says which ranks have lost their stores."""
         self._opening = opening
         self._exchange = exchange = opening.exchange
         # The rank that sends to this one; None: this rank has its store.
-        self._source = opening.lost.get(exchange.rank)
+        self.source = opening.lost.get(exchange.rank)
         # The ranks to which this one sends.
         self._targets = [rank for rank, source in opening.lost.items() if source == exchange.rank]
-        self._collectives: Collectives | None = None
-        self._store: Store | None = None
         self._facts: Mapping[str, Any] = {}
         # Of the commit that is sent: this rank's own user_state is lost.
         self.step = 0
@@ -64,7 +66,6 @@ class Refill:
         """Around what reads this rank's store, or fills it, by which this is asked for first values."""
         began = time.monotonic()
         self._begin(store)
-        assert self._collectives is not None
         try:
             yield
             self._send()
@@ -85,19 +86,14 @@ class Refill:
         }
         told = exchange.tell("the stores that others are filled from", said if self._targets else None)
         self._records = max(each["records"] for each in told if each is not None)
-        if self._source is not None:
-            self._facts = told[self._source]
+        if self.source is not None:
+            self._facts = told[self.source]
             self.step, self.user_state = self._facts["step"], self._facts["user_state"]
             # Until it is verified, the commit has no number.
             store.shared.alone(0, bytes(16))
         self._collectives = Collectives(exchange)
 
     # --- on a rank that has lost its store -------------------------------------------------
-
-    @property
-    def fills_this_rank(self) -> bool:
-        """Whether the first values of this rank's store come from another rank."""
-        return self._source is not None
 
     def check(self) -> None:
         """Check nothing: the commit is not known before `between`."""
@@ -109,10 +105,9 @@ class Refill:
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Each parameter once, as it arrives."""
         del units
-        assert self._store is not None
         if self._facts["described"] != _described(self._store):
             raise ConfigError(
-                f"the store of rank {self._exchange.rank} would be filled from that of rank {self._source}, which has "
+                f"the store of rank {self._exchange.rank} would be filled from that of rank {self.source}, which has "
                 "other records or formats of state: give all ranks the same model and options"
             )
         for name in _names(self._store, buffers=(False,)):
@@ -124,12 +119,11 @@ class Refill:
         tensor.copy_(self._received(name)[0])
 
     def _received(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
-        assert self._store is not None
         values, state = room_for(self._store.record(name))
         step = torch.zeros(1, dtype=torch.int64)
         for tensor in (step, values, *state.values()):
             if tensor.numel():
-                self._meet(lambda group, tensor=tensor: distributed.recv(bytes_of(tensor), self._source, group))
+                self._meet(lambda group, tensor=tensor: distributed.recv(bytes_of(tensor), self.source, group))
         self._reach()
         return values, state, int(step)
 
@@ -138,7 +132,6 @@ class Refill:
     def _send(self) -> None:
         """Send the commit of this rank's store to the ranks that have lost theirs."""
         store = self._store
-        assert store is not None
         for name in _names(store) if self._targets else ():
             values, state = store.read(name)
             step = _updates(store.record(name))
@@ -168,7 +161,6 @@ class Refill:
                 self._sum.update(bytes_of(tensor))
 
     def _meet(self, do: Any) -> None:
-        assert self._collectives is not None
         self._collectives.meet("filling the store of a rank that lost it", None, do)
 
     # --- at the end --------------------------------------------------------------------------
@@ -176,9 +168,8 @@ class Refill:
     def _end(self, began: float) -> None:
         """Read what was filled again, and commit it as the run's if it is what was sent; `began`: a monotonic time."""
         store, exchange = self._store, self._exchange
-        assert store is not None
         nbytes = 0
-        for name in () if self._source is None else _names(store):
+        for name in () if self.source is None else _names(store):
             values, state = store.read(name)
             self._note(_updates(store.record(name)), values, state)
             nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
@@ -191,7 +182,7 @@ class Refill:
                 f"the store of rank {apart[0]} was filled from that of rank {self._opening.lost[apart[0]]}, and what "
                 "was read again is not what was sent: start again, and it is filled anew"
             )
-        if self._source is None:
+        if self.source is None:
             return
         store.shared.alone(self._opening.number, self._opening.identity)
         store.commit(store.step)
@@ -199,7 +190,7 @@ class Refill:
         _log.warning(
             "rank %d had no store: it was filled from that of rank %d, whose user_state it has, too: %d bytes were "
             "written and read again in %.1f s",
-            exchange.rank, self._source, nbytes, time.monotonic() - began,
+            exchange.rank, self.source, nbytes, time.monotonic() - began,
         )  # fmt: skip
 
 

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
 
 
-def places_of_rank(options: Options, layout: Layout) -> list[str] | None:
-    """The paths of this rank's store; None for a temporary one."""
-    if options.paths is None:
-        return None
-    several = not (options.storage is None or isinstance(options.storage, (str, os.PathLike)))
-    return [_place(path, layout, several=several) for path in options.paths]
-
-
 def filled(path: str, rank: int) -> str:
     """A path with the rank, and the rank on its host, filled in."""
     local = os.environ.get("LOCAL_RANK", str(rank))
@@ -256,8 +248,9 @@ def begin(
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
         # A model that is sharded here is gathered by its units.
-        places = places_of_rank(options, sharding.layout)
-        return sharding, replace(options, storage=places, units=None if divides else options.units)
+        several = not isinstance(options.storage, (str, os.PathLike))
+        places = [_place(path, sharding.layout, several=several) for path in options.paths or ()]
+        return sharding, replace(options, storage=places or None, units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
     require_own(own.paths or (), exchange)

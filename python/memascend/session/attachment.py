@@ -38,9 +38,10 @@ class Newcomers:
         self._judged = self._registrations
 
     @classmethod
-    def note_registration(cls) -> None:
+    def note_registration(cls, module: torch.nn.Module, name: str, given: Any) -> None:
         """A module of the process registered a module or a parameter."""
-        cls._registrations += 1
+        del module, name
+        cls._registrations += given is not None
 
     def judge(self) -> None:
         """Before a forward: reject new trainable parameters; without gradients nothing is trained, so it can wait."""

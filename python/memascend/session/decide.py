@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memascend.device.device import Device
-    from memascend.distributed.replicas import Refill
     from memascend.distributed.reshard import Earlier
     from memascend.distributed.setup import PlannedSharding
     from memascend.distributed.sharding import Sharding
@@ -222,22 +221,15 @@ class Subject:
                 require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
+        # Fills the stores of ranks that have lost theirs; and the same where it fills this rank's store.
+        self.refill = None if sharding is None else sharding.refill
+        self.refilled = self.refill if self.refill is not None and self.refill.source is not None else None
 
     def _embeddings(self, *, sparse: bool = False) -> frozenset[int]:
         """The ids of embeddings' weights as the optimizer has them, or only of those with `sparse` gradients."""
         modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         weights = [module.weight for module in modules if module.sparse or not sparse]
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
-
-    @property
-    def refill(self) -> Refill | None:
-        """Fills the stores of ranks that have lost theirs; None where none has."""
-        return None if self.sharding is None else self.sharding.refill
-
-    @property
-    def refilled(self) -> Refill | None:
-        """The same where it fills this rank's store, or None."""
-        return self.refill if self.refill is not None and self.refill.fills_this_rank else None
 
     @property
     def durability(self) -> Literal["step", "none"]:

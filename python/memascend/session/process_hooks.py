@@ -62,9 +62,9 @@ def _install(undo: contextlib.ExitStack) -> None:
     registrations = torch.nn.modules.module
     for handle in (
         registrations.register_module_module_registration_hook(refuse_wrapper),
-        registrations.register_module_module_registration_hook(_note_registration),
+        registrations.register_module_module_registration_hook(Newcomers.note_registration),
         registrations.register_module_parameter_registration_hook(refuse_moved),
-        registrations.register_module_parameter_registration_hook(_note_registration),
+        registrations.register_module_parameter_registration_hook(Newcomers.note_registration),
         register_optimizer_step_pre_hook(_refuse_foreign_step),
     ):
         undo.callback(handle.remove)
@@ -141,12 +141,6 @@ def _load_state_dict(
             if not residency.is_loading:
                 loads.enter_context(residency.session.edits.load())
         return _LOAD_STATE_DICT(module, state_dict, strict, assign, **options)
-
-
-def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:
-    del module, name
-    if given is not None:
-        Newcomers.note_registration()
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

@@ -182,7 +182,10 @@ class Session:
             if self._drops(present, norm, bad):
                 return False
             if self.max_grad_norm is not None:
-                factor = clip_factor(self.max_grad_norm, norm)
+                # In this order a NaN stays NaN: torch's clipping then makes all gradients NaN.
+                factor = min(self.max_grad_norm / (norm + 1e-6), 1.0)
+                # An fp32 number.
+                factor = torch.tensor(factor, dtype=torch.float32, device="cpu").item()
         gradients.update_all(present, factor)
         of_commit = None if self._norm_comes_first else self._norm(present)
         if of_commit is not None and self._norm_precedes_commit:
@@ -464,10 +467,3 @@ class Session:
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)
         self.run.resources.close()
-
-
-def clip_factor(max_norm: float, norm: float) -> float:
-    """The factor by which clipping multiplies gradients of this norm: an fp32 number."""
-    factor = max_norm / (norm + 1e-6)
-    # In this order a NaN stays NaN: torch's clipping then makes all gradients NaN.
-    return torch.tensor(min(factor, 1.0), dtype=torch.float32, device="cpu").item()

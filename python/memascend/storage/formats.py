@@ -45,14 +45,12 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
     """
     import torch
 
+    from memascend.tensors import strides_of
+
     made = {}
     for name, dtype, shape in described_state(_name(values.dtype), values.shape, form, rule):
-        of = getattr(torch, dtype)
-        made[name] = (
-            torch.empty_strided(shape, values.stride(), dtype=of, device="meta")
-            if _is_own(name)
-            else torch.empty(shape, dtype=of, device="meta")
-        )
+        strides = values.stride() if _is_own(name) else strides_of(shape)
+        made[name] = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
     return made
 
 
