@@ -46,17 +46,12 @@ class Path:
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
             # A unit that is always in memory is read once, whichever micro-batch uses it.
-            if home.pinned or home.in_ram or (self.units and _unit_in(self.units[-1]) == home.index):
+            if home.pinned or home.in_ram or (self.units and self.units[-1] in (home.index, ~home.index)):
                 continue
             use = ~home.index if backward else home.index
             self.units.append(use)
             begun.append(use)
         return begun
-
-
-def _unit_in(use: int) -> int:
-    """The number of the unit that is used."""
-    return use if use >= 0 else ~use
 
 
 class Recorder:

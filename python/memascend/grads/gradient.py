@@ -393,10 +393,6 @@ class Gradient:
             'clone(), or pass gradients="ram" to offload()'
         )
 
-    def stored_state(self) -> dict[str, torch.Tensor]:
-        """A copy of the parameter's state, by torch's names, and the master."""
-        return self.rule.state(*self._gradients.store.read(self.name), self.step)
-
     # --- its value --------------------------------------------------------------------
 
     @property

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memascend.params.cached_units import CachedUnits
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.storage import Engine, Store
+    from memascend.storage import Engine
     from memascend.tensors import Squares
 
     # Gradients, each with what stands in `p.grad`.
@@ -52,7 +52,6 @@ class Gradients:
     """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory."""
 
     engine: Engine  # takes gradients where they lie
-    store: Store  # of the engine
     units: CachedUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
     ram_tier: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
     scale: LossScale  # of losses; where it is on, every backward is begun within `scaled()`

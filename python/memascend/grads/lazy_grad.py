@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -174,13 +175,9 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[GradientHandle]:
-    written: list[GradientHandle] = []
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) and not argument.kwarg_only else options.get(argument.name)
-        written.extend(_handles(value))
-    return written
+    arguments = func._schema.arguments  # noqa: SLF001
+    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | options
+    return [*_handles([given.get(one.name) for one in arguments if one.alias_info and one.alias_info.is_write])]
 
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
@@ -375,10 +372,6 @@ def _is_gradient_of(handle: GradientHandle, value: object) -> bool:
     )
 
 
-def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _each(func, args, options, _norm)
-
-
 def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:
     del options
     tensors, found, inverse = args
@@ -392,6 +385,5 @@ def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: 
 # Operations that need less than the values.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     UNSCALE: _unscale_all,
-    "linalg_vector_norm": _norms,
-    "_foreach_norm": _norms,
+    **dict.fromkeys(("linalg_vector_norm", "_foreach_norm"), functools.partial(_each, one=_norm)),
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,14 +47,8 @@ class Operation:
 
     def owned(self) -> Operation:
         """The same with tensors of its own: the caller's may change before the replay."""
-
-        def own(value: object) -> object:
-            return value.clone() if isinstance(value, torch.Tensor) else value
-
-        arguments = tuple(own(value) for value in self.arguments)
-        return Operation(
-            self.function, self.name, arguments, {key: own(value) for key, value in self.options.items()}, self.listed
-        )
+        arguments, options = tree_map_only(torch.Tensor, torch.clone, (self.arguments, self.options))
+        return replace(self, arguments=arguments, options=options)
 
     def apply(self, tensor: Tensor) -> Any:
         """Do it to a tensor by torch, and return what torch does."""
@@ -72,11 +67,6 @@ class Operation:
     def overwrites(self) -> bool:
         """Whether the result is the same for any gradient."""
         return self.name in _OVERWRITING
-
-    @property
-    def rounds_its_scalar(self) -> bool:
-        """Whether torch's CPU code rounds the scalar to the gradient's dtype: `_foreach_mul_` does, `mul_` does not."""
-        return self.function._overloadname in {"Scalar", "ScalarList"}  # noqa: SLF001
 
     @property
     def is_of_all(self) -> bool:
@@ -130,7 +120,8 @@ class Operation:
             scalar = torch.tensor(number, dtype=kind, device="cpu")
         rounded = scalar.to(dtype).to(torch.float32).item()
         value = scalar.to(torch.float32).item()
-        if self.rounds_its_scalar and device.type == "cpu":
+        if self.function._overloadname in {"Scalar", "ScalarList"} and device.type == "cpu":  # noqa: SLF001
+            # torch's CPU code rounds the scalar to the gradient's dtype in `_foreach_mul_`, and not in `mul_`.
             value = rounded
         elif (self.listed or scalar.device.type != "cpu" or device.type != "cpu") and rounded != value:
             # On a GPU it depends on the kernel whether the scalar is rounded to the gradient's dtype first.

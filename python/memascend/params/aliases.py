@@ -50,7 +50,9 @@ def require_unaliased(
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
     if aliased:
-        raise shared_memory(what, aliased, _attribute(model, named[aliased[0]], counts))
+        first = named[aliased[0]]
+        where = next((where for where, one in attributes(model) if counts.is_alias(first, one)), None)
+        raise shared_memory(what, aliased, where)
     # State that torch.load() made is common, and state that numpy made is not.
     foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
@@ -119,14 +121,17 @@ class _Counts:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._memory: dict[int, _Memory] = {}
+        known = list(tensors)
+        # The bases of views among them lie in the same memory.
+        bases = [base for base in map(_base_of, known) if base is not None]
         # Known tensors are kept alive, so that no other object gets the address of one.
-        self._known = list(_with_bases(tensors))
+        self._known = known + bases
         for tensor in self._known:
             found = storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
         self._one = _holders(torch.empty(1, device="cpu"))
-        self._views = Counter(id(base) for base in map(_base_of, self._known) if base is not None)
+        self._views = Counter(map(id, bases))
 
     def others(self, tensor: torch.Tensor) -> bool:
         """Whether anything else holds its memory."""
@@ -177,15 +182,6 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return storage if storage.nbytes() else None
 
 
-def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors and the bases of views among them, which lie in the same memory."""
-    for tensor in tensors:
-        yield tensor
-        base = _base_of(tensor)
-        if base is not None:
-            yield base
-
-
 def _base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         return tensor._base  # noqa: SLF001
@@ -204,11 +200,6 @@ def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             kept = vars(module).get(str(getattr(hook, "name", None)))
             if type(hook).__module__.startswith("torch.nn.utils.") and isinstance(kept, torch.Tensor):
                 yield kept
-
-
-def _attribute(model: torch.nn.Module, tensor: torch.Tensor, counts: _Counts) -> str | None:
-    """The attribute of a module that has the alias, in words."""
-    return next((where for where, one in attributes(model) if counts.is_alias(tensor, one)), None)
 
 
 def attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,23 +242,16 @@ def _listed(what: str, names: list[str]) -> str:
 
 def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors in memory whose owner torch does not count, except files of weights that torch maps itself."""
-    found: list[str] = []
-    maps: list[tuple[int, int]] | None = None
+    addresses: dict[str, int] = {}
     for name, tensor in named.items():
         storage = storage_of(tensor)
-        if storage is None or storage.device.type != "cpu":
+        if storage is None or storage.device.type != "cpu" or (storage.resizable() and not storage.is_shared()):
             continue
-        if storage.resizable() and not storage.is_shared():
-            continue
-        # A copy of an offloaded model: torch alone has this memory.
-        if is_file_memory(storage.data_ptr()):
-            continue
-        if maps is None:
-            maps = _private_files()
-        address = storage.data_ptr()
-        if not any(begin <= address < end for begin, end in maps):
-            found.append(name)
-    return found
+        # A copy of an offloaded model is in such memory, which torch has alone.
+        if not is_file_memory(storage.data_ptr()):
+            addresses[name] = storage.data_ptr()
+    maps = _private_files() if addresses else []
+    return [name for name, address in addresses.items() if not any(begin <= address < end for begin, end in maps)]
 
 
 def _private_files() -> list[tuple[int, int]]:

@@ -112,17 +112,14 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
     `current` is the unit that is asked for right now, which stays.
     """
-    best: Home | None = None
-    best_key = (-1, 0)
-    for other in homes:
-        if other.slot_bytes != home.slot_bytes or other.holders or other.pinned or other in (home, current):
-            continue
-        if other.state is Bytes.OFFLOADED or (other.state is Bytes.READING and not must):
-            continue
-        key = (order.next_use(other.index), -order.last_used.get(other.index, 0))
-        if key > best_key:
-            best, best_key = other, key
-    if best is not None and not must and best_key[0] <= order.next_use(home.index):
+    stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
+    alike = (other for other in homes if other.slot_bytes == home.slot_bytes and other not in (home, current))
+    best = max(
+        (other for other in alike if not (other.holders or other.pinned or other.state in stay)),
+        key=lambda other: (order.next_use(other.index), -order.last_used.get(other.index, 0)),
+        default=None,
+    )
+    if best is not None and not must and order.next_use(best.index) <= order.next_use(home.index):
         return None
     return best
 
@@ -257,7 +254,6 @@ class CachedUnits:
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
-        self._classes = sorted(limits.slots)
         self._lock = lock
         self._process = OwnProcess()
         self._engine = engine
@@ -277,7 +273,8 @@ class CachedUnits:
 
     def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, in_ram: bool = False) -> None:
         """Take charge of a unit of so many bytes."""
-        slot_bytes = 0 if in_ram else next((size for size in self._classes if size >= nbytes), nbytes)
+        fitting = (size for size in sorted(self._limits.slots) if size >= nbytes)
+        slot_bytes = 0 if in_ram else next(fitting, nbytes)
         home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
         self.homes.append(home)
         if in_ram:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,7 +209,7 @@ def _borrow(
         found = func(*args, **kwargs)
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
-        if any(source.hooks.lies_in_unit(tensor) for tensor in given):
+        if any(source.hooks.note_of(tensor) is not None for tensor in given):
             # A device has no memory for a second copy of values that a graph needs.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
     # Such as relu(inplace=True), whose name does not say so; the bytes were dropped.
@@ -309,12 +310,6 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
     return _apply(func, placeholders_in(tensor, values), (tensor, values, *args), kwargs)
 
 
-def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
-    """Whether a parameter has its elements where a memory format has them."""
-    meta = _on_meta(place)
-    return meta.to(memory_format=layout) is meta
-
-
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of `to()` and similar methods: the parameter itself where nothing changes."""
     if not isinstance(tensor, Placeholder):
@@ -329,7 +324,9 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
     if isinstance(asked, str):
         return asked
     if asked.device == place.device:
-        if asked is sample and _is_laid_out(place, layout):
+        # It is itself where its elements lie as the memory format has them.
+        meta = _on_meta(place)
+        if asked is sample and meta.to(memory_format=layout) is meta:
             return tensor
         # A copy; a module that is cast assigns it to `.data`, which is refused.
         return _apply(func, [place], (tensor, *args), kwargs)
@@ -389,49 +386,30 @@ _CPU = torch.device("cpu")
 _KINDS_MAX = 1024
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Place:
     """One parameter: where its bytes lie in its unit, and its placeholder while it is offloaded."""
 
-    __slots__ = (
-        "device",
-        "dtype",
-        "kind",
-        "known_version",
-        "name",
-        "nothing",
-        "offset",
-        "parameter",
-        "placeholder",
-        "shape",
-        "source",
-        "stride",
-        "unswapped",
-    )
+    parameter: torch.nn.Parameter
+    name: str
+    offset: int
+    source: Residency
+    device: torch.device = _CPU  # the one that computes with it
+    # As the parameter had them, and what it has for values while it is offloaded.
+    shape: torch.Size = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    kind: type[torch.nn.Parameter] = field(init=False)
+    nothing: torch.Tensor = field(init=False)
+    # The version of the parameter up to which all writes to it are known.
+    known_version: int = field(init=False, default=0)
+    # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
+    unswapped: weakref.ref[torch.nn.Parameter] | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        parameter: torch.nn.Parameter,
-        name: str,
-        offset: int,
-        source: Residency,
-        device: torch.device = _CPU,
-    ) -> None:
-        """`device` is the one that computes with it."""
-        self.parameter = parameter
-        self.device = device
-        self.name = name
-        self.offset = offset
-        self.source = source
-        self.shape = parameter.shape
-        self.dtype = parameter.dtype
-        self.stride = dense_strides(parameter)
-        self.kind = type(parameter)
-        self.placeholder = placeholder_class(self.kind)
-        self.nothing = _nothing(self.shape, self.stride, self.dtype, device)
-        # The version of the parameter up to which all writes to it are known.
-        self.known_version = 0
-        # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
-        self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
+    def __post_init__(self) -> None:
+        self.shape, self.dtype, self.kind = self.parameter.shape, self.parameter.dtype, type(self.parameter)
+        self.stride = dense_strides(self.parameter)
+        self.nothing = _nothing(self.shape, self.stride, self.dtype, self.device)
 
     def plain(self, values: torch.Tensor) -> torch.nn.Parameter:
         """A plain parameter of its class, which has other memory."""
@@ -447,7 +425,7 @@ class Place:
         if self.unswapped is None:
             self.unswapped = weakref.ref(parameter)
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
-        parameter.__class__ = self.placeholder
+        parameter.__class__ = placeholder_class(self.kind)
         self._set_data(self.nothing)
 
     def materialize(self, values: torch.Tensor, *, guarded: bool = False) -> None:
@@ -489,7 +467,11 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     """A tensor of this shape without memory, one for all parameters that are alike."""
     with torch.inference_mode(mode=False):
         nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
-        if device == _CPU and not _is_row_major(shape, stride):
+        # The stride of a dimension of one element says nothing.
+        differ = (
+            length != 1 and got != want for length, got, want in zip(shape, stride, strides_of(shape), strict=True)
+        )
+        if device == _CPU and any(differ):
             # Autograd compares a gradient's strides with its parameter's, and warns. This takes addresses for a moment
             # and no memory, which it would take on a device.
             nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -499,9 +481,3 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
         torch._C._set_storage_access_error_msg(nothing, said(whose, "read past the parameter's class"))  # noqa: SLF001
     return nothing
-
-
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    # The stride of a dimension of one element says nothing.
-    wanted = strides_of(shape)
-    return all(length == 1 or got == want for length, got, want in zip(shape, stride, wanted, strict=True))

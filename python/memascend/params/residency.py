@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,9 +15,11 @@ from memascend.params.cached_units import CachedUnits
 from memascend.params.threads import ProcessLock, Turns, current, others_alive
 from memascend.params.unit import view_of
 from memascend.params.weight_access import WeightCopies, filed_copy, unseen
+from memascend.text import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from memascend.activations.activations import Activations
@@ -60,7 +63,7 @@ class SavedTensorHooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """A note for what lies in a unit; anything else as it is."""
-        note = self._note(tensor)
+        note = self.note_of(tensor)
         if note is not None:
             return note
         kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
@@ -69,13 +72,9 @@ class SavedTensorHooks:
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
         if isinstance(saved, Note):
-            return self._tensor(saved)
+            return self.tensor_of(saved)
         tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.tensor()
         return tensor
-
-    def lies_in_unit(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is a unit's."""
-        return self._note(tensor) is not None
 
     def push(self) -> bool:
         """Push the hooks where they are needed, which is not where ours are on top; whether they were pushed."""
@@ -109,7 +108,8 @@ class SavedTensorHooks:
                 return
             self.pop()
 
-    def _note(self, tensor: torch.Tensor) -> Note | None:
+    def note_of(self, tensor: torch.Tensor) -> Note | None:
+        """Where in a unit a tensor lies; None: it lies elsewhere."""
         try:
             # A parameter that is materialized beside other threads would give a copy's.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -135,7 +135,8 @@ class SavedTensorHooks:
             tensor.is_neg(),
         )
 
-    def _tensor(self, note: Note) -> torch.Tensor:
+    def tensor_of(self, note: Note) -> torch.Tensor:
+        """The tensor again that a note is of."""
         storage = self._residency.storage_of(note.home, note.version)
         tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
         if not (note.conjugate or note.negative):
@@ -165,18 +166,16 @@ class _Saved:
         return values
 
 
+@dataclass(eq=False, slots=True)
 class _Delegating:
     """Ours over hooks of user code (such as `save_on_cpu`): tensors outside of units are passed on."""
 
-    __slots__ = ("_pack", "_unpack", "hooks")
-
-    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        self.hooks = hooks
-        self._pack = pack
-        self._unpack = unpack
+    hooks: SavedTensorHooks
+    _pack: Callable[..., Any]
+    _unpack: Callable[..., Any]
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        note = self.hooks._note(tensor)  # noqa: SLF001
+        note = self.hooks.note_of(tensor)
         if note is not None:
             return (True, note)
         return (False, self._pack(torch.Tensor.detach(tensor) if _is_offloaded(tensor) else tensor))
@@ -184,7 +183,7 @@ class _Delegating:
     def unpack(self, saved: Any) -> torch.Tensor:
         ours, what = saved
         if ours:
-            return self.hooks._tensor(what)  # noqa: SLF001
+            return self.hooks.tensor_of(what)
         tensor: torch.Tensor = self._unpack(what)
         return tensor
 
@@ -265,14 +264,9 @@ class Residency:
         # Takes the values that a state dict has for a parameter, while one is being loaded.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
-    @contextmanager
-    def followed_by(self, stages: Recorder | PartialSums) -> Iterator[None]:
+    def followed_by(self, stages: Recorder | PartialSums) -> AbstractContextManager[None]:
         """Inside, `stages` takes the gradients that arrive, and is notified of each unit before it is used."""
-        self.stages = stages
-        try:
-            yield
-        finally:
-            self.stages = None
+        return replaced(self, "stages", stages)
 
     def serve(self, session: Session) -> None:
         """Belong to a session, which is made of this object, and so comes later."""
@@ -310,7 +304,8 @@ class Residency:
                 return
             is_last = sum(home.holders.values()) == 1
             if is_last:
-                self._make_placeholders(home)
+                self.units.find_written((home,))
+                home.offload()
             home.count(here, -1)
             if is_last:
                 self.turns.note_release()
@@ -319,17 +314,8 @@ class Residency:
         """Offload all units of a thread: it computes nothing, and interrupts may come between any two lines."""
         with self.lock:
             for home in self.units.homes:
-                if holder not in home.holders:
-                    continue
-                if len(home.holders) == 1:
-                    self._make_placeholders(home)
-                home.count(holder, -home.holders[holder])
-            self.turns.note_release()
-
-    def _make_placeholders(self, home: Home) -> None:
-        """Make the parameters of a unit placeholders; a repeated call after an interrupt completes it."""
-        self.units.find_written((home,))
-        home.offload()
+                while holder in home.holders:
+                    self.offload(home, holder)
 
     def holds(self, place: Place) -> bool:
         """Whether a parameter that asks is materialized in this thread."""
@@ -357,14 +343,9 @@ class Residency:
         sizes = [home.slot_bytes for home in self._homes(places) if not home.in_ram]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
-    @contextmanager
-    def loading(self, load: Callable[[Place, torch.Tensor], None]) -> Iterator[None]:
+    def loading(self, load: Callable[[Place, torch.Tensor], None]) -> AbstractContextManager[None]:
         """Inside, `load` gets the values that are copied to a parameter."""
-        self._load = load
-        try:
-            yield
-        finally:
-            self._load = None
+        return replaced(self, "_load", load)
 
     @property
     def is_loading(self) -> bool:
@@ -407,10 +388,8 @@ class Residency:
     def close(self, why: str) -> None:
         """Release everything; afterwards a use of a parameter raises `UsageError(why)`."""
         with self.lock:
-            for home in self.units.homes:
-                if home.holders:
-                    self._make_placeholders(home)
-                    home.abandon()
+            for holder in {holder for home in self.units.homes for holder in home.holders}:
+                self.offload_all(holder)
             self.units.close(why)
             self.copies.close()
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from memascend.errors import UsageError
+from memascend.text import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
@@ -27,18 +29,13 @@ class _Thread(threading.local):
 
     works_for = 0
 
-    @contextmanager
-    def working_for(self, thread: int) -> Iterator[None]:
-        """Inside, units that this thread materializes are so for another one, which waits."""
-        self.works_for = thread
-        try:
-            yield
-        finally:
-            self.works_for = 0
-
 
 _thread = _Thread()
-working_for = _thread.working_for
+
+
+def working_for(thread: int) -> AbstractContextManager[None]:
+    """Inside, units that this thread materializes are so for another one, which waits."""
+    return replaced(_thread, "works_for", thread)
 
 
 def current() -> int:

@@ -201,10 +201,6 @@ class Home:
         for place, values in zip(self.places, self._views, strict=True):
             place.materialize(values, guarded=guarded)
 
-    def abandon(self) -> None:
-        """Forget all holders."""
-        self.holders.clear()
-
     def offload(self) -> None:
         """Make the parameters placeholders; a repeated call after an interrupt completes it."""
         for place in self.places:

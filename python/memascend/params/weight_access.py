@@ -182,7 +182,8 @@ class WeightCopies:
         Raises:
             UsageError: an earlier copy was written to.
         """
-        residency, of = self._residency, self._purpose
+        residency = self._residency
+        of: For = "state dict" if state_dicts.being_made else "inside" if self.computes else "view"
         with residency.lock, unseen(), torch.inference_mode(mode=False), torch.no_grad():
             residency.units.require_open()
             if len(self._now) < self._many:
@@ -198,12 +199,6 @@ class WeightCopies:
                 values = values if of == "state dict" else values.to(place.device)
                 one = self._now[place.name, of] = HandedOut(place, values, is_snapshot=of != "view")
             return one.values.detach()
-
-    @property
-    def _purpose(self) -> For:
-        if state_dicts.being_made:
-            return "state dict"
-        return "inside" if self.computes else "view"
 
     def stand_in(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter on such a copy, for a function that is called on the offloaded one."""
@@ -388,18 +383,9 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 class _StateDicts(threading.local):
-    """Whether this thread makes a state dict, whose copies no later step changes."""
+    """Whether this thread makes a state dict, for which a weight that is detached is copied: no step changes these."""
 
     being_made = False
-
-    @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
-        """Inside, a weight that is detached is copied for a state dict."""
-        self.being_made = True
-        try:
-            yield
-        finally:
-            self.being_made = False
 
 
 state_dicts = _StateDicts()

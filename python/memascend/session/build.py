@@ -175,7 +175,6 @@ class Assembly:
         units = residency.units if plan.window > 1 and not plan.device else None
         return Gradients(
             engine=resources.units.engine(resources.engine),
-            store=resources.store,
             units=units,
             ram_tier=ram_tier,
             scale=scale,

@@ -120,7 +120,7 @@ def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any
     """Torch's `state_dict()`; the values are copies that no later step changes."""
     if options.get("keep_vars") or state_dicts.being_made:
         return _STATE_DICT(module, *args, **options)
-    with state_dicts.making():
+    with replaced(state_dicts, "being_made", value=True):
         found = _STATE_DICT(module, *args, **options)
     for residency in _residencies(module):
         residency.session.run.resources.values_read()

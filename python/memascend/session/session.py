@@ -372,7 +372,7 @@ class Session:
         rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
         for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is rows:
-                return kept.stored_state()
+                return kept.rule.state(*self.run.resources.store.read(kept.name), kept.step)
         raise ConfigError(
             "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its own"
         )
