@@ -9,7 +9,7 @@ import torch
 from support.bits import same_bits
 
 from memascend.errors import ConfigError
-from memascend.optim import generic, trial
+from memascend.optim import trial
 from memascend.optim.trial import require_streamable
 
 STEPS = 6
@@ -128,7 +128,7 @@ def run_and_compare(streamed_part):
             if wide:
                 assert same_bits(part.shaped(part.state["master"]), twin.detach())
             wanted = reference.state.get(twin, {})
-            exported = generic.export_state(part.layout, part.state)
+            exported = part.layout.state_from(part.state)
             assert list(exported) == list(wanted)
             for of, value in wanted.items():
                 if isinstance(value, torch.Tensor):

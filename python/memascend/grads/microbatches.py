@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,22 +40,16 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
 
 
+@dataclass(eq=False, slots=True)
 class _Sum:
     """The sum of one parameter's gradient so far."""
 
-    __slots__ = ("came", "early", "gradient", "stage", "stored", "values")
-
-    def __init__(self, gradient: Gradient, stage: int) -> None:
-        self.gradient = gradient
-        # At which its parts arrive: a micro-batch that has passed it brings none.
-        self.stage = stage
-        # The micro-batches whose parts have come.
-        self.came: set[int] = set()
-        # Parts that came before one of an earlier micro-batch.
-        self.early: dict[int, torch.Tensor] = {}
-        self.values: torch.Tensor | None = None
-        # The sum is on storage: it did not fit into memory.
-        self.stored = False
+    gradient: Gradient
+    stage: int  # at which its parts arrive: a micro-batch that has passed it brings none
+    came: set[int] = field(default_factory=set)  # the micro-batches whose parts have come
+    early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts before one of an earlier micro-batch
+    values: torch.Tensor | None = None
+    stored: bool = False  # the sum is on storage: it did not fit into memory
 
     def begin(self, values: torch.Tensor) -> None:
         assert not self.stored

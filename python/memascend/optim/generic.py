@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,13 +29,14 @@ from memascend.optim.shared import (
     stand_in,
     storable,
 )
-from memascend.optim.state import StateLayout, in_order
 from memascend.optim.trial import known
+from memascend.tensors import laid_out
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
+    from memascend.optim.state import StateLayout
     from memascend.storage import Chunk
 
     # Takes the changes of a run beside its parameter and the parameter's state.
@@ -49,42 +51,29 @@ class Given(NamedTuple):
     grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
 
 
+@dataclass(kw_only=True, eq=False)
 class OwnUpdate:
     """One update of one parameter, for `Engine.apply` with `whole=layout.whole`.
 
     It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: int,
-        layout: StateLayout,
-        given: Given,
-        ended: Ended,
-        *,
-        first: bool,
-        method: str,
-    ) -> None:
-        """Begin with the options of the group of that number as they stand now.
+    optimizer: torch.optim.Optimizer
+    group: int  # the number of its group
+    layout: StateLayout
+    given: Given
+    ended: Ended  # takes the options and attributes that the run changed, on the engine's thread
+    first: bool  # the parameter has no state yet
+    method: str  # "step"; any other one is run without a gradient
 
-        `ended` takes the options and attributes that the run changed, on the engine's thread. `first`: the parameter
-        has no state yet. `method` is "step"; any other one is run without a gradient.
-        """
-        self._optimizer = optimizer
-        self._group = group
-        self._layout = layout
-        self._given = given
-        self._ended = ended
-        self._first = first
-        self._method = method
-        self._is_known = known(optimizer)
+    def __post_init__(self) -> None:
+        self._is_known = known(self.optimizer)
         # Taken now: the chunks come on the engine's thread, while a scheduler may already be at the next step's.
-        shared = SharedValues.of(optimizer)
+        shared = SharedValues.of(self.optimizer)
         if self._is_known:
             # A class that we do not know may read its first group, whichever the parameter is in, and write to any.
-            self._group = 0
-            self._begin = SharedValues(shared.attributes, copied([shared.groups[group]]))
+            self._begin = SharedValues(shared.attributes, copied([shared.groups[self.group]]))
+            self.group = 0
         else:
             self._begin = shared.copy()
         # The scalars as they were before the update: each chunk advances a copy.
@@ -92,18 +81,18 @@ class OwnUpdate:
 
     def __call__(self, chunk: Chunk) -> None:
         """Update the part of the parameter that a chunk has."""
-        layout = self._layout
+        layout = self.layout
         whole = chunk.start == 0 and chunk.last
         assert whole or not layout.whole, "the update needs the whole parameter at once"
         values = self._laid(chunk.values, whole)
         target = self._laid(chunk.state["master"], whole) if layout.master else values
         parameter = stand_in(target, layout.attributes)
-        if self._method == "step":
+        if self.method == "step":
             give_gradient(parameter, self._gradient_of(chunk, target, whole))
-        state = {} if self._first else self._state_of(chunk, whole)
+        state = {} if self.first else self._state_of(chunk, whole)
         begin = self._begin if self._is_known else self._begin.copy()
-        copy = copy_of_one(self._optimizer, begin, self._group, parameter, state, layout.manner)
-        run(copy, self._method)
+        copy = copy_of_one(self.optimizer, begin, self.group, parameter, state, layout.manner)
+        run(copy, self.method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
                 target.copy_(parameter)
@@ -111,33 +100,31 @@ class OwnUpdate:
                 values.copy_(target)
             self._keep(chunk, copy.state.get(parameter, {}), whole)
         if chunk.last:
-            self._ended({} if self._is_known else changes_alone(self._begin, copy, self._group, layout.manner))
+            self.ended({} if self._is_known else changes_alone(self._begin, copy, self.group, layout.manner))
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
         """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
         if not whole:
             return tensor.reshape(-1)
-        return (
-            tensor if tensor.shape == self._layout.shape else tensor.as_strided(self._layout.shape, self._layout.stride)
-        )
+        return tensor if tensor.shape == self.layout.shape else tensor.as_strided(self.layout.shape, self.layout.stride)
 
     def _gradient_of(self, chunk: Chunk, target: torch.Tensor, whole: bool) -> torch.Tensor:
-        gradient = self._given.sparse
+        gradient = self.given.sparse
         if gradient is None:
             assert chunk.gradient is not None
             gradient = self._laid(chunk.gradient, whole)
-        for factor in self._given.factors:
+        for factor in self.given.factors:
             gradient = gradient * factor
         gradient = gradient.to(target.dtype)
-        scale = self._given.grad_scale
+        scale = self.given.grad_scale
         return gradient if scale == 1.0 else gradient * scale
 
     def _shared(self, name: str) -> bool:
         """Whether every chunk has the same tensor under that name."""
-        return self._layout.tensors[name].shape != self._layout.shape
+        return self.layout.tensors[name].shape != self.layout.shape
 
     def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
-        layout = self._layout
+        layout = self.layout
         if chunk.start == 0:
             self._scalars = {}
         state: dict[str, Any] = {}
@@ -154,12 +141,12 @@ class OwnUpdate:
         return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
-        layout = self._layout
+        layout = self.layout
         made = {name: value for name, value in state.items() if value is not None}
         wanted = layout.names
         if made.keys() != set(wanted):
             raise UsageError(
-                f"{named(self._optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
+                f"{named(self.optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
                 "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change. "
                 "Set them before offload()"
             )
@@ -173,26 +160,26 @@ class OwnUpdate:
                 self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
-        if name in self._layout.numbers:
+        if name in self.layout.numbers:
             into.fill_(value)
             return
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype != into.dtype:
             raise self._unfit(name, value)
-        into = into.reshape(self._layout.tensors[name].shape) if self._shared(name) else self._laid(into, whole)
+        into = into.reshape(self.layout.tensors[name].shape) if self._shared(name) else self._laid(into, whole)
         if value.shape != into.shape:
             raise self._unfit(name, value)
         if value.data_ptr() != into.data_ptr():
             into.copy_(value)
 
     def _unfit(self, name: str, value: Any) -> UsageError:
-        described = self._layout.tensors.get(name)
+        described = self.layout.tensors.get(name)
         stored = (
             "is of a class of its own" if described is None else f"{described.dtype} of shape {list(described.shape)}"
         )
         got = type(value).__qualname__
         if isinstance(value, torch.Tensor):
             got += f" of {value.dtype}, {value.layout} and shape {list(value.shape)}"
-        return UsageError(f"{named(self._optimizer)} made a {got} of its state {name!r}; the store has {stored}")
+        return UsageError(f"{named(self.optimizer)} made a {got} of its state {name!r}; the store has {stored}")
 
 
 def import_state(
@@ -218,9 +205,7 @@ def import_state(
     for name in layout.names:
         parts, value = layout.parted.get(name), existing[name]
         own = parts_of(value)
-        if (parts is None) != (own is None) or (
-            own is not None and list(own.parts) != list(parts.parts if parts else ())
-        ):
+        if (own and list(own.parts)) != (parts and list(parts.parts)):
             raise ConfigError(
                 f"{named(optimizer)} has a {type(value).__qualname__} as {name!r}, and now keeps another kind; "
                 "start without its state"
@@ -233,13 +218,9 @@ def import_state(
                     f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
                     f"{list(described.shape)}; start without its state"
                 )
-            state[part] = in_order(plain, layout)
+            # With the parameter's strides where it has the parameter's shape, else row by row.
+            state[part] = laid_out(plain, layout.stride) if plain.shape == layout.shape else plain.contiguous()
     return state, max(1, int(existing.get("step", 1)))
-
-
-def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The store's tensors as torch's optimizer has them in `optimizer.state[parameter]`."""
-    return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})
 
 
 def _kind(value: Any) -> object:
@@ -255,23 +236,21 @@ def _kind(value: Any) -> object:
     return type(value)
 
 
+@dataclass(eq=False)
 class Runs:
     """One optimizer, and the runs of its own code: the kinds that succeeded, and the changes by the runs of a step.
 
     Changes beside their parameters are collected until all runs have ended, and are then adopted.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], manner: Manner, first_group: int
-    ) -> None:
-        self.optimizer = optimizer
-        # Values that steps change, as a step leaves them.
-        self.examples = dict(examples)
-        self.manner = manner
-        # Its number among the groups of all optimizers.
-        self.first_group = first_group
+    optimizer: torch.optim.Optimizer
+    examples: dict[SharedName, Any]  # values that steps change, as a step leaves them
+    manner: Manner
+    first_group: int  # its number among the groups of all optimizers
+
+    def __post_init__(self) -> None:
         # It is torch's own, whose code changes nothing beside parameters and their state.
-        self.is_known = known(optimizer)
+        self.is_known = known(self.optimizer)
         self._kinds_ended: set[Hashable] = set()
         # By the names of parameters: the number of the group, and the changes of the last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
@@ -295,7 +274,15 @@ class Runs:
         options = self.optimizer.param_groups[group].items()
         kind = dtype, first, given.sparse is None, tuple((of, _kind(value)) for of, value in options if of != "params")
         ended = functools.partial(self._ended, name, group, kind)
-        function = OwnUpdate(self.optimizer, group, layout, given, ended, first=first, method=method)
+        function = OwnUpdate(
+            optimizer=self.optimizer,
+            group=group,
+            layout=layout,
+            given=given,
+            ended=ended,
+            first=first,
+            method=method,
+        )
         return function, kind in self._kinds_ended
 
     def _ended(self, name: str, group: int, kind: Hashable, changes: dict[SharedName, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from memascend.errors import UsageError
 from memascend.memory import whole_pages
-from memascend.optim.generic import Given, Runs, export_state, import_state
+from memascend.optim.generic import Given, Runs, import_state
 from memascend.optim.members import GroupOwners, members_of, require_roster, roster_of
 from memascend.optim.shared import SharedName, group_options
 from memascend.optim.state import StateFormats, StateTrials, compact_format, engine_kind
@@ -296,7 +296,7 @@ class OwnRule(_Rule):
         if self.format is not None:
             state = decode_state(values, state, self.format)
         master = {"master": state.pop("master", values)}
-        return master if done == 0 else {**export_state(self.layout, state), **master}
+        return master if done == 0 else {**self.layout.state_from(state), **master}
 
 
 Rule = EngineRule | OwnRule

@@ -317,18 +317,13 @@ def restored(value: Any, like: Any) -> Any:
     """A value from JSON, converted to the kind of the earlier value, `like`."""
     if isinstance(like, torch.Tensor) and value is not None:
         return torch.full_like(like, value)
-    if isinstance(like, tuple) and isinstance(value, list):
-        return tuple(_each(value, like))
-    if isinstance(like, list) and isinstance(value, list):
-        return _each(value, like)
+    if isinstance(like, list | tuple) and isinstance(value, list):
+        kinds = [*like, *[None] * len(value)]
+        parts = [restored(part, kind) for part, kind in zip(value, kinds, strict=False)]
+        return tuple(parts) if isinstance(like, tuple) else parts
     if isinstance(like, dict) and isinstance(value, dict):
         return {name: restored(part, like.get(name)) for name, part in value.items()}
     return value
-
-
-def _each(values: list[Any], like: Sequence[Any]) -> list[Any]:
-    kinds = [*like, *[None] * len(values)]
-    return [restored(value, kind) for value, kind in zip(values, kinds, strict=False)]
 
 
 @dataclass(frozen=True)

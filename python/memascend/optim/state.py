@@ -25,7 +25,6 @@ from memascend.optim.shared import (
 )
 from memascend.optim.trial import elementwise, known
 from memascend.storage import MIN_8BIT_SIZE
-from memascend.tensors import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,17 +49,14 @@ class _Way(NamedTuple):
     fill: float = 1.0
 
 
+@dataclass(eq=False)
 class StateTrials:
     """Finds the state that an optimizer keeps for each kind of parameter, by one trial of each."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner = PLAIN
-    ) -> None:
-        """16-bit parameters compute in `master_dtype`, unless it is None."""
-        self._optimizer = optimizer
-        self._master_dtype = master_dtype
-        self._manner = manner
-        self._found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
+    _optimizer: torch.optim.Optimizer
+    _master_dtype: torch.dtype | None  # in which 16-bit parameters compute, unless it is None
+    _manner: Manner = PLAIN
+    _found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = field(init=False, default_factory=dict)
 
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
         """The layout of the state of a parameter in the group of that number; it may be on "meta".
@@ -159,33 +155,27 @@ class StateTrials:
         plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
         parameter = stand_in(values, attributes)
-        states = _stepping(self._optimizer, group, parameter, gradients, off, self._manner)
+        states = self._stepping(group, parameter, gradients, off)
         with on_trial(self._optimizer, meta=way.device == "meta"):
             return _steady(self._optimizer, states)
 
+    def _stepping(
+        self, group: int, parameter: torch.Tensor, gradients: Iterator[torch.Tensor], options: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Step one parameter in place of the original's, changing it; yields its state after each step.
 
-def _stepping(
-    optimizer: torch.optim.Optimizer,
-    group: int,
-    parameter: torch.nn.Parameter,
-    gradients: Iterator[torch.Tensor],
-    options: Mapping[str, Any],
-    manner: Manner = PLAIN,
-) -> Iterator[dict[str, Any]]:
-    """Step one parameter in place of the original's, changing it; yields its state after each step.
-
-    `group` is the number of its group, and `options` override those of every group that has such an option.
-    """
-    shared = SharedValues.of(optimizer).copy(deep=True)
-    for made in shared.groups:
-        made.update({name: value for name, value in options.items() if name in made})
-    copy = copy_of_one(optimizer, shared, group, parameter, {}, manner)
-    if callable(getattr(type(optimizer), "train", None)):
-        run(copy, "train")
-    for gradient in gradients:
-        give_gradient(parameter, gradient)
-        run(copy)
-        yield dict(copy.state.get(parameter, {}))
+        `group` is the number of its group, and `options` override those of every group that has such an option.
+        """
+        shared = SharedValues.of(self._optimizer).copy(deep=True)
+        for made in shared.groups:
+            made.update({name: value for name, value in options.items() if name in made})
+        copy = copy_of_one(self._optimizer, shared, group, parameter, {}, self._manner)
+        if callable(getattr(type(self._optimizer), "train", None)):
+            run(copy, "train")
+        for gradient in gradients:
+            give_gradient(parameter, gradient)
+            run(copy)
+            yield dict(copy.state.get(parameter, {}))
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -324,11 +314,6 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
         made = torch.empty(tensor.shape, dtype=dtype, device="meta")
         # State of the parameter's shape has the parameter's strides.
         layout.tensors[part] = made.as_strided(made.shape, layout.stride) if made.shape == layout.shape else made
-
-
-def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
-    """The tensor with the parameter's strides where it has the parameter's shape, else row by row."""
-    return laid_out(tensor, layout.stride) if tensor.shape == layout.shape else tensor.contiguous()
 
 
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
