@@ -84,14 +84,13 @@ class Gate:
     # The parameters of these units, and where their modules keep them.
     owned: tuple[_Owned, ...]
     residency: Residency
-    frames: Frames
     root: bool
     open: int = 0
 
     def count(self, module: torch.nn.Module) -> None:
         """Count how often the module is being computed: anew, since an interrupt may have left it behind the stacks."""
         with self.residency.lock:
-            self.open = sum(frame.module is module for _, stack in self.frames.stacks for frame in stack)
+            self.open = sum(frame.module is module for _, stack in self.residency.frames.stacks for frame in stack)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -256,7 +255,6 @@ def open_gates(
     model: torch.nn.Module,
     modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
     residency: Residency,
-    frames: Frames,
 ) -> None:
     """Install module hooks, also on `model` itself."""
     owners = _owners(model)
@@ -272,7 +270,7 @@ def open_gates(
             module.__dict__[_SCRIPT] = _refuse_script
         _hook(module)
         # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
-        gate: Any = Gate(homes, owned[homes], residency, frames, root=module is model)
+        gate: Any = Gate(homes, owned[homes], residency, root=module is model)
         module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
 
 
@@ -337,12 +335,12 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _enter(module: torch.nn.Module, gate: Gate) -> None:
-    gate.frames.enter(module, gate)
+    gate.residency.frames.enter(module, gate)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _leave(module: torch.nn.Module, gate: Gate, result: Any) -> None:
-    gate.frames.leave(module, gate, result)
+    gate.residency.frames.leave(module, gate, result)
 
 
 def _refuse_wrappers() -> None:

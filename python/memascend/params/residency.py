@@ -12,7 +12,8 @@ import torch
 
 from memascend.errors import UsageError
 from memascend.params.cached_units import CachedUnits
-from memascend.params.threads import ProcessLock, Turns, current, others_alive
+from memascend.params.module_hooks import Frames
+from memascend.params.threads import ProcessLock, Turns, current
 from memascend.params.unit import view_of
 from memascend.params.weight_access import WeightCopies, filed_copy, unseen
 from memascend.text import replaced
@@ -188,20 +189,18 @@ class _Delegating:
         return tensor
 
 
+@dataclass(eq=False, slots=True)
 class _OverCheckpoint:
     """Ours over a checkpoint's, which keeps saved tensors as they are: a view keeps its bytes, a parameter does not.
 
     Of a tensor that needs a gradient it makes a view itself; a frozen parameter would be offloaded in the backward.
     """
 
-    __slots__ = ("_pack", "hooks")
+    hooks: SavedTensorHooks
+    _pack: Callable[..., Any]
 
     # So torch finds the hooks of users beneath: tensors that a selective checkpoint caches are not for these.
     _checkpoint_internal = True
-
-    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any]) -> None:
-        self.hooks = hooks
-        self._pack = pack
 
     @property
     def _user_hooks(self) -> Any:
@@ -227,7 +226,9 @@ class Residency:
     """Materializes the parameters of units, and offloads them. All of it runs under one lock; compute does not.
 
     Attributes:
+        model: whose parameters these are.
         units: the units and their bytes.
+        frames: the modules that are being computed.
         turns: of the threads that use parameters.
         hooks: on the tensors that autograd saves.
         copies: of weights, which user code was given.
@@ -242,6 +243,7 @@ class Residency:
         memory: UnitMemory,
         limits: Limits,
         engine: Engine,
+        model: torch.nn.Module,
         scratch: Path | None,
         *,
         keeper: Activations | None = None,
@@ -253,10 +255,12 @@ class Residency:
         """
         self._memory = memory
         self._limits = limits
+        self.model = model
         self._scratch = scratch
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
         self.units = CachedUnits(memory, limits, self.lock, engine)
+        self.frames = Frames(self)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
         # While micro-batches are computed.
@@ -284,7 +288,7 @@ class Residency:
             if home.holders:
                 home.count(here, 1)
                 return
-            guarded = self.turns.several or others_alive(self.turns.first)
+            guarded = self.turns.several or self.turns.others_alive()
             # Through views that were taken while the model computed.
             self.units.find_written((home,))
             with unseen():

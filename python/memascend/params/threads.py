@@ -56,21 +56,6 @@ def is_autograds() -> bool:
     )
 
 
-def others_alive(waits: int | None = None) -> bool:
-    """Whether a thread runs beside this one that is not known to be a library's helper.
-
-    Args:
-        waits: the thread that waits for this one, where this one is autograd's.
-    """
-    if threading.active_count() == 1:
-        return False
-    here = {threading.get_ident(), current()}
-    if waits is not None and is_autograds():
-        here.add(waits)
-    others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]
-    return bool(others) and not _compilers().issuperset(others)
-
-
 def _compilers() -> set[threading.Thread]:
     """The threads that torch.compile keeps: a pool like any other, which runs nothing but compilers."""
     loaded = sys.modules.get("torch._inductor.async_compile")
@@ -165,17 +150,28 @@ class Turns:
         # More than one thread has materialized units: a unit that one has materialized is not so for another.
         self.several = False
         # The first one that used them.
-        self.first: int | None = None
+        self._first: int | None = None
         # Threads that wait for memory that others hold.
         self._waiting: set[int] = set()
 
     def note_thread(self) -> None:
         """A thread is about to use parameters: it must not rely on units that another has materialized."""
         thread = current()
-        if self.first is None:
-            self.first = thread
-        elif thread != self.first and not is_autograds():
+        if self._first is None:
+            self._first = thread
+        elif thread != self._first and not is_autograds():
             self.several = True
+
+    def others_alive(self) -> bool:
+        """Whether a thread runs beside this one that is not known to be a library's helper."""
+        if threading.active_count() == 1:
+            return False
+        here = {threading.get_ident(), current()}
+        if self._first is not None and is_autograds():
+            # It waits for this one.
+            here.add(self._first)
+        others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]
+        return bool(others) and not _compilers().issuperset(others)
 
     def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
         """Under the lock: let another thread that changes values end, and others release the memory that is needed."""

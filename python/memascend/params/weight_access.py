@@ -172,7 +172,7 @@ class WeightCopies:
     @property
     def computes(self) -> bool:
         """Whether this thread is inside of a forward or a backward."""
-        return bool(torch._C._current_graph_task_id() != -1) or self._residency.session.run.frames.inside  # noqa: SLF001
+        return bool(torch._C._current_graph_task_id() != -1) or self._residency.frames.inside  # noqa: SLF001
 
     # --- handing out ----------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class WeightCopies:
             living = [one for one in self._stale if not one.memory.expired()]
             due = {one.memory.cdata: one for one in living if used.get(one.home.index, 0) > one.last_used}
             self._stale = [one for one in living if one.memory.cdata not in due]
-            for where, tensor in attributes(self._residency.session.attachment.model) if due else ():
+            for where, tensor in attributes(self._residency.model) if due else ():
                 storage = storage_of(tensor)
                 found = None if storage is None else due.get(storage._cdata)  # noqa: SLF001
                 if found is not None:

@@ -148,7 +148,7 @@ class Attachment:
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the model an offloaded one with this optimizer."""
-        open_gates(self.model, self._gates, self._run.residency, self._run.frames)
+        open_gates(self.model, self._gates, self._run.residency)
         for module in self.model.modules():
             # A class with a `__deepcopy__` of its own would copy our attributes, too.
             if getattr(type(module), _COPIER, copy_module) is not copy_module:

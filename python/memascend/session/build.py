@@ -15,7 +15,6 @@ from memascend.grads.microbatches import Accumulation
 from memascend.grads.norms import Norms
 from memascend.memory import settle_heap
 from memascend.optim.members import members_of
-from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
 from memascend.params.unit import Limits
@@ -87,7 +86,7 @@ class Assembly:
         run = Run(
             resources=resources,
             residency=residency,
-            frames=Frames(residency),
+            frames=residency.frames,
             gradients=gradients,
             buffers=subject.buffers,
             metadata=Metadata(resources.store, subject.arithmetic, scale, schedule),
@@ -135,7 +134,8 @@ class Assembly:
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
         )
-        residency = Residency(resources.units, limits, resources.engine, self.scratch, keeper=resources.activations)
+        model, keeper = self.subject.model, resources.activations
+        residency = Residency(resources.units, limits, resources.engine, model, self.scratch, keeper=keeper)
         for unit in self.decision.plan.units:
             places = [
                 Place(
