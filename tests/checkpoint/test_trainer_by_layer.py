@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import memascend.trainer
-from memascend.params.cached_units import Settling
+from memascend.params.settling import Settling
 from memascend.trainer import Callback, by_layer
 
 STEPS, COUNT = 4, 3

@@ -24,7 +24,7 @@ import memascend
 from memascend.cli import main
 from memascend.engine import Store
 from memascend.errors import CorruptionError, UsageError
-from memascend.params.cached_units import Settling
+from memascend.params.settling import Settling
 
 STEPS = 6
 WIDTH = 24
@@ -500,7 +500,7 @@ def test_a_step_in_the_midst_of_which_something_fails(tmp_path):
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("memascend.params.cached_units.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("memascend.params.settling.time.perf_counter", lambda: self.now)
 
 
 def test_the_faster_way_stays_until_steps_change(monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import memascend
-from memascend.params.cached_units import Settling
+from memascend.params.settling import Settling
 
 STEPS = 6
 # What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.

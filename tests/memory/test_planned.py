@@ -14,7 +14,7 @@ from torch import nn
 
 import memascend
 from memascend import memory
-from memascend.params.cached_units import Settling
+from memascend.params.settling import Settling
 
 STEPS = [1, 2, 3]
 
