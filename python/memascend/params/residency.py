@@ -1,10 +1,10 @@
-"""Materializes parameters for modules, single operations and backwards, and makes them placeholders again."""
+"""Materializes parameters for modules, operations and backwards; notes where saved tensors of autograd lie in them."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -68,7 +68,7 @@ class SavedTensorHooks:
         if note is not None:
             return note
         kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
-        return _Saved(tensor) if kept is tensor else kept
+        return _Saved(tensor, tensor._version) if kept is tensor else kept  # noqa: SLF001
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
@@ -147,22 +147,18 @@ class SavedTensorHooks:
             return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
-class _Saved:
+class _Saved(NamedTuple):
     """A saved tensor that lies in no unit, with its version: torch checks no version of packed tensors."""
 
-    __slots__ = ("_values", "_version")
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self._version = values._version  # noqa: SLF001
+    values: torch.Tensor
+    version: int
 
     def tensor(self) -> torch.Tensor:
-        values = self._values
-        version = values._version  # noqa: SLF001
-        if version != self._version:
+        values, now = self.values, self.values._version  # noqa: SLF001
+        if now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(values.shape)} {values.dtype} is at version {version}, and was saved at version {self._version}"
+                f"{list(values.shape)} {values.dtype} is at version {now}, and was saved at version {self.version}"
             )
         return values
 
@@ -222,11 +218,11 @@ def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
     return owner if isinstance(owner, SavedTensorHooks) else None
 
 
+@dataclass(eq=False, repr=False)
 class Residency:
     """Materializes the parameters of units, and offloads them. All of it runs under one lock; compute does not.
 
     Attributes:
-        model: whose parameters these are.
         units: the units and their bytes.
         frames: the modules that are being computed.
         turns: of the threads that use parameters.
@@ -236,30 +232,17 @@ class Residency:
         session: of the run.
     """
 
-    session: Session
+    _memory: UnitMemory
+    _limits: Limits
+    engine: InitVar[Engine]  # has the updates, which may hold units until they are done
+    model: torch.nn.Module
+    _scratch: Path | None  # the folder for copies of weights; None: none was named
+    keeper: InitVar[Activations | None]  # keeps saved tensors that lie in no unit
 
-    def __init__(
-        self,
-        memory: UnitMemory,
-        limits: Limits,
-        engine: Engine,
-        model: torch.nn.Module,
-        scratch: Path | None,
-        *,
-        keeper: Activations | None = None,
-    ) -> None:
-        """Begin with nothing in memory. `serve` is called before the first use.
-
-        `engine` has the updates, which may hold units until they are done. `scratch` is the folder for copies of
-        weights; None: none was named. `keeper` keeps saved tensors that lie in no unit.
-        """
-        self._memory = memory
-        self._limits = limits
-        self.model = model
-        self._scratch = scratch
+    def __post_init__(self, engine: Engine, keeper: Activations | None) -> None:
         self.lock = ProcessLock()
         self.turns = Turns(self.lock)
-        self.units = CachedUnits(memory, limits, self.lock, engine)
+        self.units = CachedUnits(self._memory, self._limits, self.lock, engine)
         self.frames = Frames(self)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
@@ -273,7 +256,7 @@ class Residency:
         return replaced(self, "stages", stages)
 
     def serve(self, session: Session) -> None:
-        """Belong to a session, which is made of this object, and so comes later."""
+        """Belong to a session, before the first use; it is made of this object, and so comes later."""
         self.session = session
 
     # --- materializing ---------------------------------------------------------

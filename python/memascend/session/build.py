@@ -135,7 +135,7 @@ class Assembly:
             add=resources.units.arena.add if self._grows else None,
         )
         model, keeper = self.subject.model, resources.activations
-        residency = Residency(resources.units, limits, resources.engine, model, self.scratch, keeper=keeper)
+        residency = Residency(resources.units, limits, resources.engine, model, self.scratch, keeper)
         for unit in self.decision.plan.units:
             places = [
                 Place(
