@@ -1,4 +1,4 @@
-"""Follows the training loop: its backwards, its use of gradients, and whether updates may begin before step()."""
+"""Follows the training loop, and decides by its backwards and its use of gradients when updates begin."""
 
 from __future__ import annotations
 

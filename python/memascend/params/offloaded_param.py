@@ -407,7 +407,9 @@ class Place:
     unswapped: weakref.ref[torch.nn.Parameter] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype, self.kind = self.parameter.shape, self.parameter.dtype, type(self.parameter)
+        self.shape = self.parameter.shape
+        self.dtype = self.parameter.dtype
+        self.kind = type(self.parameter)
         self.stride = dense_strides(self.parameter)
         self.nothing = _nothing(self.shape, self.stride, self.dtype, self.device)
 
