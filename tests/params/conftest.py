@@ -1,23 +1,37 @@
 """Makes chains of layers that were trained for a step."""
 
+import functools
+
 import pytest
-from support.chains import chain, step
-from support.reached import OPTIMIZERS, taken
+import torch
+from support.chains import chain, offloaded, step
+
+FUSED = functools.partial(torch.optim.AdamW, eps=1e-3, fused=True)
 
 
 @pytest.fixture
-def training(tmp_path):
-    """Makes a chain that was trained for a step, by default of 16 units."""
+def taken(tmp_path):
+    """Offloads a model to the store of a test, and closes it."""
     made = []
 
-    def make(units=16, steps=1, **options):
-        model = chain(units, bias=True)
-        model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, **options)
-        made.append(offloaded)
-        for _ in range(steps):
-            step(model, offloaded)
-        return model, offloaded
+    def take(model, **options):
+        model, optimizer = offloaded(tmp_path / "run.store", model, FUSED, **{"host_memory": "64MiB", **options})
+        made.append(optimizer)
+        return model, optimizer
 
-    yield make
-    for offloaded in made:
-        offloaded.close()
+    yield take
+    for optimizer in made:
+        optimizer.close()
+
+
+@pytest.fixture
+def training(taken):
+    """Makes a chain that was trained for a step, by default of 16 units."""
+
+    def make(units=16, steps=1, **options):
+        model, optimizer = taken(chain(units, bias=True), **options)
+        for _ in range(steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    return make

@@ -18,12 +18,6 @@ class Read:
         return True
 
 
-def cached(home):
-    """Let a unit have its bytes in memory."""
-    home.begin_read(Read(), torch.empty(0))
-    home.arrive()
-
-
 class FailingRead(Read):
     """A read whose bytes are not what was written."""
 
@@ -44,7 +38,8 @@ def test_a_read_that_fails_leaves_nothing():
 def test_bytes_of_older_values_are_not_taken_again():
     for end in (Home.train, Home.forget):
         home = Home(0, "unit", 0, SLOT, pinned=False)
-        cached(home)
+        home.begin_read(Read(), torch.empty(0))
+        home.arrive()
         kept = home.base
         home.leave()
         end(home)

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from support.bits import same_bits
-from support.chains import WIDTH, batch, chain, step
-from support.reached import OPTIMIZERS, taken
+from support.bits import same_bits, same_states
+from support.chains import WIDTH, batch, chain, step, values
 from torch import nn
 from torch.ao.quantization import fuse_modules
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -44,11 +43,10 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_another_place_is_refused_and_the_model_as_it_was(training, way):
     model, offloaded = training(units=2)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = values(model)
     with pytest.raises(MemascendError, match=r"0\.weight.*(before offload\(\)|offload\(\) anew)"):
         WAYS[way](model)
-    assert {name for name, _ in model.named_parameters()} == before.keys()
-    assert all(same_bits(p, before[name]) for name, p in model.named_parameters())
+    assert same_states(values(model), before)
     step(model, offloaded)
     assert offloaded.steps == 2
 
@@ -67,7 +65,7 @@ def test_a_parameter_that_is_put_back_is_its_own(training):
     step(model, offloaded)
 
 
-def test_what_is_pruned_for_good_within_materialized_trains_on(training, tmp_path):
+def test_what_is_pruned_for_good_within_materialized_trains_on(training, taken):
     model, offloaded = training(units=2)
     with materialized(model, modify=True):
         prune.l1_unstructured(model[0], "weight", 0.5)
@@ -77,32 +75,24 @@ def test_what_is_pruned_for_good_within_materialized_trains_on(training, tmp_pat
     assert same_bits(model[0].weight, expected)
     step(model, offloaded)
     offloaded.close()
-    again = chain(2, bias=True)
-    _, offloaded = taken(again, OPTIMIZERS["adamw"](again.parameters()), tmp_path, existing="resume")
-    offloaded.close()
+    taken(chain(2, bias=True), existing="resume")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_fused_modules_are_refused_and_the_model_as_it_was(tmp_path):
+def test_fused_modules_are_refused_and_the_model_as_it_was(taken):
     torch.manual_seed(0)
     model, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()), torch.ones(2, 3, 8, 8)
-    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
-    with offloaded:
-        plain = copy.deepcopy(model)
-        theirs = OPTIMIZERS["adamw"](plain.parameters())
-        with torch.no_grad():
-            fused = fuse_modules(model.eval(), [["0", "1"]])
-            assert same_bits(fused(images), fuse_modules(plain.eval(), [["0", "1"]])(images))
-        with pytest.raises(UsageError, match=r"'0', a Conv2d, .*fuse before offload"):
-            fuse_modules(model, [["0", "1"]], inplace=True)
-        for one, optimizer in ((plain.train(), theirs), (model.train(), offloaded)):
-            for _ in range(2):
-                one(images).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert model[0]._forward_pre_hooks
-        wanted = plain.state_dict()
-        assert all(same_bits(values, wanted[name]) for name, values in model.state_dict().items())
+    model, offloaded = taken(model, host_memory=None)
+    before, plain = values(model), copy.deepcopy(model)
+    with torch.no_grad():
+        fused = fuse_modules(model.eval(), [["0", "1"]])
+        assert same_bits(fused(images), fuse_modules(plain.eval(), [["0", "1"]])(images))
+    with pytest.raises(UsageError, match=r"'0', a Conv2d, .*fuse before offload"):
+        fuse_modules(model, [["0", "1"]], inplace=True)
+    assert model[0]._forward_pre_hooks
+    assert same_states(values(model), before)
+    model.train()(images).square().mean().backward()
+    offloaded.step()
 
 
 def test_hooks_that_were_moved_say_so(training):
@@ -149,21 +139,12 @@ def test_a_copy_that_is_asked_for_is_no_parameter(training):
     step(model, offloaded)
 
 
-def test_a_cast_that_changes_nothing_is_the_parameter(tmp_path):
-    torch.manual_seed(0)
+def test_a_cast_that_changes_nothing_is_the_parameter(taken):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)).to(memory_format=torch.channels_last)
-    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path)
-    with offloaded:
-        weight = model[0].weight
-        for same in (
-            lambda p: p.to(torch.float32),
-            lambda p: p.to("cpu"),
-            lambda p: p.float(memory_format=torch.preserve_format),
-            lambda p: p.to(memory_format=torch.channels_last),
-            lambda p: p.type(torch.float32),
-        ):
-            assert same(weight) is weight
-        copied = weight.to(memory_format=torch.contiguous_format)
-        assert copied is not weight
-        assert copied.is_contiguous()
-        assert same_bits(copied, weight.contiguous())
+    weight = taken(model)[0][0].weight
+    assert weight.to(torch.float32) is weight.to("cpu") is weight.type(torch.float32) is weight
+    assert weight.float(memory_format=torch.preserve_format) is weight.to(memory_format=torch.channels_last) is weight
+    copied = weight.to(memory_format=torch.contiguous_format)
+    assert copied is not weight
+    assert copied.is_contiguous()
+    assert same_bits(copied, weight.contiguous())

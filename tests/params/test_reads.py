@@ -4,17 +4,12 @@ import copy
 
 import pytest
 import torch
-from support.bits import same_bits
-from support.chains import WIDTH, batch, chain, require_same, step, twins
+from support.bits import same_bits, same_states
+from support.chains import WIDTH, batch, chain, offloaded, require_same, step, train, twins, values
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-import memascend
 from memascend import UsageError
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def averaged(model, optimizer):
@@ -71,22 +66,18 @@ def test_copies_that_nobody_has_are_freed(training):
     assert not copies._older
 
 
-def test_reads_of_one_weight_are_one_memory(training):
-    """As in memory; a copy is made once."""
-    model, _ = training(units=2)
-    one, other = model[0].weight.detach(), model[0].weight.data
-    assert one.data_ptr() == other.data_ptr()
-    assert one.data_ptr() != model[0].weight.detach().clone().data_ptr()
-
-
 def test_no_step_changes_a_state_dict(training):
     model, offloaded = training(units=2)
     state = model.state_dict()
+    # Reads of one weight are one memory, as in memory; a copy is made once.
     assert model.state_dict()["0.weight"].data_ptr() == state["0.weight"].data_ptr()
-    before = {name: values.clone() for name, values in state.items()}
+    view = model[0].weight.detach()
+    assert view.data_ptr() == model[0].weight.data.data_ptr()
+    del view
+    before = values(model)
     for _ in range(2):
         step(model, offloaded)
-        assert all(same_bits(state[name], before[name]) for name in before)
+        assert same_states(state, before)
         assert not same_bits(model.state_dict()["1.weight"], before["1.weight"])
     state["1.weight"].zero_()
     model(batch()).square().mean().backward()
@@ -101,7 +92,7 @@ def test_no_step_changes_a_state_dict(training):
 def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(training, budget):
     model, offloaded = training(host_memory=budget)
     assert bool(offloaded.plan.ram_tier) == (budget is not None)
-    before, views = weights(model), []
+    before, views = values(model), []
     with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.data)):
         step(model, offloaded)
     # Its unit leaves memory, and comes again with other values.
@@ -109,14 +100,14 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
         for _ in range(3):
             model(batch())
     assert same_bits(views[0], before["1.weight"])
-    expected = weights(model)
+    expected = values(model)
     assert not same_bits(expected["1.weight"], before["1.weight"])
     views[0].zero_()
     model(batch()).square().mean().backward()
     with pytest.raises(UsageError, match=r"^1\.weight of an offloaded model was written to"):
         offloaded.step()
     offloaded.zero_grad()
-    assert all(same_bits(p, expected[name]) for name, p in model.named_parameters())
+    assert same_states(values(model), expected)
     step(model, offloaded)
 
 
@@ -126,15 +117,14 @@ def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
     part = copy.deepcopy(model[1])
     assert all(type(p) is nn.Parameter and p.requires_grad for p in copied.parameters())
     assert not any(copied[0]._forward_pre_hooks or module.__dict__.get("_memascend") for module in copied.modules())
-    expected = [p.detach().clone() for p in model.parameters()]
-    assert all(same_bits(one, other) for one, other in zip(copied.parameters(), expected, strict=True))
-    assert same_bits(part.weight, expected[2])
+    expected = values(model)
+    assert same_states(copied.state_dict(), expected)
     assert torch.equal(copied(batch()), model(batch()))
     copied[0].weight.data.zero_()
     step(model, offloaded)
     assert model[0].weight.any()
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
-    assert all(same_bits(one, other) for one, other in zip(part.parameters(), expected[2:], strict=True))
+    assert same_states(part.state_dict(), {name: expected[f"1.{name}"] for name in ("weight", "bias")})
     # Its own hooks are there again.
     with pytest.raises(UsageError):
         model.to(torch.float64)
@@ -149,9 +139,7 @@ class CopiesItself(nn.Linear):
 
 
 def test_a_module_that_copies_itself_does_so(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CopiesItself(WIDTH, WIDTH))
-    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+    model, optimizer = offloaded(tmp_path, nn.Sequential(nn.Linear(WIDTH, WIDTH), CopiesItself(WIDTH, WIDTH)))
     with optimizer:
         copied = copy.deepcopy(model)
         assert copied[1].copies == 1
@@ -198,15 +186,12 @@ def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_p
         if whole:
             model.compile(backend="eager")
         function = torch.compile(COMPILED[compute], backend="eager")
-        found = []
-        for seed in range(3):
+
+        def of(model, seed):
             out = model(batch(seed)) if whole else function(model, torch.tanh(model.body(batch(seed))))
-            loss = out.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        return found
+            return out.square().mean()
+
+        return train(model, optimizer, range(3), of)
 
     torch.compiler.reset()
     plain, theirs, model, optimizer = twins(tmp_path, make=lambda: Named(COMPILED[compute]), host_memory=None)

@@ -57,17 +57,11 @@ def cut(weight, x):
 
 @pytest.mark.parametrize("view", [conjugate, negated, cut])
 def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
-    plain, theirs, model, optimizer = chains.twins(
-        tmp_path, "fused", make=lambda: Views(view), rate=0.01, host_memory=None
-    )
-    with optimizer:
-        for seed in range(2):
-            x = torch.randn(2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
-            for of, step in ((plain, theirs), (model, optimizer)):
-                of(x).backward()
-                step.step()
-                step.zero_grad()
-        chains.require_same(plain, model)
+    def loss(model, seed):
+        return model(torch.randn(2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)))
+
+    twins = chains.twins(tmp_path, "fused", make=lambda: Views(view), rate=0.01, host_memory=None)
+    chains.require_same_training(*twins, range(2), loss)
 
 
 class Recomputed(nn.Module):

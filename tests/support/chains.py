@@ -74,3 +74,10 @@ def require_same(plain, model):
     with memascend.materialized(model):
         for (name, wanted), got in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(wanted, got), f"{name} differs by {(wanted - got).abs().max()}"
+
+
+def require_same_training(plain, theirs, model, optimizer, seeds=range(3), of=loss_of):
+    """Trains twins: their losses and values are the same."""
+    with optimizer:
+        assert train(model, optimizer, seeds, of) == train(plain, theirs, seeds, of)
+        require_same(plain, model)
