@@ -1,26 +1,34 @@
-"""Tests stores, first values and updates from Python: what is refused, what is shown, and walks that end early."""
+"""Tests stores, first values, updates and spilled gradients from Python: refusals, bits, damage, walks that end."""
 
 import re
 
 import pytest
 import torch
-from support.stores import CHUNK, filled, parameters
+from support.bits import same_bits
+from support.stores import CHUNK, DTYPES, NUMBERS, damage, filled, parameters
 
-from memascend import engine
+from memascend import engine, kernels
 from memascend.cli import main
-from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
+from memascend.tensors import rounded
 
 SMALL = "bfloat16.(13,)"
 
 
-def made(path, **options):
+def made(path, spill=None):
     records = [
-        engine.Record(name=name, values=values, state=engine.adam_state(values), unit=name.split(".")[0])
+        engine.Record(
+            name=name,
+            values=values,
+            state=engine.adam_state(values),
+            unit=name.split(".")[0],
+            spill=spill or values.dtype,
+        )
         for name, values in parameters().items()
     ]
     frozen = engine.Record(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
     buffer = engine.Record(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
-    return filled(path, [*records, frozen, buffer], chunk_elements=CHUNK, **options)
+    return filled(path, [*records, frozen, buffer], chunk_elements=CHUNK)
 
 
 def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
@@ -52,29 +60,38 @@ def test_info(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
+    adam = engine.Adam(step=1)
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
-        with pytest.raises(ConfigError, match="no record"):
-            updates.update("nobody", torch.zeros(1), engine.Adam(step=1))
-        with pytest.raises(ConfigError, match="has shape"):
-            updates.update(SMALL, torch.zeros(14), engine.Adam(step=1))
-        with pytest.raises(ConfigError, match="lr"):
-            updates.update(SMALL, torch.zeros(13), engine.Adam(step=1, lr=-1))
-        with pytest.raises(ConfigError, match="Adam's state"):
-            updates.update("frozen", torch.zeros(5000), engine.Adam(step=1))
-        with pytest.raises(ConfigError, match="JSON"):
-            updates.commit(1, user_state={1, 2})
-        with pytest.raises(ConfigError, match="at most 65536"):
-            updates.commit(1, user_state="x" * 70_000)
-        updates.update(SMALL, torch.zeros(13), engine.Adam(step=1))
+        for call, words in {
+            lambda: updates.update("nobody", torch.zeros(1), adam): "no record",
+            lambda: updates.update(SMALL, torch.zeros(14), adam): "has shape",
+            lambda: updates.update(SMALL, torch.zeros(13), engine.Adam(step=1, lr=-1)): "lr",
+            lambda: updates.update("frozen", torch.zeros(5000), adam): "Adam's state",
+            lambda: updates.commit(1, user_state={1, 2}): "JSON",
+            lambda: updates.commit(1, user_state="x" * 70_000): "at most 65536",
+            lambda: updates.spill(SMALL, torch.zeros(13)): "room for 13 of bfloat16",
+            lambda: updates.spill(SMALL, torch.zeros(14).bfloat16()): "has shape",
+            lambda: updates.spill("frozen", torch.zeros(5000).bfloat16()): "without room",
+            lambda: updates.read_spilled(SMALL, torch.zeros(13)): "spills as bfloat16",
+            lambda: updates.apply(SMALL, print, step=1, gradient=torch.zeros(3)): "has shape",
+            lambda: updates.apply("nobody", print, step=1): "no record",
+            lambda: updates.fill("nobody", torch.zeros(3)): "no record",
+            lambda: updates.fill(SMALL, torch.zeros(13)): "is float32 of shape",
+        }.items():
+            with pytest.raises(ConfigError, match=words):
+                call()
+        with pytest.raises(UsageError, match="no gradient of"):
+            updates.apply(SMALL, print, step=1)
+        updates.update(SMALL, torch.zeros(13), adam)
         updates.finish()
-        updates.update(SMALL, torch.zeros(13), engine.Adam(step=1))
+        updates.update(SMALL, torch.zeros(13), adam)
         with pytest.raises(UsageError, match="staged already"):
             updates.finish()
         with pytest.raises(UsageError, match="only be discarded"):
             updates.commit(1)
         updates.discard()
         assert store.step == 0
-        updates.update(SMALL, torch.zeros(13), engine.Adam(step=1))
+        updates.update(SMALL, torch.zeros(13), adam)
         updates.commit(1)
         assert store.step == 1
     with pytest.raises(UsageError, match="closed"):
@@ -83,22 +100,17 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
 
 
 def test_first_values_that_do_not_fit_are_refused(tmp_path):
-    small = engine.Record(name="small", values=torch.zeros(13).bfloat16(), state={})
     bare = engine.Record(name="bare", values=torch.zeros(5000, dtype=torch.int64), state={})
     odd = engine.Record(name="odd", values=torch.zeros(700, 600), state={"row": torch.zeros(600)})
-    store = engine.Store.create(tmp_path / "store", [small, bare, odd], chunk_elements=CHUNK)
+    store = engine.Store.create(tmp_path / "store", [bare, odd], chunk_elements=CHUNK)
     with store, engine.Engine(store) as filling:
-        with pytest.raises(ConfigError, match="no record"):
-            filling.fill("nobody", torch.zeros(3))
-        with pytest.raises(ConfigError, match="is float32 of shape"):
-            filling.fill("small", torch.zeros(13))
         with pytest.raises(ConfigError, match="no state called 'momentum'"):
-            filling.fill("bare", torch.zeros(5000, dtype=torch.int64), {"momentum": torch.zeros(1)})
+            filling.fill("bare", bare.values, {"momentum": torch.zeros(1)})
         with pytest.raises(ConfigError, match="float32 of \\[600\\]"):
-            filling.fill("odd", torch.zeros(700, 600), {"row": torch.zeros(700)})
+            filling.fill("odd", odd.values, {"row": torch.zeros(700)})
         filling.close()
         with pytest.raises(UsageError, match="closed"):
-            filling.fill("bare", torch.zeros(5000, dtype=torch.int64))
+            filling.fill("bare", bare.values)
 
 
 def test_adam_begins_with_a_master_of_16_bit_values():
@@ -120,3 +132,81 @@ def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
         kept = []
         with pytest.raises(UsageError, match="clone"):
             store.scan(["w"], lambda _, parts: kept.append(parts))
+
+
+# --- spilled gradients ----------------------------------------------------------------------------
+
+
+def gradient(shape, dtype):
+    # Wide enough for denormals and for sums that overflow float16.
+    return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
+    held = parameters()
+    states = {name: engine.adam_state(values) for name, values in held.items()}
+    factors = (0.37, 1.0, 1 / 3)
+    with made(tmp_path / "store", spill=dtype) as store, engine.Engine(store, chunks=chunks, queue=20_000) as updates:
+        for step in range(1, 4):
+            total = {name: gradient(values.shape, dtype) for name, values in held.items()}
+            for name, tensor in total.items():
+                updates.spill(name, tensor.clone())
+            for _ in range(2):
+                for name, tensor in total.items():
+                    more = gradient(tensor.shape, dtype)
+                    tensor.add_(more)
+                    updates.spill(name, more, add=True)
+            for name, tensor in total.items():
+                nonfinite, squared = updates.spilled(name)
+                wanted = float(tensor.double().square().sum())
+                assert nonfinite == (not torch.isfinite(tensor).all())
+                assert nonfinite or rounded(squared) == pytest.approx(wanted, rel=1e-6)
+                back = torch.empty_like(tensor)
+                updates.read_spilled(name, back)
+                assert same_bits(back, tensor), name
+                updates.update_spilled(name, engine.Adam(step=step, **NUMBERS), factors=factors)
+            updates.commit(step)
+            for name, values in held.items():
+                for factor in factors:
+                    total[name].mul_(factor)
+                state = states[name]
+                master, out = (values, None) if values.dtype == torch.float32 else (state["master"], values)
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                kernels.adamw(master, total[name], *moments, out, step=step, **NUMBERS)
+        for name, values in held.items():
+            stored, state = store.read(name)
+            assert torch.equal(stored.nan_to_num(7), values.nan_to_num(7)), name
+            assert all(torch.equal(state[of].nan_to_num(7), held.nan_to_num(7)) for of, held in states[name].items())
+            updates.spilled(name)
+        assert updates.counters()["spills"] == 9 * len(held)
+        assert store.info()["spill_index_bytes"] > 0
+
+
+def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
+    path = tmp_path / "store"
+    name, other = "float32.(3, 1741)", "float32.(2049,)"
+    with made(path, spill=torch.float32) as store, engine.Engine(store) as updates:
+        values = gradient((3, 1741), torch.float32)
+        updates.spill(name, values)
+        updates.spill(other, torch.ones(2049))
+        updates.finish()
+        damage(path, values.view(-1).view(torch.uint8).numpy().tobytes()[8192:12288])
+        for use in (
+            lambda: updates.read_spilled(name, torch.empty(3, 1741)),
+            lambda: (updates.update_spilled(name, engine.Adam(step=1)), updates.finish()),
+            lambda: (updates.spill(name, values, add=True), updates.finish()),
+        ):
+            with pytest.raises(CorruptionError, match=f"chunk 1 of the spilled gradient of .{name[:7]}.*is damaged"):
+                use()
+            with pytest.raises(UsageError, match="only be discarded"):
+                updates.commit(1)
+            updates.discard()
+        # The sum that failed half-way is gone; others are not.
+        with pytest.raises(UsageError, match="no gradient of"):
+            updates.spilled(name)
+        assert updates.spilled(other) == (False, 2049 << 298)
+        updates.spill(name, values)
+        updates.update_spilled(name, engine.Adam(step=1))
+        updates.commit(1)

@@ -87,48 +87,6 @@ def test_fill_takes_float32(tmp_path, form, dtype):
         assert torch.equal(back["exp_avg_sq"], second)
 
 
-def test_a_function_gets_the_items_of_its_elements(tmp_path):
-    values = _noise(1).bfloat16()
-    given = {"master": _noise(1), "exp_avg": _noise(2) * 0.01, "exp_avg_sq": _noise(3).square() * 0.01}
-    state = encoded(values, given, "compact 8bit")
-    record = engine.Record(name="weight", values=values, state=state, format="compact 8bit")
-    seen = []
-
-    def rewritten(chunk):
-        seen.append({name: part.numel() for name, part in chunk.state.items()})
-        chunk.values.copy_(chunk.gradient)
-        chunk.state["rest"].zero_()
-        chunk.state["rounded_up"].zero_()
-
-    with (
-        filled(tmp_path / "store", [record], chunk_elements=4096) as store,
-        engine.Engine(store, chunks=2) as updates,
-    ):
-        updates.apply("weight", rewritten, step=1, gradient=_noise(4).bfloat16())
-        updates.commit(1)
-        found, kept = store.read("weight")
-        with pytest.raises(ConfigError, match="one piece"):
-            updates.apply("weight", rewritten, step=2, gradient=values, whole=True)
-    assert [part["exp_avg_absmax"] for part in seen] == [16, 16, 16, 1]
-    assert [part["rounded_up"] for part in seen] == [512, 512, 512, 10]
-    assert torch.equal(found, _noise(4).bfloat16())
-    assert torch.equal(engine.decode_state(found, kept, "compact 8bit")["master"], found.float())
-    assert all(torch.equal(kept[name], state[name]) for name in ("exp_avg", "exp_avg_sq", "exp_avg_absmax"))
-
-
-def test_codes_that_are_given_stay():
-    values = _noise(1).bfloat16()
-    codes = {
-        "exp_avg": torch.randint(0, 256, (NUMEL,), dtype=torch.uint8),
-        "exp_avg_sq": torch.randint(0, 256, (NUMEL,), dtype=torch.uint8),
-        "exp_avg_absmax": torch.rand(-(-NUMEL // 256)),
-        "exp_avg_sq_absmax": torch.rand(-(-NUMEL // 256)),
-    }
-    state = encoded(values, {**codes, "master": _noise(1)}, "compact 8bit")
-    assert all(torch.equal(state[name], tensor) for name, tensor in codes.items())
-    assert torch.equal(engine.decode_state(values, state, "compact 8bit")["master"], _noise(1))
-
-
 def test_values_in_another_order_of_dimensions_come_back():
     values = _noise(1, 60 * 50).view(60, 50).t().bfloat16()
     master = _noise(1, 60 * 50).view(60, 50).t()

@@ -1,20 +1,18 @@
-"""Tests stores around updates: sizes, dtypes, orders of dimensions, fetched units, digests, copies of labels."""
+"""Tests stores around updates: sizes, dtypes, orders of dimensions, fetched units and parts, copies of labels."""
 
 import gc
 import json
-import mmap
 from dataclasses import replace
 
 import pytest
 import torch
 from support.bits import as_bytes, same_bits
-from support.stores import damage, filled
+from support.stores import CHUNK, damage, filled, in_one, pages, two_units
 
 from memascend import engine
 from memascend.cli import main
 from memascend.errors import ConfigError, CorruptionError, UsageError
 
-CHUNK = 2048
 ONE_BYTE = ["bool", "int8", "uint8"]
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 COMPLEX = ["complex32", "complex64", "complex128"]
@@ -41,10 +39,6 @@ def records(device="cpu"):
 
 def made(path, **options):
     return filled(path, records(), chunk_elements=CHUNK, **options)
-
-
-def pages(nbytes):
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
@@ -142,6 +136,24 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
         updates.fetch("two", pages(sizes.unit_bytes["two"]))
 
 
+@pytest.mark.parametrize("bytes_max", [8 << 10, 20 << 10, 1 << 20])
+def test_parts_are_the_unit(tmp_path, bytes_max):
+    with two_units(tmp_path) as store, engine.Engine(store) as updates:
+        whole, parts = in_one(updates, "second"), updates.parts("second", bytes_max)
+        into = torch.zeros_like(whole)
+        for index, (start, nbytes) in enumerate(parts.places()):
+            assert nbytes <= bytes_max
+            parts.begin(index, chunk := pages(nbytes)).wait()
+            into[start : start + nbytes] = chunk
+        assert torch.equal(into, whole)
+        with pytest.raises(ConfigError, match='an extent of unit "first" has 8192 bytes, and parts have 4096'):
+            updates.parts("first", 4096)
+        with pytest.raises(ConfigError, match="no unit 'third'"):
+            updates.parts("third", 1 << 20)
+        with pytest.raises(ConfigError):
+            updates.parts("first", 1 << 20).begin(0, pages(4096))
+
+
 def arbitrary(dtype, numel):
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8)
     return values.view(dtype)
@@ -187,55 +199,3 @@ def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_pa
     with engine.Store.open(path) as store:
         assert store.damaged() == []
         assert torch.equal(store.read("weight")[0], values + 1)
-
-
-def of_two_records(folder, name):
-    """A store of which one record does not fill its last page."""
-    values = {"even": torch.arange(4096.0), "odd": torch.arange(1001.0)}
-    given = [
-        engine.Record(name=name, values=one, state={"moment": one.clone()}, unit="u") for name, one in values.items()
-    ]
-    return filled(folder / name, given, chunk_elements=CHUNK)
-
-
-def stage(store, changed=0.0, of="moment"):
-    with engine.Engine(store) as filling:
-        for name in ("odd", "even") if changed else ("even", "odd"):
-            values, state = store.read(name)
-            values = values + 1
-            tensors = {"": values, **state}
-            if name == "odd":
-                tensors[of][-1] += changed
-            filling.fill(name, values, state, step=1)
-        filling.finish()
-
-
-def discard(store):
-    with engine.Engine(store) as updates:
-        updates.discard()
-
-
-def test_stores_have_the_same_digest_if_the_same_bytes_are_staged(tmp_path):
-    one, two, three = (of_two_records(tmp_path, name) for name in ("one", "two", "three"))
-    with one, two, three:
-        for each in (one, two):
-            each.compare(range(each.count()))
-        three.compare([three.index("even")])
-        assert one.digest() == two.digest() == 0
-        for each in (one, two, three):
-            stage(each)
-        same = one.digest()
-        assert same == two.digest() != 0
-        assert three.digest() not in (0, same)
-        # In another order, too; and whatever was dropped before.
-        for changed, of in ((1e-3, ""), (1e-3, "moment")):
-            discard(two)
-            assert two.digest() == 0
-            stage(two, changed, of)
-            assert two.digest() != same
-        discard(two)
-        stage(two)
-        assert two.digest() == same
-        for each in (one, two, three):
-            each.commit(1)
-            assert each.digest() == 0
