@@ -164,21 +164,16 @@ def test_streamed_parts_get_the_bits_of_torch_in_memory(run_and_compare, name, o
 def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
     # What torch 2.11 does on the CPU: all of these 64 elements are in whole vectors.
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)
-    trial._fused_sgd_updates.cache_clear()
-    try:
-        for dtype, master_dtype, fused in itertools.product(
-            (torch.bfloat16, torch.float16, torch.float32), (None, torch.float32), (False, True)
-        ):
-            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(100, dtype=dtype))], lr=0.1, fused=fused)
-            if dtype == torch.float32 or master_dtype or not fused:
-                require_streamable(optimizer, master_dtype)
-                continue
-            with pytest.raises(
-                ConfigError, match=r"fused=True is rejected for SGD on parameters of .* set fused=False"
-            ):
-                require_streamable(optimizer, master_dtype)
-    finally:
-        trial._fused_sgd_updates.cache_clear()
+    monkeypatch.setattr(trial, "_fused_sgd_updates", trial._fused_sgd_updates.__wrapped__)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, master_dtype, fused in itertools.product(dtypes, (None, torch.float32), (False, True)):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(100, dtype=dtype))], lr=0.1, fused=fused)
+        if dtype == torch.float32 or master_dtype or not fused:
+            require_streamable(optimizer, master_dtype)
+            continue
+        words = r"fused=True is rejected for SGD on parameters of .* set fused=False"
+        with pytest.raises(ConfigError, match=words):
+            require_streamable(optimizer, master_dtype)
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, CASES[name][-1]) for name in CASES])

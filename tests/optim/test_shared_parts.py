@@ -1,9 +1,11 @@
 """Tests state that is a tensor of a subclass, as quantised state is: stored in parts, and rebuilt bit for bit."""
 
+import functools
+
 import pytest
 import torch
+from support import chains
 from support.bits import same_bits
-from support.chains import require_same
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import memascend
@@ -79,21 +81,6 @@ class QuantisedMomentum(torch.optim.Optimizer):
                 parameter.sub_(state["mean"] * group["lr"])
 
 
-class Opaque(torch.Tensor):
-    """A subclass that says nothing of its parts."""
-
-
-class KeepsOpaque(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                self.state[parameter]["seen"] = torch.zeros_like(parameter).as_subclass(Opaque)
-
-
 def model(dtype=torch.float32):
     torch.manual_seed(2)
     made = torch.nn.Sequential(
@@ -102,18 +89,12 @@ def model(dtype=torch.float32):
     return made.to(dtype).to(memory_format=torch.channels_last)
 
 
-def begun(*, dtype=torch.float32, anew=False, **options):
-    trained = model(dtype)
-    return memascend.offload(trained, QuantisedMomentum(trained.parameters(), anew=anew), **options)
+def loss_of(trained, seed):
+    inputs = torch.randn(4, 16, 3, 3, generator=torch.Generator().manual_seed(seed))
+    return trained(inputs.to(trained[0].weight.dtype)).square().mean()
 
 
-def train(trained, optimizer, steps):
-    dtype = next(trained.parameters()).dtype
-    for step in steps:
-        inputs = torch.randn(4, 16, 3, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
-        trained(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+train = functools.partial(chains.train, of=loss_of)
 
 
 def same(one, other):
@@ -126,44 +107,28 @@ def same(one, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("anew", [False, True])
-def test_quantised_state_streams_bit_for_bit(tmp_path, dtype, anew):
-    plain = model(dtype)
-    reference = QuantisedMomentum(plain.parameters(), anew=anew)
-    train(plain, reference, range(6))
-    options = {"dtype": dtype, "anew": anew, "storage": tmp_path / "store", "master_dtype": None}
-    trained, optimizer = begun(**options)
-    train(trained, optimizer, range(3))
-    optimizer.close()
-    trained, optimizer = begun(existing="resume", **options)
-    train(trained, optimizer, range(3, 6))
-    for parameter, twin in zip(trained.parameters(), plain.parameters(), strict=True):
-        state = optimizer.state_of(parameter)
-        state.pop("master")
-        assert state.keys() == reference.state[twin].keys()
-        assert all(same(state[name], reference.state[twin][name]) for name in state)
-    require_same(plain, trained)
-    optimizer.close()
-
-
-def test_quantised_state_that_is_there_moves_in_and_into_a_checkpoint(tmp_path):
-    plain = model()
-    reference = QuantisedMomentum(plain.parameters())
-    train(plain, reference, range(6))
-    trained = model()
-    original = QuantisedMomentum(trained.parameters())
-    train(trained, original, range(2))
-    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "store")
-    train(trained, optimizer, range(2, 4))
-    optimizer.save(tmp_path / "saved")
-    optimizer.close()
-    trained, optimizer = begun(storage=tmp_path / "other", checkpoint=tmp_path / "saved")
-    train(trained, optimizer, range(4, 6))
-    require_same(plain, trained)
-    optimizer.close()
-
-
-def test_a_subclass_without_parts_is_refused_by_name(tmp_path):
-    trained = torch.nn.Linear(4, 4)
-    with pytest.raises(memascend.ConfigError, match="KeepsOpaque keeps a Opaque as 'seen'"):
-        memascend.offload(trained, KeepsOpaque(trained.parameters()), storage=tmp_path / "store")
-    assert not (tmp_path / "store").exists()
+def test_quantised_state_moves_in_streams_and_is_in_stores_and_checkpoints_bit_for_bit(tmp_path, dtype, anew):
+    plain, trained = model(dtype), model(dtype)
+    reference, optimizer = (QuantisedMomentum(of.parameters(), anew=anew) for of in (plain, trained))
+    train(plain, reference, range(8))
+    train(trained, optimizer, range(2))
+    for begin, options in (
+        (2, {"storage": tmp_path / "store"}),
+        (4, {"storage": tmp_path / "store", "existing": "resume"}),
+        (6, {"storage": tmp_path / "other", "checkpoint": tmp_path / "saved"}),
+    ):
+        if begin > 2:
+            trained = model(dtype)
+            optimizer = QuantisedMomentum(trained.parameters(), anew=anew)
+        trained, optimizer = memascend.offload(trained, optimizer, master_dtype=None, **options)
+        train(trained, optimizer, range(begin, begin + 2))
+        optimizer.save(tmp_path / "saved")
+        if begin < 6:
+            optimizer.close()
+    with optimizer:
+        for parameter, twin in zip(trained.parameters(), plain.parameters(), strict=True):
+            state = optimizer.state_of(parameter)
+            state.pop("master")
+            assert state.keys() == reference.state[twin].keys()
+            assert all(same(state[name], reference.state[twin][name]) for name in state)
+        chains.require_same(plain, trained)

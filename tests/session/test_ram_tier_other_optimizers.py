@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from optim.test_shared import Counted
 from support.bits import same_bits, same_states
 from support.chains import chain, everything, loss_of, offloaded, train, twins
 
@@ -12,29 +13,17 @@ import memascend
 LAYERS = 3
 
 
-class Watched(torch.optim.Optimizer):
-    """A class that nothing is known of: it counts in its group, keeps a mean, and fails where it is told to."""
+class Watched(Counted):
+    """A class that nothing is known of, which fails where it is told to."""
 
     # By the norm of a parameter's gradient, which each parameter has another of.
     fails_at = None
 
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
-        for group in self.param_groups:
-            group["k"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if type(self).fails_at == parameter.grad.norm().item():
-                    raise ArithmeticError("told to")
-                state = self.state[parameter]
-                if not state:
-                    state["mean"] = torch.zeros_like(parameter)
-                state["mean"].lerp_(parameter.grad, 1 / group["k"])
-                parameter.sub_(state["mean"], alpha=group["lr"])
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.fails_at in [gradient.norm().item() for gradient in gradients]:
+            raise ArithmeticError("told to")
+        super().step()
 
 
 def made(tmp_path, kind, gradients="fused", **options):
