@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.bits import same_bits
-from support.chains import WIDTH, batch, chain, loss_of, step, train
+from support.bits import same_states
+from support.chains import WIDTH, batch, chain, loss_of, require_same_training, step
 from torch import nn
 
 import memascend
@@ -24,12 +24,6 @@ def flat(model):
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
     nn.utils.vector_to_parameters(vector, model.parameters())
     return vector
-
-
-def assigned(model):
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(values, assign=True)
-    return values
 
 
 def of_a_buffer(model):
@@ -51,9 +45,7 @@ ALIASES = {
     "view of inference": lambda model: torch.inference_mode()(model[0].weight.view)(-1),
     "dlpack": lambda model: torch.utils.dlpack.to_dlpack(model[0].weight.detach()),
     "storage": lambda model: model[0].weight.untyped_storage(),
-    "state dict": lambda model: model.state_dict(),
     "flat buffer": flat,
-    "assigned state dict": assigned,
     "buffer below": of_a_buffer,
     "other processes": lambda model: model.share_memory(),
     "graph": lambda model: model(batch()),
@@ -70,21 +62,18 @@ def refused(model, optimizer, folder, words):
     with pytest.raises(memascend.ConfigError, match=words):
         memascend.offload(model, optimizer, storage=folder / "run.store")
     assert not list(folder.iterdir())
-    assert all(same_bits(before[name], value) for name, value in model.state_dict().items())
+    assert same_states(before, model.state_dict())
     assert str(state) == str(optimizer.state_dict()["state"])
     step(model, optimizer)
 
 
-def accepted(model, optimizer, folder, gradients="ssd"):
+def accepted(model, optimizer, folder):
     """It trains as it would in memory, bit for bit."""
     plain = copy.deepcopy(model)
     theirs = type(optimizer)(plain.parameters(), **optimizer.defaults)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    model, ours = memascend.offload(model, optimizer, storage=folder / "run.store", gradients=gradients)
-    with ours:
-        train(plain, theirs, range(2))
-        train(model, ours, range(2))
-        assert all(map(same_bits, plain.state_dict().values(), model.state_dict().values()))
+    given = memascend.offload(model, optimizer, storage=folder / "run.store", gradients="ssd")
+    require_same_training(plain, theirs, *given, range(2))
 
 
 @pytest.mark.parametrize("way", ALIASES)
@@ -138,8 +127,7 @@ def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
     """DLPack holds the very tensor, not another one on its memory."""
     model = chain(3)
     model[0].requires_grad_(False)
-    kept = export(model[0].weight)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    kept, optimizer = export(model[0].weight), sgd(model[1:])
     refused(model, optimizer, tmp_path, r"0\.weight shares memory")
     del kept
     memascend.offload(model, optimizer, storage=tmp_path / "run.store")[1].close()
@@ -178,7 +166,6 @@ def gone_back(model):
 
 HARMLESS = {
     "average": torch.optim.swa_utils.AveragedModel,
-    "a loss": lambda model: loss_of(model).detach(),
     "a loss that went back": gone_back,
     "pickled": lambda model: (
         model.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())), assign=True) and None
@@ -234,7 +221,6 @@ HELD_STATE = {
     "its dict": lambda optimizer, p: optimizer.state[p],
     "state dict": lambda optimizer, _: optimizer.state_dict(),
     "storage": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].untyped_storage(),
-    "dlpack": lambda optimizer, p: torch.from_dlpack(optimizer.state[p]["momentum_buffer"]),
     "capsule": lambda optimizer, p: torch.utils.dlpack.to_dlpack(optimizer.state[p]["momentum_buffer"]),
 }
 

@@ -1,6 +1,7 @@
 """Tests steps without gradients, interrupted steps and failed ones: what they leave is a whole step."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
-def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients, monkeypatch):
+def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients):
     plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=FUSED, rate=1e-2)
     commit = memascend.engine.Engine.commit
 
@@ -27,10 +28,9 @@ def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gra
             if index != 1:
                 step(model, optimizer, index)
                 continue
-            with monkeypatch.context() as patch:
-                patch.setattr(memascend.engine.Engine, "commit", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    step(model, optimizer, index)
+            patch = mock.patch.object(memascend.engine.Engine, "commit", interrupted)
+            with patch, pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, index)
             optimizer.zero_grad()
         assert optimizer.steps == 3
         require_same(plain, model)
@@ -62,20 +62,15 @@ def edited(model, optimizer):
         weight.mul_(2)
 
 
-def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_path, monkeypatch):
+def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_path):
     model, optimizer = offloaded(tmp_path / "store", chain(dtype=torch.float16))
-
-    def failing(*_, **__):
-        raise memascend.StorageError("no room")
-
+    error = memascend.StorageError("no room")
     with optimizer:
         scale = optimizer._session.run.metadata.scale
         before = scale.state()
         edited(model, optimizer)
-        with monkeypatch.context() as patch:
-            patch.setattr(memascend.engine.Engine, "commit", failing)
-            with pytest.raises(memascend.StorageError, match="no room"):
-                step(model, optimizer)
+        with mock.patch.object(memascend.engine.Engine, "commit", side_effect=error), pytest.raises(type(error)):
+            step(model, optimizer)
         assert scale.state() == before
         optimizer.zero_grad()
         edited(model, optimizer)

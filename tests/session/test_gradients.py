@@ -5,11 +5,10 @@ The state machine assigns, drops and changes them.
 
 import pytest
 import torch
-from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, step, twins
+from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, require_same_training, step, twins
 from support.checkpointed import OwnCheckpoint
 from torch.utils.checkpoint import checkpoint
 
-import memascend
 from memascend import UsageError
 
 
@@ -39,26 +38,25 @@ def test_an_alias_of_a_gradient_is_that_gradient(tmp_path, gradients):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_a_gradient_with_a_graph_is_refused(tmp_path, gradients):
-    *_, model, optimizer = twins(tmp_path, gradients)
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
+def test_a_gradient_with_a_graph_is_exact_in_memory_and_else_refused(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+
+    def penalised(one, opt):
+        loss_of(one).backward(create_graph=True)
+        sum(p.grad.square().sum() for p in one.parameters()).backward()
+        opt.step()
+
     with optimizer:
-        with pytest.raises(UsageError, match="create_graph"):
-            loss_of(model).backward(create_graph=True)
+        if gradients == "ram":
+            penalised(plain, theirs)
+            penalised(model, optimizer)
+            require_same(plain, model)
+        else:
+            with pytest.raises(UsageError, match="create_graph"):
+                penalised(model, optimizer)
         optimizer.zero_grad()
         step(model, optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_a_penalty_on_gradients_in_memory_is_exact(tmp_path):
-    plain, theirs, model, optimizer = twins(tmp_path, "ram")
-    with optimizer:
-        for one, opt in ((plain, theirs), (model, optimizer)):
-            loss_of(one).backward(create_graph=True)
-            sum(p.grad.square().sum() for p in one.parameters()).backward()
-            opt.step()
-            opt.zero_grad()
-        require_same(plain, model)
 
 
 def flat_views(model, flat):
@@ -69,9 +67,8 @@ def flat_views(model, flat):
 
 @pytest.mark.parametrize(
     ("gradients", "way"),
-    [("ssd", "scaled"), ("fused", "accumulated"), ("fused", "scaled"), ("auto", "accumulated"), ("ram", "scaled"),
-     ("ssd", "assigned each time")],
-)  # fmt: skip
+    [("ssd", "scaled"), ("fused", "accumulated"), ("auto", "accumulated"), ("ram", "scaled"), ("ssd", "assigned anew")],
+)
 def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
     """What is read of the buffer before step() has the gradients, and what is written to it is stepped with."""
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
@@ -80,7 +77,7 @@ def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradie
         flat, norms = torch.zeros(sum(p.numel() for p in one.parameters())), []
         flat_views(one, flat)
         for seed in range(3):
-            if way == "assigned each time":
+            if way == "assigned anew":
                 flat_views(one, flat)
             loss_of(one, seed).backward()
             if way == "accumulated":
@@ -108,24 +105,6 @@ class Flat(torch.nn.Module):
 
     def forward(self):
         return self.weight.view(-1)
-
-
-@pytest.mark.parametrize(("gradients", "call"), [("fused", "update"), ("ssd", "spill")])
-def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkeypatch, gradients, call):
-    """The engine reads a gradient later, on its own thread."""
-    given, of = [], getattr(memascend.engine.Engine, call)
-
-    def watched(self, name, gradient, *arguments, **options):
-        given.append(gradient.untyped_storage().data_ptr())
-        return of(self, name, gradient, *arguments, **options)
-
-    monkeypatch.setattr(memascend.engine.Engine, call, watched)
-    model, optimizer = offloaded(tmp_path / "s", Flat(), gradients=gradients)
-    with optimizer:
-        mine = torch.ones(WIDTH * WIDTH)
-        model().backward(gradient=mine)
-        assert given
-        assert mine.untyped_storage().data_ptr() not in given
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
@@ -180,10 +159,11 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
 def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way, gradients):
     """Its gradient comes in pieces, of which the outer may be the first; "own" is a checkpoint that is not torch's."""
 
-    def forward(model, x):
+    def forward(model, seed):
         def inside(y):
             return model[0](y) if way != "touched" else y @ model[0].weight.t()
 
+        x = batch(seed).requires_grad_()
         if way == "own":
             out = OwnCheckpoint.apply(model[0], x)
             return OwnCheckpoint.apply(model[0], model[1](out)).square().mean()
@@ -196,14 +176,7 @@ def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way,
             x = model[0](x)
         return model[1](x).square().mean()
 
-    plain, theirs, model, optimizer = twins(tmp_path, gradients)
-    with optimizer:
-        for index in range(3):
-            for one, opt in ((plain, theirs), (model, optimizer)):
-                forward(one, batch(index).requires_grad_()).backward()
-                opt.step()
-                opt.zero_grad()
-        require_same(plain, model)
+    require_same_training(*twins(tmp_path, gradients), of=forward)
 
 
 def test_a_step_after_a_step_with_a_new_gradient_for_one(tmp_path):

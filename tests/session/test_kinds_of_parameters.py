@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from optim.test_bits import Doubled
-from support.bits import same_bits
-from support.chains import chain, require_same, step, twins
+from support.chains import batch, chain, require_same, step, twins
 
 import memascend
 
@@ -26,14 +25,10 @@ class Odd(torch.nn.Module):
         return self.last(self.first(inputs) * (1 + odd.to(inputs.dtype)))
 
 
-def train(trained, optimizer, steps, *, clipped=False, accumulated=1):
-    dtype = trained.last.weight.dtype
-    for number in range(steps):
+def train(trained, optimizer, *, clipped=False, accumulated=1):
+    for number in range(4):
         for part in range(accumulated):
-            inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * part + number)).to(dtype)
-            loss = trained(inputs).square().mean()
-            if loss.requires_grad:
-                loss.backward()
+            trained(batch(100 * part + number, 8, trained.last.weight.dtype)).square().mean().backward()
         if clipped:
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
         optimizer.step()
@@ -42,12 +37,11 @@ def train(trained, optimizer, steps, *, clipped=False, accumulated=1):
 
 def same_run(tmp_path, plain, make, loop=None, **options):
     trained, loop = copy.deepcopy(plain), loop or {}
-    train(plain, make(plain), 4, **loop)
+    train(plain, make(plain), **loop)
     trained, optimizer = memascend.offload(trained, make(trained), storage=tmp_path / "store", **options)
-    train(trained, optimizer, 4, **loop)
-    with memascend.materialized(trained):
-        assert all(map(same_bits, list(trained.parameters()), list(plain.parameters())))
-    optimizer.close()
+    with optimizer:
+        train(trained, optimizer, **loop)
+        require_same(plain, trained)
 
 
 def adam(trained):
@@ -62,7 +56,7 @@ def adamw(trained):
     return torch.optim.AdamW(trained.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize(("make", "gradients"), [(sgd, "fused"), (adamw, "ram"), (adamw, "fused"), (sgd, "auto")])
+@pytest.mark.parametrize(("make", "gradients"), [(sgd, "fused"), (adamw, "ram")])
 def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     same_run(tmp_path, plain, make, gradients=gradients)
@@ -83,11 +77,12 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     _, optimizer = memascend.offload(plain, sgd(plain), storage=tmp_path / "store", gradients="ssd", max_grad_norm=1e-3)
     loss = plain(torch.ones(3, 8, dtype=torch.float64)).square().mean() * 1e60
-    gradients = torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True)
+    wanted = torch.nn.utils.get_total_norm(
+        torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True)
+    ).item()
+    assert wanted > 1e50
     loss.backward()
     optimizer.step()
-    wanted = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
-    assert wanted > 1e50
     assert optimizer.grad_norm == pytest.approx(wanted, rel=1e-12)
     optimizer.close()
 

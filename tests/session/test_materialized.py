@@ -10,11 +10,30 @@ from torch.nn.utils import vector_to_parameters
 import memascend
 from memascend import UsageError
 
+
+def assigned(model):
+    model.load_state_dict({name: one * 2 for name, one in model.state_dict().items()}, assign=True)
+
+
+def new(model):
+    model[1].weight = torch.nn.Parameter(model[1].weight * 2)
+
+
+def exchanged(model):
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
+def inside(model, give):
+    with memascend.materialized(model, modify=True):
+        return give(model)
+
+
 WRITES = {
-    "in place": lambda p: p.mul_(2),
-    "numpy": lambda p: p.detach().view(torch.uint8).numpy().fill(1),
-    "data =": lambda p: setattr(p, "data", torch.ones_like(p)),
-    "another shape": lambda p: setattr(p, "data", torch.ones(3, dtype=p.dtype)),
+    "in place": lambda model: model[1].weight.mul_(2),
+    "numpy": lambda model: model[1].weight.detach().view(torch.uint8).numpy().fill(1),
+    "data =": lambda model: setattr(model[1].weight, "data", torch.ones_like(model[1].weight)),
+    "another shape": lambda model: setattr(model[1].weight, "data", torch.ones(3, dtype=torch.bfloat16)),
+    "another parameter": new,
 }
 
 
@@ -22,12 +41,16 @@ WRITES = {
 def test_what_is_changed_without_modify_is_said(tmp_path, write):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True, dtype=torch.bfloat16))
     with optimizer:
-        before = values(model)
+        before, own = values(model), list(model.parameters())
         expected = pytest.warns(UserWarning, match="1.weight were changed .* modify=True")
         with expected as said, memascend.materialized(model), torch.no_grad():
-            WRITES[write](model[1].weight)
+            WRITES[write](model)
             kept = model[1].weight.detach().flatten()
         assert said[0].filename == __file__
+        assert same_states(values(model), before)
+        with pytest.raises(KeyError), torch.no_grad():
+            inside(model, lambda model: [WRITES[write](model), {}["an error"]])
+        assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
         assert same_states(values(model), before)
         del kept
 
@@ -59,18 +82,6 @@ def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
 # --- parameters that are replaced within ------------------------------------------------------------
 
 
-def assigned(model):
-    model.load_state_dict({name: one * 2 for name, one in model.state_dict().items()}, assign=True)
-
-
-def new(model):
-    model[1].weight = torch.nn.Parameter(model[1].weight * 2)
-
-
-def exchanged(model):
-    model[0].weight, model[1].weight = model[1].weight, model[0].weight
-
-
 @pytest.mark.parametrize("replace", [assigned, exchanged])
 def test_parameters_that_replace_others_are_written(tmp_path, replace):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True))
@@ -89,18 +100,6 @@ def test_parameters_that_replace_others_are_written(tmp_path, replace):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True), existing="previous")
     with optimizer:
         assert same_states(values(model), plain.state_dict())
-
-
-def test_parameters_that_replace_others_without_modify_are_said(tmp_path):
-    model, optimizer = offloaded(tmp_path / "s")
-    with optimizer:
-        before, own = values(model), list(model.parameters())
-        with pytest.warns(UserWarning, match="1.weight were changed .* modify=True"), memascend.materialized(model):
-            new(model)
-        with pytest.raises(KeyError):
-            inside(model, lambda model: [new(model), {}["an error"]])
-        assert all(one is other for one, other in zip(own, model.parameters(), strict=True))
-        assert same_states(values(model), before)
 
 
 def put(name, **options):
@@ -165,11 +164,6 @@ def vector(model):
     given = torch.linspace(-1, 1, sum(p.numel() for p in model.parameters()))
     vector_to_parameters(given, model.parameters())
     return given
-
-
-def inside(model, give):
-    with memascend.materialized(model, modify=True):
-        return give(model)
 
 
 def test_memory_that_is_given_to_weights_is_watched(tmp_path):

@@ -52,11 +52,9 @@ def test_a_call_that_fails_leaves_none(tmp_path):
     assert hooks() == before
 
 
-@pytest.mark.parametrize(
-    ("gradients", "kind"), [("fused", torch.optim.AdamW), ("ssd", torch.optim.SGD), ("ram", torch.optim.RMSprop)]
-)
-def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, gradients, kind):
-    model = chain(bias=True)
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, gradients):
+    model, kind = chain(bias=True), torch.optim.AdamW
     original = kind(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
     other = kind(model.parameters(), lr=1e-2)
@@ -81,14 +79,6 @@ def module_set(model):
     model.new = nn.Linear(WIDTH, WIDTH)
 
 
-def parameter_registered(model):
-    model[1].register_parameter("extra", nn.Parameter(torch.zeros(WIDTH)))
-
-
-def wrapped(model):
-    model[0] = nn.Sequential(model[0], nn.Linear(WIDTH, WIDTH))
-
-
 def nested(model):
     # Into a module that came itself after offload().
     model.later.append(nn.Linear(WIDTH, WIDTH))
@@ -97,7 +87,7 @@ def nested(model):
 NEW = r"new trainable .* offload\(\) anew"
 
 
-@pytest.mark.parametrize("adds", [module_set, parameter_registered, wrapped, nested])
+@pytest.mark.parametrize("adds", [module_set, nested])
 def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
@@ -111,8 +101,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
             loss_of(model)
         assert optimizer.steps == 0
         now = model.state_dict()
-        names = {name: name if name in now else name.replace("0.", "0.0.", 1) for name in before}
-        assert same_states({name: now[new] for name, new in names.items()}, before)
+        assert same_states({name: now[name] for name in before}, before)
         # As peft does it with a second adapter: frozen, it is a plain part of the model.
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
@@ -134,32 +123,20 @@ def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
         step(model, optimizer)
 
 
-def test_frozen_and_tied_parameters_may_be_added(tmp_path):
+def test_what_is_frozen_tied_or_outside_of_the_model_may_be_added(tmp_path):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
+        optimizer.save(tmp_path / "whole")
         model.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        model.later = nn.BatchNorm1d(WIDTH, affine=False)
+        words = r"frozen\.weight, frozen\.bias, later\.running_mean.*came to the model after"
+        with pytest.warns(UserWarning, match=words):
+            optimizer.save(tmp_path / "parts")
         model.again = model[0]
         model[1].register_parameter("tied", model[0].weight)
         model[1].register_parameter("none", None)
         step(model, optimizer)
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
-
-
-def test_a_checkpoint_says_what_it_has_not(tmp_path):
-    model, optimizer = offloaded(tmp_path / "s")
-    with optimizer:
-        optimizer.save(tmp_path / "whole")
-        model.later = nn.BatchNorm1d(WIDTH, affine=False)
-        model.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        with pytest.warns(
-            UserWarning, match=r"frozen\.weight, frozen\.bias, later\.running_mean.*came to the model after"
-        ):
-            optimizer.save(tmp_path / "parts")
-
-
-def test_a_plain_module_around_an_offloaded_one_may_have_what_it_wants(tmp_path):
-    model, optimizer = offloaded(tmp_path / "s")
-    with optimizer:
         wrapper = nn.Sequential(model)
         wrapper.append(nn.Linear(WIDTH, WIDTH))
         assert wrapper(torch.ones(2, WIDTH)).shape == (2, WIDTH)
