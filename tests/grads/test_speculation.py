@@ -1,19 +1,17 @@
 """Tests updates that begin before step() knows the norm: kept, made anew or never begun, they are those of "ssd"."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
 import torch
-from support import chains
-from support.bits import same_bits, same_states
-from support.chains import chain, everything
+from grads.clipped_runs import nothing, require_same, run, stack
+from grads.clipped_runs import offloaded as clipped
+from parity.zoo_loops import other
+from support.bits import same_bits
+from support.chains import loss_of
 
-import memascend
 from memascend.errors import UsageError
 
-WIDTH = 24
 LIMIT = 1.0
 # What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.
 SMALL, LARGE = 1e-3, 1e3
@@ -22,65 +20,28 @@ ALTERNATING = [SMALL, LARGE] * 3
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
-def stack(dtype=torch.bfloat16):
-    return chain(4, True, width=WIDTH, dtype=dtype)
-
-
-def offloaded(folder, gradients, optimizer=None, dtype=torch.bfloat16, **options):
-    model = stack(dtype)
-    made = (optimizer or adamw)(model)
-    options = {"max_grad_norm": LIMIT, "existing": "resume", **options}
-    return memascend.offload(model, made, storage=folder, gradients=gradients, **options)
-
-
-def adamw(model):
-    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 3e-2}]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def rmsprop(model):
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
-
-
-def loss_of(model, index, scale):
-    return chains.loss_of(model, index) * scale
+def offloaded(folder, **options):
+    return clipped(folder, **{"gradients": "auto", "max_grad_norm": LIMIT, **options})
 
 
 def backward(model, optimizer, index, scale):
-    optimizer.backward(loss_of(model, index, scale))
+    optimizer.backward(loss_of(model, index) * scale)
 
 
-def nothing(*_):
-    """What most loops do between backward() and step()."""
+def scaled(folder, gradients, scales, between=nothing, **options):
+    """A run of as many steps as there are scales."""
 
+    def loop(model, optimizer, index):
+        backward(model, optimizer, index, scales[index])
 
-def run(folder, gradients, scales, between=nothing, **options):
-    """What a run came to: its state, the norms of its steps, and its report."""
-    model, optimizer = offloaded(folder, gradients, **options)
-    norms = []
-    with optimizer:
-        for index in range(optimizer.steps, len(scales)):
-            optimizer.zero_grad()
-            backward(model, optimizer, index, scales[index])
-            between(model, optimizer, index)
-            optimizer.step()
-            norms.append((optimizer.grad_norm, optimizer.overflowed))
-        return everything(model, optimizer), norms, optimizer.report()
-
-
-def require_same(one, other):
-    assert repr(one[1]) == repr(other[1]), "the norms"
-    assert same_states(one[0], other[0])
+    options = {"max_grad_norm": LIMIT, **options}
+    return run(folder, gradients, steps=len(scales), loop=loop, between=between, **options)
 
 
 def both(tmp_path, scales, between=nothing, **options):
     """The report of a run that may begin updates early, whose bits are those of one that does not."""
-    waits = run(tmp_path / "ssd", "ssd", scales, between, **options)
-    early = run(tmp_path / "auto", "auto", scales, between, **options)
+    waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
+    early = scaled(tmp_path / "auto", "auto", scales, between, **options)
     require_same(waits, early)
     assert waits[2].early == 0
     return early[2]
@@ -89,14 +50,14 @@ def both(tmp_path, scales, between=nothing, **options):
 def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     report = both(tmp_path, NEVER)
     written = sum(p.numel() * 2 for p in stack().parameters())
-    waited = run(tmp_path / "again", "ssd", NEVER)[2]
+    waited = scaled(tmp_path / "again", "ssd", NEVER)[2]
     # In whole pages.
     assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
     assert report.read["gradients"] == report.written["gradients"] // 6, "but in the first step, which waits"
 
 
 def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
-    model, optimizer = offloaded(tmp_path / "s", "auto", loss_scale=64.0)
+    model, optimizer = offloaded(tmp_path / "s", loss_scale=64.0)
     with optimizer:
         for index in range(3):
             optimizer.zero_grad()
@@ -111,21 +72,6 @@ def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
         assert optimizer.report().anew == 1
         after = [parameter.grad.clone() for parameter in model.parameters()]
         assert all(map(same_bits, before[1:], after[1:]))
-
-
-def changes_an_option(_, optimizer, index):
-    if index == 2:
-        optimizer.param_groups[1]["lr"] = 7e-3
-
-
-def reads(model, _, index):
-    if index in (2, 3):
-        assert next(model.parameters()).grad.float().norm() > 0
-
-
-def walks_again(model, optimizer, index):
-    if index in (2, 3):
-        backward(model, optimizer, index + 10, SMALL)
 
 
 def hooks(model, optimizer, index):
@@ -155,15 +101,11 @@ RUNS = {
     "always": (ALWAYS, nothing, {}, 0, 0),
     # The one that had to be made anew makes two steps that change nothing necessary.
     "alternating": (ALTERNATING, nothing, {}, 1, 1),
-    "mixed": (MIXED, nothing, {"optimizer": sgd}, 4, 2),
+    "mixed": (MIXED, nothing, {"optimizer": other(torch.optim.SGD, lr=1e-2, momentum=0.9)}, 4, 2),
     # Its own code computes the norm first.
-    "own code": (NEVER, nothing, {"optimizer": rmsprop}, 0, 0),
-    "overflow": (OVERFLOWS, nothing, {"dtype": torch.float16}, 4, 2),
+    "own code": (NEVER, nothing, {"optimizer": other(torch.optim.RMSprop, lr=1e-3)}, 0, 0),
+    "overflow": (OVERFLOWS, nothing, {"make": lambda: stack(torch.float16)}, 4, 2),
     "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
-    "an option": (NEVER, changes_an_option, {}, 3, 1),
-    "reads": (NEVER, reads, {}, 5, 0),
-    # From then on it is known that more backwards may follow.
-    "one more": (NEVER, walks_again, {}, 2, 1),
     "hook": (NEVER, hooks, {}, 3, 1),
     # Each step but the third is clipped, and the fourth begins as if it was not.
     "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
@@ -183,7 +125,7 @@ def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, e
 
 def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
     """As they are where nothing begins before it; and not where they are right again by then."""
-    model, optimizer = offloaded(tmp_path / "s", "auto")
+    model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         for index in range(3):
             optimizer.zero_grad()
@@ -200,7 +142,7 @@ def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
 
 def test_the_log_says_what_was_made_anew(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend"):
-        report = run(tmp_path / "s", "auto", MIXED)[2]
+        report = scaled(tmp_path / "s", "auto", MIXED)[2]
     said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
     assert len(said) == report.anew == 2
     assert "(2 of 4 steps so far)" in said[1]
