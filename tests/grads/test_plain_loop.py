@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from parity.machine_calls import WRITES
+from support import chains
 from support.bits import same_bits
-from support.chains import smallest
 from support.checkpointed import Block
 from torch import nn
 
@@ -122,40 +123,17 @@ def test_programs_that_keep_values_equal_the_plain_loop(tmp_path, program, batch
     assert all(same_bits(one.detach(), other) for one, other in zip(wanted, found, strict=True))
 
 
-def in_place(parameter):
-    parameter.clamp_(-0.05, 0.05)
-
-
-def through_data(parameter):
-    parameter.data.clamp_(-0.05, 0.05)
-
-
-def through_numpy(parameter):
-    values = parameter.detach().numpy()
-    values[:] = values.clip(-0.05, 0.05)
-
-
-def written(model, write):
-    with torch.no_grad():
-        for parameter in model.blocks.parameters():
-            write(parameter)
-
-
-def made():
-    torch.manual_seed(0)
-    model = Stack()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def offloaded(tmp_path, gradients="auto", *, small=False):
-    given = {"gradients": gradients, "durability": "none"}
-    options = {"host_memory": smallest(memascend.offload, *made(), **given)} if small else {}
-    return memascend.offload(*made(), storage=tmp_path / "run.store", gradients=gradients, **options)
+    torch.manual_seed(0)
+    options = {"storage": tmp_path / "run.store", "model": Stack(), "kind": torch.optim.SGD, "gradients": gradients}
+    if small:
+        options["host_memory"] = chains.smallest(chains.offloaded, **options)
+    return chains.offloaded(**options)
 
 
 @pytest.mark.parametrize(
     ("write", "gradients", "small"),
-    [(in_place, "auto", True), (through_data, "ssd", False), (through_numpy, "fused", True)],
+    [("in place", "auto", True), ("data", "ssd", False), ("numpy", "fused", True)],
 )
 def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, write, gradients, small):
     model, optimizer = offloaded(tmp_path, gradients, small=small)
@@ -165,7 +143,8 @@ def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, writ
         optimizer.zero_grad()
 
         def loss_of(batch):
-            written(model, write)
+            for parameter in model.blocks.parameters():
+                WRITES[write](parameter)
             return model(batch).square().mean()
 
         with pytest.raises(memascend.UsageError, match=r"blocks\.\d\.[a-z.]+.*materialized\(model, modify=True\)"):
@@ -269,8 +248,7 @@ def test_threads_that_hold_what_the_other_needs_do_not_wait_for_each_other(tmp_p
     torch.manual_seed(0)
     both = threading.Barrier(2)
     model = Nested(lambda: both.wait(30))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD)
     x = torch.randn(4, WIDTH)
 
     @torch.no_grad()
