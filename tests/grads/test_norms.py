@@ -127,15 +127,6 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
     assert norms.of(present[2:3])[0]
 
 
-def test_a_bucket_is_bounded(counted, monkeypatch):
-    monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 1000)
-    norms, present = Norms(), gradients([100, 100, 100, 400, 10])
-    for gradient, values in present:
-        norms.measure_once(gradient, values)
-    assert norm(norms.of(present)) == (True, exact(present))
-    assert counted.launches == [3, 1, 1]
-
-
 def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
     """And read with all others: their rows are of a few blocks of memory."""
     norms, present = Norms(), gradients([3] * 150)
