@@ -161,24 +161,16 @@ def nothing(*_):
     return contextlib.nullcontext()
 
 
-def in_ram(case, threads):
-    def take(model, original):
-        if "state" not in case.options and "rounding" not in case.options:
-            return model, Reference(original, **case.options)
-        names = {p: name for name, p in model.named_parameters()}
-        embeddings = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-        return model, Reference(original, names=names, embeddings=embeddings, **case.options)
-
-    return play(case, threads, take, read=nothing)
-
-
 _references: dict[tuple[str, int], Outcome] = {}
 
 
 def reference(case, threads):
+    def take(model, original):
+        return model, Reference(original, model=model, **case.options)
+
     key = case.name, threads
     if key not in _references:
-        outcome = _references[key] = in_ram(case, threads)
+        outcome = _references[key] = play(case, threads, take, read=nothing)
         assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights), (
             "nothing was trained: this case could not fail"
         )
@@ -195,26 +187,21 @@ def committed(model, optimizer):
     optimizer.close()
 
 
-def smallest_budget(case, **options):
-    """The smallest budget that `offload` names for this case; the refused call changes nothing."""
-    with torch.random.fork_rng():
-        model = case.model().to(case.dtype)
-        return smallest(memascend.offload, model, case.optimizer(model), **case.options, **options)
-
-
 def budget_of(case, mode, options):
-    if mode.budget != "some":
-        return LARGE if mode.budget == "large" else smallest_budget(case, **options)
+    """As `offload` names it for this case, or plans it."""
+    if mode.budget == "large":
+        return LARGE
     with torch.random.fork_rng():
         model = case.model().to(case.dtype)
-        plan = planned(model, case.optimizer(model), Options(host_memory=LARGE, **options, **case.options)).plan
+        optimizer = case.optimizer(model)
+        if mode.budget == "smallest":
+            return smallest(memascend.offload, model, optimizer, **case.options, **options)
+        plan = planned(model, optimizer, Options(host_memory=LARGE, **options, **case.options)).plan
     return (plan.comfortable + plan.all_in_ram) // 2
 
 
 def offloaded(case, mode, folder):
-    options = {"storage": folder / "run.store", "gradients": mode.gradients}
-    if mode.durability == "none":
-        options["durability"] = "none"
+    options = {"storage": folder / "run.store", "gradients": mode.gradients, "durability": mode.durability}
     with threads_of_torch(mode.threads):
         budget = budget_of(case, mode, options)
     taken = []
@@ -279,8 +266,6 @@ def differences(expected, got):
 
 def describe(expected, got):
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor) and expected.shape == got.shape:
-        if expected.numel() == 1:
-            return f"{expected.item()!r} in RAM, {got.item()!r}"
         wrong = (expected != got).sum().item()
         distance = (expected.double() - got.double()).abs().max().item()
         return f"{wrong} of {expected.numel()} elements, by at most {distance:.3g}"

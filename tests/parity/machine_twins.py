@@ -212,10 +212,8 @@ class Plain:
         self.setup = setup
         self.model, self.members = setup.made(1)
         self.schedulers = setup.schedulers(self.members)
-        names = {p: name for name, p in self.model.named_parameters()}
-        embeddings = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
         options = {name: value for name, value in setup.options.items() if name != "nonfinite"}
-        self.references = [Reference(one, names=names, embeddings=embeddings, **options) for one in self.members]
+        self.references = [Reference(one, model=self.model, **options) for one in self.members]
         self.steps = 0
         self.user_state = None
         self.overflowed = False

@@ -33,11 +33,6 @@ def threads_of_torch(count):
         torch.set_num_threads(before)
 
 
-def key_of(name, seed):
-    """The parameter and the seed in one number, on which random bits depend."""
-    return xxhash.xxh3_64_intdigest(name.encode(), seed)
-
-
 def padded(values):
     """The elements in their logical order, in float32, followed by zeros up to a multiple of what a vector holds."""
     flat = values.detach().reshape(-1).float()
@@ -58,10 +53,9 @@ class Reference(torch.optim.Optimizer):
         state=None,
         rounding="nearest",
         seed=0,
-        names=None,
-        embeddings=(),
+        model=None,
     ):
-        """`names` of the parameters, of which random bits are drawn; `embeddings` keep 32 bits where others have 8."""
+        """Of `model` formats ask for names, which random bits depend on, and for embeddings, which keep 32 bits."""
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         self.original = original
@@ -69,7 +63,7 @@ class Reference(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.stochastic = rounding == "stochastic"
         self.formats = state in ("bf16", "8bit") or self.stochastic
-        self.state_format, self.seed, self.names, self.embeddings = state, seed, names, embeddings
+        self.state_format, self.seed, self.model = state, seed, model
         self.adam = (type(original) in ADAMS and master_dtype is not None) or self.formats
         self.master_dtype = master_dtype
         half = any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
@@ -89,20 +83,21 @@ class Reference(torch.optim.Optimizer):
         return torch.nn.Parameter(padded(p) if self.adam else p.detach().float())
 
     def _inner(self):
-        if self.formats:
-            return self._in_formats()
         groups = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
+        if self.formats:
+            return self._in_formats(groups)
         if self.adam:
             groups = [{**group, "fused": True, "foreach": False} for group in groups]
         return type(self.original)(groups)
 
-    def _in_formats(self):
-        groups = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
+    def _in_formats(self, groups):
+        names = {p: name for name, p in self.model.named_parameters()}
+        embeddings = {one.weight for one in self.model.modules() if isinstance(one, torch.nn.Embedding)}
         widths, keys = {}, {}
         for p, master in self.masters.items():
-            small = p.numel() < 4096 or any(p is one for one in self.embeddings)
+            small = p.numel() < 4096 or p in embeddings
             widths[master] = "fp32" if self.state_format == "8bit" and small else self.state_format or "fp32"
-            keys[master] = key_of(self.names[p], self.seed)
+            keys[master] = xxhash.xxh3_64_intdigest(names[p].encode(), self.seed)
         rule = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "momentum"}
         return MomentsInRam(groups, widths=widths, keys=keys, rule=rule[type(self.original)])
 
