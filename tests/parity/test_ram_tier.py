@@ -2,7 +2,7 @@
 
 import pytest
 from parity.zoo_plain import Stack, next_token, tokens
-from support.chains import offloaded
+from support.chains import offloaded, train
 from torch import Generator
 
 
@@ -17,10 +17,7 @@ def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability
     with optimizer:
         for module in model.modules():
             module.register_forward_pre_hook(note)
-        for batch in tokens(Generator().manual_seed(2), 3):
-            next_token(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, tokens(Generator().manual_seed(2), 3), next_token)
         report = optimizer.report()
     assert len(seen) == len(list(model.parameters())), "each has one address for the whole run"
     assert report.units["fetches"] == 0

@@ -7,7 +7,7 @@ import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack, next_token, tokens
 from support.bits import same_states
-from support.chains import smallest
+from support.chains import smallest, step
 from support.disks import faulty
 
 import memascend
@@ -26,9 +26,7 @@ class Training:
         return next_token(self.model, self.batches[index])
 
     def step(self, index=0):
-        self.loss(index).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step(self.model, self.optimizer, self.batches[index], next_token)
 
     def weights(self):
         """The committed weights, copied."""

@@ -1,7 +1,5 @@
 """Tests how a process ends after an interrupted training: its own status, and only its own error on stderr."""
 
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -11,6 +9,7 @@ from support.checkpointed import Model
 from torch import nn
 
 import memascend
+from memascend.engine import Store
 
 # A part of a backward is left over in each of them, and the saved tensors that it holds are ours.
 BEGIN = """
@@ -32,7 +31,7 @@ class Blocks(nn.Module):
 
 model = Blocks()
 optimizer = torch.optim.AdamW(model.parameters())
-options = {"activations": "ssd"} if how == "kept" else {}
+options = {"durability": "none", **({"activations": "ssd"} if how == "kept" else {})}
 model, optimizer = memascend.offload(model, optimizer, storage=storage, gradients="fused", **options)
 x = torch.randn(256, 64, requires_grad=how == "reentrant")
 
@@ -65,30 +64,90 @@ for target in (work, optimizer.close):
     thread.start()
     thread.join()
 """
-# How the blocks are computed, the program, what is raised or the status of the process; and whether it is always run.
+# How the blocks are computed, the program, and what is raised or the status of the process.
 ENDS = {
-    "uncaught": ("", TWICE, "UsageError", True),
-    "recomputed": ("recomputed", CAUGHT, 0, True),
-    "reentrant": ("reentrant", CAUGHT, 0, False),
-    "kept": ("kept", CAUGHT, 0, False),
-    "exit": ("", EXIT, 3, False),
-    "closed elsewhere": ("", CLOSED_ELSEWHERE, 0, False),
+    "the end": ("", "", 0),
+    "in the middle of a step": ("", "loss().backward()", 0),
+    "in a thread": ("", "threading.Thread(target=lambda: loss().backward()).start()", 0),
+    "uncaught": ("", TWICE, "UsageError"),
+    "recomputed": ("recomputed", CAUGHT, 0),
+    "reentrant": ("reentrant", CAUGHT, 0),
+    "kept": ("kept", CAUGHT, 0),
+    "exit": ("", EXIT, 3),
+    "closed elsewhere": ("", CLOSED_ELSEWHERE, 0),
     # The one that failed is still held by what it raised.
-    "held": ("", CAUGHT.replace("    pass", "    error = sys.exc_info()"), 0, False),
+    "held": ("", CAUGHT.replace("    pass", "    error = sys.exc_info()"), 0),
 }
 
 
-@pytest.mark.parametrize("end", [pytest.param(end, marks=() if ENDS[end][3] else pytest.mark.slow) for end in ENDS])
-def test_a_process_ends_as_it_would_without_us(tmp_path, end):
-    how, program, raised, _ = ENDS[end]
-    words = [sys.executable, "-c", BEGIN + program, str(tmp_path / "run.store"), how]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
-    if isinstance(raised, int):
-        assert (done.returncode, done.stderr) == (raised, "")
-    else:
-        assert done.returncode == 1, done
-        assert done.stderr.count("Traceback") == 1, done.stderr
-        assert raised in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_as_it_would_without_us_and_keeps_what_was_committed(tmp_path, loaded, end):
+    how, program, raised = ENDS[end]
+    status = raised if isinstance(raised, int) else 1
+    said = loaded(BEGIN + program, tmp_path / "run.store", how, status=status)
+    assert said.count("Traceback") == (status == 1), said
+    assert raised in said.splitlines()[-1] if status == 1 else said == ""
+    with Store.open(tmp_path / "run.store") as store:
+        assert store.step == 1
+
+
+# `show` is called last of all that is called at exit, as it is registered first.
+SHOW = """
+import atexit
+def show():
+    print("alive:", any(thread.is_alive() for thread in threads))
+atexit.register(show)
+threads = []
+"""
+LEFT = """
+import contextlib, os, signal, time
+handled, left = threading.Event(), threading.Event()
+
+def accumulate(loss_of=lambda x: model(x).square().sum()):
+    optimizer.accumulate(loss_of, [x, x], by_layer=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+def handle(*_):
+    handled.set()
+    raise KeyboardInterrupt
+
+def interrupts(gradient):
+    # After the first Ctrl-C the call waits for the micro-batch, and after the second it does not.
+    os.kill(os.getpid(), signal.SIGINT)
+    handled.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    left.wait()
+    time.sleep(0.5)
+    return gradient
+
+def loss_of(x):
+    threads.append(threading.current_thread())
+    out = model(x)
+    out.register_hook(interrupts)
+    return out.square().sum()
+
+class Slow:
+    # What Python frees last takes longer than the backward.
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+slow = Slow()
+# The first call shows the order of units.
+accumulate()
+signal.signal(signal.SIGINT, handle)
+with contextlib.suppress(KeyboardInterrupt):
+    accumulate(loss_of)
+print("left:", any(thread.is_alive() for thread in threads))
+left.set()
+"""
+
+
+def test_threads_of_micro_batches_end_before_python_does(python, tmp_path):
+    """Those of a call that was left by a second Ctrl-C, in a backward."""
+    said = python(SHOW + BEGIN + LEFT, tmp_path / "run.store", "")
+    assert "left: True" in said
+    assert "alive: False" in said
 
 
 def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):

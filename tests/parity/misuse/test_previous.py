@@ -6,6 +6,7 @@ import pytest
 import torch
 from parity.harness import adamw
 from parity.zoo_plain import Stack
+from support.chains import everything
 
 import memascend
 from memascend import ConfigError, CorruptionError, StorageError, engine
@@ -47,15 +48,8 @@ def trained(offloaded, steps, **options):
 
 def picture(training):
     optimizer = training.optimizer
-    named = dict(training.model.named_parameters())
-    return {
-        "steps": optimizer.steps,
-        "lr": optimizer.param_groups[0]["lr"],
-        "user_state": optimizer.user_state,
-        "seen": training.model.seen.tolist(),
-        "weights": {name: values.tolist() for name, values in training.weights().items()},
-        "state": {name: optimizer.state_of(p)["exp_avg"].tolist() for name, p in named.items()},
-    }
+    values = {name: value.tolist() for name, value in everything(training.model, optimizer).items()}
+    return optimizer.steps, optimizer.param_groups[0]["lr"], optimizer.user_state, values
 
 
 def again(offloaded, existing, lr=None, **options):

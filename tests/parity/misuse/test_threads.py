@@ -11,26 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity.zoo_plain import Stack
 
 import memascend
 from memascend import UsageError
-
-
-def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
-    training = offloaded(Stack(tied=True), steps=1)
-    expected = [training.loss(index).detach() for index in range(4)]
-
-    @torch.no_grad()
-    def evaluates(index):
-        for turn in range(12):
-            batch = (index + turn) % 4
-            assert torch.equal(training.loss(batch), expected[batch])
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(evaluates, range(3)))
-    training.step(1)
-    assert training.optimizer.steps == 2
 
 
 def in_other_thread(function):
@@ -105,9 +88,8 @@ def test_a_step_while_another_thread_computes(offloaded):
         computing.set()
         stepped.wait(20)
 
-    thread = threading.Thread(target=training.loss)
     with training.model.blocks[1].register_forward_pre_hook(waits):
-        thread.start()
+        ended = in_other_thread(training.loss)
         try:
             assert computing.wait(20)
             with pytest.raises(UsageError, match="forward"):
@@ -117,7 +99,7 @@ def test_a_step_while_another_thread_computes(offloaded):
             assert training.optimizer.steps == before
         finally:
             stepped.set()
-            thread.join()
+            ended()
     training.optimizer.step()
     assert training.optimizer.steps == before + 1
 
