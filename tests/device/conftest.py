@@ -34,6 +34,14 @@ def device():
         yield torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.fixture
+def data(device):
+    """Batches of tokens, there."""
+    from parity.zoo_plain import tokens
+
+    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     try:

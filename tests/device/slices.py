@@ -105,11 +105,9 @@ def ended(command, env, log, limit):
 
 def tested(options, told, env, until):
     """Runs tests until all have an outcome or the time is up; whether all have."""
-    files = [str(path) for path in options.tests or with_devices()]
-    marked = ["-m", "gpu"] if not options.tests else []
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
-        "--timeout", str(options.timeout), *marked, *files,
+        "--timeout", str(options.timeout), "-m", "gpu", *map(str, with_devices()),
     ]  # fmt: skip
     while (left := until - time.monotonic() - ENDS_WITHIN) > 0:
         before = len(lines(told))
@@ -161,7 +159,6 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
     parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
     parser.add_argument("--again", action="store_true", help="begin anew")
-    parser.add_argument("--tests", type=Path, nargs="+", help="these files instead, whatever their marks")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds
     options.state = options.state.absolute()
@@ -179,7 +176,7 @@ def main(arguments=None):
     log = options.state / "torch.log"
     env = environment(site, told)
     sees = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not options.tests and ended([sys.executable, "-c", sees], env, log, options.seconds):
+    if ended([sys.executable, "-c", sees], env, log, options.seconds):
         raise SystemExit(f"torch sees no CUDA device, so that every test would be skipped: see {log}")
     complete = tested(options, told, env, until)
     text, failed = summary(options, told, complete=complete)

@@ -8,17 +8,12 @@ import torch
 from device.test_device import begun, losses, step
 from device.training import check
 from parity.harness import Case
-from parity.zoo_plain import next_token, tokens
+from parity.zoo_plain import next_token
 from parity.zoo_transformers import LLAMA
 
 import memascend
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def data(device):
-    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
 
 
 @pytest.fixture
@@ -190,16 +185,6 @@ def test_a_context_that_is_lost(tmp_path, device, python, data, expected):
 def test_a_device_that_is_not_there(tmp_path):
     with pytest.raises(memascend.ConfigError, match="torch sees"):
         begun(tmp_path, f"cuda:{torch.cuda.device_count()}")
-
-
-@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
-def test_another_than_the_first(tmp_path, expected):
-    device = torch.device("cuda", 1)
-    data = [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
-    model, optimizer = begun(tmp_path, device)
-    with optimizer:
-        assert model.head.weight.device == device
-        assert losses(model, optimizer, data) == expected
 
 
 def test_a_larger_model_than_the_budget(tmp_path, device):

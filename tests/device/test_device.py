@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from parity.zoo_plain import Stack, next_token, tokens
-from support import checkpointed
+from parity.zoo_plain import Stack, next_token
+from support import chains, checkpointed
 from support.bits import same_states
 from support.chains import chain, offloaded, values
 
@@ -11,27 +11,16 @@ import memascend
 from memascend.device.unit_memory import DeviceUnits
 
 
-@pytest.fixture
-def data(device):
-    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
-
-
 def begun(folder, device, **options):
     torch.manual_seed(1)
-    model = Stack()
     folder.mkdir(exist_ok=True)
-    options = {"storage": folder / "run.store", "gradients": "fused", "device": device, **options}
     # What a simulated device computes is whatever memory had.
-    options["nonfinite"] = "commit"
-    return memascend.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    options = {"gradients": "fused", "device": device, "nonfinite": "commit", **options}
+    return offloaded(folder / "run.store", Stack(), **options)
 
 
 def step(model, optimizer, batch):
-    loss = next_token(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return chains.step(model, optimizer, batch, next_token).item()
 
 
 def losses(model, optimizer, data, count=3):

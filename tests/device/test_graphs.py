@@ -5,16 +5,11 @@ import contextlib
 import pytest
 import torch
 from device.test_device import begun, losses, step
-from parity.zoo_plain import next_token, tokens
+from parity.zoo_plain import next_token
 from support.grids import covered
 
 import memascend
 from memascend.device.device import Device, refuse_graphs
-
-
-@pytest.fixture
-def data(device):
-    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])

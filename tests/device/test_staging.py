@@ -1,7 +1,6 @@
 """Tests the way of units to a device and of gradients from it: the arena's slots, staging, windows."""
 
 import gc
-import math
 from functools import partial
 
 import pytest
@@ -13,8 +12,6 @@ from memascend.device.arena import DeviceArena
 from memascend.device.device import Device
 from memascend.device.transfer import DeviceEngine, Staging
 from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, TimeoutExpired, UsageError
-from memascend.plan.decision import GRADIENT_WINDOWS
-from memascend.storage.records import CHUNK_ELEMENTS
 
 UNITS = ("first", "second")
 ELEMENTS, CHUNK = 50_000, 128 << 10
@@ -211,24 +208,6 @@ def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, there):
             lent.commit(2)
 
 
-def test_python_is_asked_for_few_windows(there, tmp_path):
-    """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
-    elements = 2_600_000
-    values = torch.zeros(elements, dtype=torch.bfloat16)
-    record = engine.Record(name="large", values=values, state=engine.adam_state(values))
-    ((window_bytes, count),) = GRADIENT_WINDOWS.items()
-    asked = []
-    with filled(tmp_path / "large.store", [record]) as store, engine.Engine(store) as updates:
-        lent = DeviceEngine(updates, there, [pages(window_bytes) for _ in range(count)])
-        window = lent._window
-        lent._window = lambda *where: asked.append(where) or window(*where)
-        lent.update("large", values.to(there.torch_device), engine.Adam(step=1))
-        lent.commit(1)
-        updates.finish()
-    assert len(asked) == math.ceil(2 * elements / (window_bytes // (2 * CHUNK_ELEMENTS) * 2 * CHUNK_ELEMENTS))
-    assert len(asked) <= 2 * elements // (4 << 20) + 1
-
-
 def test_a_gradient_is_let_go_when_it_was_used(store, there):
     gradient = torch.randn(ELEMENTS // 2).to(there.torch_device)
     with engine.Engine(store) as updates:
@@ -244,14 +223,10 @@ def test_a_copy_that_fails_fails_the_step(store, there, monkeypatch):
     with engine.Engine(store) as updates:
         lent = lent_windows(updates, there)
         with monkeypatch.context() as patch:
-            patch.setattr(there, "take", broken)
+            patch.setattr(there, "take", lambda *_: 1 / 0)
             lent.update("first.0", torch.ones(ELEMENTS // 2).to(there.torch_device), engine.Adam(step=1))
-            with pytest.raises(DeviceError, match="an error of the device"):
+            with pytest.raises(DeviceError, match="division by zero"):
                 updates.commit(1)
         updates.discard()
         assert store.step == 0
         assert torch.equal(store.read("first.0")[0], before[0])
-
-
-def broken(*_):
-    raise RuntimeError("an error of the device")

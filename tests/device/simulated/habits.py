@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import warnings
 
@@ -118,13 +117,6 @@ def refused_device():
     raise AssertionError("it was not refused")
 
 
-def compiled():
-    model, options = linear()
-    for block in model:
-        block.compile(backend="aot_eager")
-    return trained(*offloaded(model, **options))
-
-
 def dispatched(where):
     """A model that accelerate has placed, as transformers does with `device_map=`."""
     from accelerate import dispatch_model, infer_auto_device_map
@@ -146,31 +138,6 @@ def dispatched(where):
             assert value.device == before[name], name
         return {"refused": type(error).__name__, "why": str(error)}
     return trained(model, optimizer)
-
-
-def tiny():
-    """A model of transformers, saved: the folder."""
-    from parity.zoo_transformers import qwen2
-
-    torch.manual_seed(0)
-    folder = tempfile.mkdtemp()
-    qwen2(tied=False).save_pretrained(folder)
-    return folder
-
-
-def loaded(where):
-    """`from_pretrained(device_map=)`: the weights are on the device before the call, and what is saved is theirs."""
-    warnings.simplefilter("ignore")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny(), device_map=where)
-    assert {p.device.type for p in model.parameters()} == {"cuda"}
-    first = {name: value.cpu() for name, value in model.state_dict().items()}
-    ids = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
-    model, optimizer = offloaded(model, storage=None, device="cuda")
-    kept = model.state_dict()
-    assert all(torch.equal(kept[name], value) for name, value in first.items())
-    return trained(model, optimizer, lambda model: model(input_ids=ids, labels=ids).loss.backward())
 
 
 def prepared(before):

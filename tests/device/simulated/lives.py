@@ -159,8 +159,7 @@ def closed(slow="in", *, backward=False, dropped=False, **options):
         gc.collect()
         gone.set()
         thread.join()
-        check.compare()
-        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+        return check.compare()
 
 
 def _go_on_after(stream, gone):

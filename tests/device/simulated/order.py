@@ -208,10 +208,9 @@ class Training:
         self.optimizer.zero_grad()
 
     def compare(self):
-        self.check.compare()
         for name, value in self.model.state_dict().items():
             self.check.equal(value, self.twin.by_name[name].detach(), f"{name} on storage")
-        return {"checked": self.check.checked, "wrong": self.check.wrong, "faults": runtime.faults()}
+        return self.check.compare()
 
 
 @contextlib.contextmanager
@@ -330,5 +329,4 @@ def _used_anew(check, pieces, side, inward):
         check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
     torch.cuda.current_stream().synchronize()
     runtime.hold(side, held=False)
-    check.compare()
-    return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}
+    return check.compare()

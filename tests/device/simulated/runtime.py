@@ -169,7 +169,7 @@ class Check:
             self.wrong.append(f"{what} in step {self.step}: {found}, not {expected}")
 
     def compare(self):
-        """Look at all that was read, once the devices have come there."""
+        """What was checked and what was wrong of all that was read, once the devices have come there."""
         for device in range(torch.cuda.device_count()):
             # Which would make a context.
             if library.simulated_active(device):
@@ -179,6 +179,7 @@ class Check:
             if library.simulated_result(number) != expected:
                 self.wrong.append(what)
         self._reads.clear()
+        return {"checked": self.checked, "wrong": self.wrong, "faults": faults()}
 
 
 class Use(torch.autograd.Function):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
 # How many pass of each file: what looks at memory, registration, waits, launches and copies alone; others compare what
 # kernels compute.
 WITHOUT_NUMBERS = {
-    "device/test_staging.py": (14, []),
+    "device/test_staging.py": (13, []),
     "device/test_device.py": (
         8,
         [

@@ -42,15 +42,22 @@ def test_no_device_is_visible(simulated):
     assert "device='cpu'" in said
 
 
-@pytest.mark.parametrize("habit", ["autocast", pytest.param("compiled", marks=LONG)])
-def test_loops(simulated, habit):
-    assert simulated(f"habits.{habit}") == {"steps": 2, "faults": []}
+def test_autocast(simulated):
+    assert simulated("habits.autocast") == {"steps": 2, "faults": []}
 
 
-@pytest.mark.parametrize("where", ["cuda", pytest.param("auto", marks=LONG)])
-def test_a_device_map_of_one_device(simulated, where):
+@pytest.mark.parametrize(
+    ("habit", "how"),
+    [
+        ("dispatched", {"where": "cuda"}),
+        pytest.param("dispatched", {"where": "auto"}, marks=LONG),
+        ("prepared", {"before": False}),
+        pytest.param("prepared", {"before": True}, marks=LONG),
+    ],
+)
+def test_a_model_that_accelerate_places(simulated, habit, how):
     pytest.importorskip("accelerate")
-    assert simulated("habits.dispatched", where=where)["steps"] == 2
+    assert simulated(f"habits.{habit}", **how) == {"steps": 2, "faults": []}
 
 
 @pytest.mark.parametrize("where", ["several", "offloaded"])
@@ -60,18 +67,3 @@ def test_a_device_map_that_divides(simulated, where):
     found = simulated("habits.dispatched", where=where)
     assert found["refused"] == "ConfigError"
     assert "without device_map=" in found["why"]
-
-
-@pytest.mark.parametrize("where", [pytest.param(where, marks=LONG) for where in ("cuda", "auto")])
-def test_a_model_that_transformers_has_placed(simulated, where):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    # One device: "auto" divides a model over all that it sees.
-    found = simulated("habits.loaded", where=where, env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert found == {"steps": 2, "faults": []}
-
-
-@pytest.mark.parametrize("before", [pytest.param(True, marks=LONG), False])
-def test_accelerates_placement(simulated, before):
-    pytest.importorskip("accelerate")
-    assert simulated("habits.prepared", before=before) == {"steps": 2, "faults": []}
