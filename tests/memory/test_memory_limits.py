@@ -1,7 +1,6 @@
 """Tests real memory limits: RLIMIT_MEMLOCK as an unprivileged user, a memory cgroup, address space."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -70,29 +69,18 @@ except memascend.MemoryLimitError as error:
     assert "mmap of 256 MiB failed" in out
 
 
-@pytest.fixture
-def cgroup(cgroup):
-    """A memory cgroup of 512 MiB."""
+@pytest.mark.root
+def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
     first = cgroup / "memory.limit_in_bytes"
     (first if first.exists() else cgroup / "memory.max").write_text(str(512 << 20))
-    return cgroup
-
-
-IN_CGROUP = """
+    # What a forked process copies of what it shares would count.
+    out = python(
+        """
 import os, sys, torch, memascend
 from memascend.memory import Arena, Region, limits
 memascend.MemoryLimitError
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 assert limits()["cgroup"] == sys.argv[1] and limits()["cgroup_limit"] == 512 << 20, limits()
-"""
-
-
-@pytest.mark.root
-def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
-    # What a forked process copies of what it shares would count.
-    out = python(
-        IN_CGROUP
-        + """
 try:
     Region(1 << 30)
 except memascend.MemoryLimitError as error:
@@ -106,29 +94,3 @@ print("survived")
     )
     assert f"memory cgroup {cgroup} with a limit of {512 << 20} bytes" in out
     assert "survived" in out
-
-
-@pytest.mark.root
-def test_page_cache_does_not_count_against_the_limit(python, cgroup):
-    # Beside the source, since a temporary folder may be memory and no page cache.
-    folder = Path(__file__).resolve().parents[2] / "target"
-    folder.mkdir(exist_ok=True)
-    python(
-        IN_CGROUP
-        + """
-import pathlib
-before = limits()["available"]
-path = pathlib.Path(sys.argv[2]) / f"page-cache-{os.getpid()}"
-try:
-    with open(path, "wb") as file:
-        for _ in range(300):
-            file.write(bytes(1 << 20))
-        os.fsync(file.fileno())
-    assert limits()["available"] > before - (64 << 20), (before, limits()["available"])
-    Region(250 << 20).close()
-finally:
-    path.unlink()
-""",
-        cgroup,
-        folder,
-    )

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from memory.measured import Block
-from support.chains import offloaded, train
+from support.chains import offloaded, smallest, train
 from support.grids import covered, usual
 from torch import nn
 
-import memascend
 from memascend import memory
 from memascend.params.settling import Settling
 
@@ -22,12 +21,6 @@ STEPS = [1, 2, 3]
 def blocks(width, count=3, dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, width), *[Block(width) for _ in range(count)], nn.Linear(width, 4)).to(dtype)
-
-
-def smallest_of(folder, model, **options):
-    with pytest.raises(memascend.BudgetError) as refused:
-        offloaded(folder, model, host_memory=1, **options)
-    return refused.value.smallest
 
 
 def mapped_by_owner():
@@ -43,7 +36,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
     before = mapped_by_owner()
     model = blocks(width=256)
     if budget == "smallest":
-        budget = smallest_of(disk, model, gradients=gradients)
+        budget = smallest(offloaded, disk, model, gradients=gradients)
     model, optimizer = offloaded(disk, model, host_memory=budget, gradients=gradients)
     with optimizer:
         train(model, optimizer, STEPS)
@@ -132,7 +125,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
     model = blocks(width=512, count=2, dtype=torch.bfloat16)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert elements > 4_000_000
-    options = {"host_memory": smallest_of(disk, model, gradients=gradients)} if budget == "smallest" else {}
+    options = {"host_memory": smallest(offloaded, disk, model, gradients=gradients)} if budget == "smallest" else {}
     model, optimizer = offloaded(disk, model, gradients=gradients, **options)
     with contextlib.closing(optimizer):
         train(model, optimizer, STEPS[:1])
