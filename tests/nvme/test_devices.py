@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -43,40 +42,17 @@ def test_two_raw_devices_and_a_file_in_one_stripe(loop, tmp_path):
         assert read(volume, len(data), 12_345) == data
 
 
-FORMATS = {
-    "ext4": ["mkfs.ext4", "-q"],
-    "ext2": ["mkfs.ext2", "-q"],
-    "swap": ["mkswap"],
-    "xfs": ["mkfs.xfs", "-q", "-f"],
-    "btrfs": ["mkfs.btrfs", "-q", "-f"],
-    "vfat": ["mkfs.vfat"],
-    "f2fs": ["mkfs.f2fs", "-q"],
-    "ntfs": ["mkfs.ntfs", "-q", "-F"],
-    "luks": [
-        "cryptsetup",
-        "luksFormat",
-        "--batch-mode",
-        "--key-file=/proc/self/comm",
-        "--pbkdf=pbkdf2",
-        "--pbkdf-force-iterations=1000",
-    ],
-    "lvm": ["pvcreate", "-q"],
-}
-
-
 def beginning(device):
     with open(device, "rb") as file:
         return file.read(1 << 17)
 
 
 @root
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_foreign_device_is_refused_until_wiped(loop, kind):
-    tool = FORMATS[kind]
-    if shutil.which(tool[0]) is None:
-        pytest.skip(f"{tool[0]} is not installed")
-    device = loop(512 * MIB if kind in {"xfs", "btrfs", "f2fs"} else 64 * MIB)
-    subprocess.run([*tool, device], check=True, capture_output=True, input=b"")
+@pytest.mark.parametrize("tool", [["mkfs.ext4", "-q"], ["mkswap"]])
+def test_a_foreign_device_is_refused_until_wiped(loop, tool):
+    """Two of those whose signatures Rust has tables of."""
+    device = loop(64 * MIB)
+    subprocess.run([*tool, device], check=True, capture_output=True)
     first = beginning(device)
     with pytest.raises(StorageError, match="not ours") as caught:
         nvme.open(device)

@@ -1,6 +1,5 @@
 """Tests real faults: full, read-only, shortened, broken, vanished and slow devices."""
 
-import ctypes
 import errno
 import os
 import re
@@ -53,14 +52,6 @@ def test_a_full_file_system_is_found_at_open(small_ext4):
     failed(lambda: nvme.open([small_ext4 / "one", small_ext4 / "two"], size=100 * MIB), errno.ENOSPC)
     assert not (small_ext4 / "one").exists()
     assert not (small_ext4 / "two").exists()
-
-
-def test_a_file_once_reserved_never_meets_a_full_file_system(small_ext4, backend):
-    with nvme.open(small_ext4 / "volume", size=20 * MIB, backend=backend) as volume:
-        with pytest.raises(OSError, match="No space"):
-            (small_ext4 / "rest").write_bytes(bytes(64 * MIB))
-        volume.write(b"f" * (20 * MIB), 0).wait()
-        volume.flush()
 
 
 def test_a_read_only_file_system(small_ext4):
@@ -122,48 +113,6 @@ def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
     )
 
 
-def test_eio_on_write(backend):
-    made = subprocess.run(["zramctl", "--find", "--size", "64M"], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"no zram: {made.stderr}")
-    device = made.stdout.strip()
-    try:
-        limit = f"/sys/block/{os.path.basename(device)}/mem_limit"
-        with open(limit, "w") as file:
-            file.write("1M")
-        with nvme.open(device, backend=backend) as volume:
-            assert volume.alignment == 4096
-            tickets = [volume.write(os.urandom(MIB), index * MIB) for index in range(16)]
-            errors = []
-            for ticket in tickets:
-                try:
-                    ticket.wait()
-                except StorageError as error:
-                    errors.append(error)
-            assert errors
-            assert {error.errno for error in errors} <= {errno.EIO, errno.ENOMEM, errno.ENOSPC}
-            assert volume.stats()["failed"] == len(errors)
-            volume.write(bytes(8192), 0).wait()  # zeros take no room
-    finally:
-        subprocess.run(["zramctl", "--reset", device], check=False)
-
-
-def test_a_file_system_that_is_shut_down(small_ext4, backend):
-    volume = nvme.open(small_ext4 / "volume", size=8 * MIB, backend=backend)
-    works(volume)
-    folder = os.open(small_ext4, os.O_RDONLY)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        flags = ctypes.c_uint32(2)
-        assert libc.ioctl(folder, ctypes.c_ulong(0x8004587D), ctypes.byref(flags)) == 0
-    finally:
-        os.close(folder)
-    failed(volume.write(b"1" * 4096, 0).wait, errno.EIO, errno.ESHUTDOWN)
-    failed(volume.flush, errno.EIO, errno.ESHUTDOWN)
-    failed(volume.flush, errno.EIO, errno.ESHUTDOWN)
-    volume.close()
-
-
 @pytest.mark.parametrize("kind", ["file", "block device"])
 def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
     path = faulty.path if kind == "file" else loop(0, over=faulty.path)
@@ -183,23 +132,6 @@ def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
         faulty.set()
         assert read(volume, 6000, 3) == b"before" * 1000
         works(volume, 4 * MIB)
-
-
-def test_a_torn_write_is_an_error_on_its_ticket(faulty, backend):
-    with nvme.open(faulty.path, backend=backend) as volume:
-        volume.write(b"0" * MIB, 0).wait()
-        faulty.set(write={"errno": errno.EIO, "torn": True})
-        tickets = [volume.write(b"1" * 65536, index * 65536) for index in range(4)]
-        for index, ticket in enumerate(tickets):
-            error = failed(ticket.wait, errno.EIO)
-            assert index * 65536 <= error.offset < (index + 1) * 65536
-            failed(ticket.wait, errno.EIO)
-        faulty.set()
-        volume.write(b"2" * 65536, 0).wait()
-        into = read(volume, MIB)
-        assert into[:65536] == b"2" * 65536
-        assert into[4 * 65536 :] == b"0" * (MIB - 4 * 65536)
-        assert set(into[65536 : 4 * 65536]) == set(b"01"), "torn, and said so"
 
 
 def test_a_device_that_vanishes(faulty, backend):

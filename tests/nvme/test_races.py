@@ -1,6 +1,7 @@
 """Tests many openers of one new path at once: one wins, and no failure harms the winner."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -15,21 +16,17 @@ SIZE = 1 << 16
 
 def at_once(count, act):
     """The results of `act(index)` on so many threads that begin together; a MemascendError is a result, too."""
-    gate, results = threading.Barrier(count), [None] * count
+    gate = threading.Barrier(count)
 
     def run(index):
         gate.wait()
         try:
-            results[index] = act(index)
+            return act(index)
         except MemascendError as error:
-            results[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])

@@ -4,8 +4,8 @@ import ctypes
 import gc
 import os
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,22 +83,14 @@ def held():
 
 def one_round(workers, volume):
     """Every worker checks what it wrote before and writes anew."""
-    failures = []
 
     def work(worker):
-        try:
-            worker.check(volume)
-            for _ in range(30):
-                worker.batch(volume)
-        except BaseException as error:
-            failures.append(error)
+        worker.check(volume)
+        for _ in range(30):
+            worker.batch(volume)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(work, workers))
 
 
 @pytest.mark.soak

@@ -5,12 +5,11 @@ import os
 import random
 import stat
 import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from nvme.test_soak import Worker
+from nvme.test_soak import Worker, held
 from support.disks import read
 
 from memascend import ConfigError, StorageError, UsageError, memory, nvme
@@ -254,18 +253,15 @@ def test_close_waits_and_ends_everything(path, backend):
 
 
 def test_no_descriptor_and_no_thread_is_left(path):
-    def held():
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     with nvme.open(path, size=MIB) as volume:
         volume.write(b"unaligned", 1).wait()
-    before = held()
+    before = held()[:2]
     for backend in ["io_uring", "threads"] * 5:
         with nvme.open(path, backend=backend) as volume:
             volume.write(b"unaligned", 1).wait()
             with pytest.raises(StorageError):
                 nvme.open(path)
-    assert held() == before
+    assert held()[:2] == before
 
 
 def test_the_end_of_the_interpreter_drains(path, child):
@@ -311,8 +307,3 @@ def test_it_shows_itself(path):
         assert stats["written"]["bytes"] == 100
         assert (stats["written"]["operations"], stats["flushes"], stats["bounced_bytes"]) == (1, 1, 100)
     assert "closed" in repr(volume)
-
-
-def test_importing_it_does_not_import_torch(child):
-    assert child("import sys, memascend.nvme; print('torch' in sys.modules)") == "False"
-    assert sys.modules["torch"] is torch

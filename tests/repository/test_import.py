@@ -20,7 +20,7 @@ def test_memory_needs_no_torch_until_there_is_a_tensor(python):
     python(
         """
 import sys
-import memascend
+import memascend, memascend.nvme
 lease = memascend.memory.ChunkRing(4096, 1).lease()
 assert "torch" not in sys.modules
 import torch

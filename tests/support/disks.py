@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-
 
 class FaultyDisk:
     """The one file of `faulty_fuse`, and the switch for its faults."""
@@ -20,7 +18,7 @@ class FaultyDisk:
         self.folder.mkdir()
         self.control = folder / "control"
         self.set()
-        words = [sys.executable, HERE / "faulty_fuse.py", self.folder, str(16 << 20), self.control]
+        words = [sys.executable, Path(__file__).with_name("faulty_fuse.py"), self.folder, str(16 << 20), self.control]
         self.server = subprocess.Popen(words, stdout=subprocess.PIPE)
         assert self.server.stdout.readline() == b"mounted\n"
         self.path = self.folder / "disk"

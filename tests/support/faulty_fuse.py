@@ -2,8 +2,7 @@
 
 `python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed, or until the tests that began it are; these
 leave no mount behind. CONTROL is a JSON file, read before each
-request: {"read": {"errno": 5}, "write": {"errno": 5, "torn": true}, "fsync": {"errno": 5}, "delay": 0.5}. A torn write
-stores the first half of its bytes and fails.
+request: {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
 import ctypes
@@ -104,13 +103,8 @@ class Faulty:
             return bytes(self.disk[offset : offset + nbytes])
         if opcode == WRITE:
             _, offset, nbytes = struct.unpack_from("<QQI", body)
-            data = body[40 : 40 + nbytes]
-            fault = faults.get("write")
-            if not fault:
-                self.disk[offset : offset + nbytes] = data
-            elif fault.get("torn"):
-                self.disk[offset : offset + nbytes // 2] = data[: nbytes // 2]
-            self.fail(fault)
+            self.fail(faults.get("write"))
+            self.disk[offset : offset + nbytes] = body[40 : 40 + nbytes]
             return struct.pack("<II", nbytes, 0)
         if opcode == FSYNC:
             self.fail(faults.get("fsync"))
