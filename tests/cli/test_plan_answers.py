@@ -179,6 +179,10 @@ def test_the_drives_life(capsys, config):
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
     assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
     assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
+    # It comes first, in days.
+    rows = shown(capsys, config, *MACHINE, "--length", 128).partition("what   ")[2].splitlines()
+    assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
+    assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
 
 
 def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
@@ -271,13 +275,6 @@ def test_kinds_of_drives_have_names(capsys, config):
     named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
     assert named["step"] == said["step"]
     assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
-
-
-def test_the_drives_life_comes_first_in_days(capsys, config):
-    out = shown(capsys, config, "--gpu", "4090", "--drive", "gen4", "--length", "128")
-    rows = out.partition("what   ")[2].splitlines()
-    assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
-    assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
 
 
 # --- five lines -------------------------------------------------------------------------

@@ -44,11 +44,6 @@ CONFIGS = {
         {"model_type": "vit", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
          "intermediate_size": 256, "image_size": 32, "patch_size": 8},
     ),
-    "ResNet": (
-        "ResNetForImageClassification",
-        {"model_type": "resnet", "embedding_size": 32, "hidden_sizes": [64, 128], "depths": [2, 2],
-         "layer_type": "basic"},
-    ),
 }  # fmt: skip
 
 
@@ -61,7 +56,7 @@ def written(folder, name):
 
 def batch(name):
     generator = torch.Generator().manual_seed(0)
-    if name in ("ViT", "ResNet"):
+    if name == "ViT":
         return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": torch.tensor([0, 1])}
     ids = torch.randint(3, 2048, (2, 16), generator=generator)
     return {"input_ids": ids, "labels": ids}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plan.test_units import Language
 from torch import nn
 
 from memascend.plan.options import Options
@@ -11,26 +12,6 @@ WIDTH = 768
 # What a parameter moves with nothing in RAM, and takes where it is in RAM: values, state and a gradient that waits.
 MOVED = {torch.float32: 28, torch.bfloat16: 26}
 RAM_TIER = {torch.float32: 16, torch.bfloat16: 14}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.norm = nn.LayerNorm(WIDTH)
-
-
-class Model(nn.Module):
-    """A language model of 127 M parameters, on meta, of which the most are blocks, as in large ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4096, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(17))
-        self.head = nn.Linear(WIDTH, 4096, bias=False)
 
 
 # What is still moved of a parameter that is in RAM, where each step is durable: its gradient, raw, and a part of its
@@ -44,7 +25,8 @@ LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
 @pytest.mark.parametrize("dtype", MOVED)
 def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
     with torch.device("meta"):
-        model = Model().to(dtype)
+        # 127 M parameters, of which the most are blocks, as in large models.
+        model = Language(25, WIDTH, 4096).to(dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     log = {"storage": "store", "log_steps": 16} if durability == "step" else {}

@@ -239,34 +239,6 @@ def test_what_is_bound_around_what():
     assert units["lists.0.scales"].around == ()
 
 
-FAMILIES = {
-    "qwen2": ("Qwen2", "ForCausalLM", {"num_hidden_layers": 3, "num_key_value_heads": 2}, "model.layers.{}"),
-    "gpt2": ("GPT2", "LMHeadModel", {"n_layer": 3, "n_embd": 64, "n_head": 4}, "transformer.h.{}"),
-    "bert": ("Bert", "ForMaskedLM", {"num_hidden_layers": 3}, "bert.encoder.layer.{}"),
-    "t5": ("T5", "ForConditionalGeneration", {"num_layers": 3, "num_heads": 4, "d_ff": 128}, "decoder.block.{}"),
-    "vit": ("ViT", "ForImageClassification", {"num_hidden_layers": 3}, None),
-    "mixtral": ("Mixtral", "ForCausalLM", {"num_hidden_layers": 3, "num_key_value_heads": 2}, "model.layers.{}"),
-    "albert": ("Albert", "ForMaskedLM", {"num_hidden_layers": 3}, None),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_transformers(family):
-    transformers = pytest.importorskip("transformers")
-    kind, head, sizes, block = FAMILIES[family]
-    common = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
-    if family in ("gpt2", "t5"):
-        common = {"vocab_size": 512}
-    config = getattr(transformers, f"{kind}Config")(**common, **sizes)
-    with torch.device("meta"):
-        model = getattr(transformers, f"{kind}{head}")(config)
-    units = holds_each_once(model, find_units(model))
-    if block:
-        assert {block.format(index) for index in range(3)} <= set(units)
-    blocks = max(unit.nbytes for unit in units.values())
-    assert sum(unit.nbytes for unit in units.values() if unit.pinned) <= blocks
-
-
 def test_a_list_of_parameters_alone_is_one_unit():
     # It looked for ever for a module around it.
     model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
