@@ -10,7 +10,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TINY = TINY_MODEL = ("--layers", "2", "--width", "64")
+TINY = ("--layers", "2", "--width", "64")
 
 # What libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
@@ -21,7 +21,7 @@ def run(monkeypatch, capfd):
     """Runs an example in this process, which has what it imports, and returns what it printed."""
 
     def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *TINY, *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capfd.readouterr().out
 
@@ -35,9 +35,9 @@ def losses(output):
 def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    whole = losses(run("plain_loop.py", "--steps", 5, "--storage", tmp_path / "one"))
-    first = losses(run("plain_loop.py", "--steps", 3, "--storage", tmp_path / "two"))
-    second = losses(run("plain_loop.py", "--steps", 5, "--storage", tmp_path / "two"))
+    whole = losses(run("plain_loop.py", *TINY, "--steps", 5, "--storage", tmp_path / "one"))
+    first = losses(run("plain_loop.py", *TINY, "--steps", 3, "--storage", tmp_path / "two"))
+    second = losses(run("plain_loop.py", *TINY, "--steps", 5, "--storage", tmp_path / "two"))
     assert [step for step, _ in whole] == list("12345")
     assert first + second == whole
     assert (tmp_path / "one/weights.pt").read_bytes() == (tmp_path / "two/weights.pt").read_bytes()
@@ -46,7 +46,7 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
 def test_plain_loop_on_a_file(run, tmp_path):
     """A path that is not there becomes a file, beside which the weights lie."""
     store = tmp_path / "store"
-    out = run("plain_loop.py", "--steps", 1, "--storage", store)
+    out = run("plain_loop.py", *TINY, "--steps", 1, "--storage", store)
     assert len(losses(out)) == 1
     assert store.is_file()
     weights = tmp_path / "store.weights.pt"
@@ -54,10 +54,9 @@ def test_plain_loop_on_a_file(run, tmp_path):
     assert all(value.isfinite().all() for value in torch.load(weights).values())
 
 
-def test_trainer(run, small, tmp_path, monkeypatch):
+def test_trainer(run, small, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    monkeypatch.setitem(globals(), "TINY", ())
     options = (*small[:2], "--data", write_text(tmp_path), *small[4:], "--steps", 4, "--output", tmp_path / "trained")
     out = run("hf_trainer.py", *options)
     assert len(re.findall(r"'loss': '?([^',]+)", out)) == 4
@@ -76,12 +75,11 @@ def test_trainer(run, small, tmp_path, monkeypatch):
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
 
 
-def test_lora(run, small, tmp_path, monkeypatch):
+def test_lora(run, small, tmp_path):
     pytest.importorskip("peft")
     from safetensors.torch import load_file
     from support.small_folder import write_rows
 
-    monkeypatch.setitem(globals(), "TINY", ())
     data = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What is it? ", "completion": "a test"}] * 2)
     out = run("lora.py", *small[:2], "--data", data, "--steps", 3, "--output", tmp_path / "adapters")
     assert [step for step, _ in losses(out)] == list("123")
@@ -100,10 +98,9 @@ def size(shown):
     return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
-def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path, monkeypatch):
+def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path):
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setitem(globals(), "TINY", ())
-    run("small_model.py", tmp_path, *TINY_MODEL, "--kind", "mixtral", "--vocabulary", 300, "--rows", 4)
+    run("small_model.py", tmp_path, *TINY, "--kind", "mixtral", "--vocabulary", 300, "--rows", 4)
     given = ("--model", tmp_path / "model", "--data", write_text(tmp_path), "--storage", tmp_path / "store")
     given += ("--length", 16, "--output", tmp_path / "out")
     out = "".join(run("mixture_of_experts.py", *given, "--steps", steps) for steps in (1, 3))
@@ -144,7 +141,6 @@ def small(tmp_path):
 def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
     import transformers
 
-    monkeypatch.setitem(globals(), "TINY", ())
     more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
     whole = losses(run("finetune.py", *small[:4], "--storage", tmp_path / "other", "--output", tmp_path / "a", *more))
     assert [step for step, _ in whole] == list("123")
@@ -173,7 +169,7 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
 def test_small_model(run, tmp_path):
     """What README's commands run on: a folder that loads as any from the hub does, and rows of each kind."""
     transformers = pytest.importorskip("transformers")
-    run("small_model.py", tmp_path, "--vocabulary", 300, "--rows", 20)
+    run("small_model.py", tmp_path, *TINY, "--vocabulary", 300, "--rows", 20)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
