@@ -9,7 +9,7 @@ import torch
 from support.bits import same_bits
 from support.rank_models import backward, offloaded, train
 from support.rank_runs import lives
-from support.ranks import on_ranks
+from support.ranks import ranks
 from torch import distributed
 
 from memascend.checkpoint.reader import Checkpoint, identity_of
@@ -25,7 +25,7 @@ GIVEN = ({}, {"host_memory": "1GiB", "log_steps": 3}, {"gradients": "ssd", "max_
 
 
 def whole(ranks, steps):
-    """Of a life without an error: what every rank has after each step."""
+    """Ranks of a life without an error."""
     assert all((rank["error"], rank["committed"]) == (None, steps) for rank in ranks), ranks
     return ranks
 
@@ -45,11 +45,21 @@ def survived(ranks, faulty=1, seconds=60.0):
         assert rank["seconds"] < seconds, rank
 
 
-def cut(tmp_path, point, given, *, world=3, faulty=1):
-    """A life that ends by a fault; then all go on at one step, with the bits of a life without."""
+# In the first one rank 0 has written its root, and gives it up when all are opened again.
+POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.cycle(GIVEN), strict=False))]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("point", "given", "world"),
+    [POINTS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in POINTS[1:])],
+    ids=str,
+)
+def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, point, given, world):
+    """All go on at one step, with the bits of a life without a fault."""
     run = functools.partial(lives, tmp_path, world, given=given)
     reference = whole(run(name="reference", steps=7), 7)
-    at = 5 if point == "close" else 3
+    faulty, at = (0 if given == GIVEN[1] else 1), (5 if point == "close" else 3)
     ranks = run(fault=KILL, point=point, at=at, faulty=(faulty,))
     # One that dies in close() ends it for nobody else.
     if point != "close":
@@ -57,19 +67,6 @@ def cut(tmp_path, point, given, *, world=3, faulty=1):
     again = whole(run(steps=7), 7)
     assert [rank["opened"] for rank in again] == [COMMON[point]] * world
     same(again, reference)
-
-
-@pytest.mark.timeout(400)
-def test_a_rank_that_is_killed_between_the_roots_takes_the_step_from_all(tmp_path):
-    # Rank 0 has written its root, and gives it up when all are opened again.
-    cut(tmp_path, "after staged", {}, world=2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("point", "given"), [*zip(COMMON, itertools.cycle(GIVEN), strict=False)], ids=str)
-def test_every_point_of_a_step(tmp_path, point, given):
-    cut(tmp_path, point, given, faulty=0 if given == GIVEN[1] else 1)
 
 
 @pytest.mark.timeout(400)
@@ -83,15 +80,8 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
         assert rank["ranks"] == [1], rank
 
 
-@pytest.mark.parametrize(
-    ("fault", "point"),
-    [
-        (KILL, "before groups"),
-        (KILL, "in groups"),
-        pytest.param(STOP, "before groups", marks=pytest.mark.slow),
-        pytest.param(STOP, "in groups", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("point", ["before groups", "in groups"])
+@pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_before_all_can_talk_is_named(tmp_path, fault, point):
     # gloo waits for as long as it is told, and then the others look for each other.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
@@ -180,25 +170,6 @@ def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
     assert not list((tmp_path / "run" / place).parent.glob(".saved*"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_flipped_bit_is_named_on_all(tmp_path):
-    reference = whole(lives(tmp_path, 2, "reference", steps=7), 7)
-    whole(lives(tmp_path, 2), 5)
-    (path,) = (tmp_path / "run" / "rank-1-of-2").iterdir()
-    content = bytearray(path.read_bytes())
-    # The newest root, in both of its sectors: step 5 is generation 6.
-    for at in (4096 + 40, 4096 + 4096 - 512 + 40):
-        content[at] ^= 1
-    path.write_bytes(content)
-    for rank in lives(tmp_path, 2, steps=7):
-        assert rank["error"].startswith("CorruptionError: rank 1"), rank
-        assert "existing='previous' opens commit 5" in rank["error"]
-    again = whole(lives(tmp_path, 2, steps=7, existing="previous"), 7)
-    assert [rank["opened"] for rank in again] == [4, 4]
-    same(again, reference)
-
-
 # --- one of two ranks fails -------------------------------------------------------------------
 
 # Micro-batches of a step, on both ranks; and steps.
@@ -218,7 +189,8 @@ def require_the_failure(do):
     assert faulty or raised.value.ranks == (1,)
 
 
-def fails(folder):
+@ranks(2)
+def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(folder):
     """Rank 1 fails in step(), in a gather, in a backward; a step is done again, or the run is resumed."""
     faulty = distributed.get_rank() == 1
     trained, optimizer = offloaded(f"{folder}/whole", **SMALL)
@@ -248,7 +220,3 @@ def fails(folder):
     optimizer.close()
     with offloaded(f"{folder}/run", existing="resume", **SMALL)[1] as optimizer:
         assert optimizer.steps == STEPS
-
-
-def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(tmp_path):
-    on_ranks(2, fails, tmp_path)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.rank_models import position
-from support.ranks import on_ranks
+from support.ranks import on_ranks, ranks
 from torch import distributed
 
 from memascend.distributed import control_plane
@@ -34,7 +34,10 @@ def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
     on_ranks(count, agrees, tmp_path)
 
 
-def waits(_, hangs):
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [True, False])
+@ranks(7)
+def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(folder, hangs):  # noqa: ARG001
     """Rank 3 is named where it does not come, though ranks wait for others, and came at other times."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     began = time.monotonic()
@@ -49,13 +52,11 @@ def waits(_, hangs):
     assert time.monotonic() - began < TIMEOUT * (1 + rank / 12) + 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(tmp_path, hangs):
-    on_ranks(7, waits, tmp_path, hangs)
-
-
-def stages(_, digests, apart):
+@pytest.mark.parametrize(
+    ("digests", "apart"), [([1, 2, 1, 2, 1, 2], ()), ([1, 1, 2, 1, 1, 1], (2,)), ([1, 2, 2, 1, 1, 2], (2, 3))]
+)
+@ranks(6)
+def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apart):  # noqa: ARG001
     """Ranks stage rows that others stage, too; those that computed other values are named on all."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
@@ -71,13 +72,6 @@ def stages(_, digests, apart):
     finally:
         # Otherwise this process may be gone before its last word has left.
         exchange.close()
-
-
-@pytest.mark.parametrize(
-    ("digests", "apart"), [([1, 2, 1, 2, 1, 2], ()), ([1, 1, 2, 1, 1, 1], (2,)), ([1, 2, 2, 1, 1, 2], (2, 3))]
-)
-def test_replicas_that_stage_other_values_end_a_step_on_all(tmp_path, digests, apart):
-    on_ranks(6, stages, tmp_path, digests, apart)
 
 
 @pytest.mark.parametrize("arrived", [True, False])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.rank_models import adamw, backward, loss_of, model, sharded, whole
-from support.ranks import on_ranks
+from support.ranks import ranks
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import memascend
@@ -52,7 +52,8 @@ def require_refused(folder, words, prepare, make=sharded, **options):
     assert all(map(torch.equal, values, mine.parameters()))
 
 
-def hooks_of_two_ranks(folder):
+@ranks(2)
+def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
     """Each way of hooking: refused, or the values are those of FSDP2 in memory."""
     ways = "(?s)set_all_reduce_hook\\(\\) was called on 1.*reduction='native'"
     require_refused(folder, ways, lambda mine: mine[1].set_all_reduce_hook(lambda sums: sums.mul_(2)))
@@ -76,7 +77,3 @@ def hooks_of_two_ranks(folder):
         mine[1].set_custom_reduce_scatter(Doubling())
         with pytest.raises(memascend.MemascendError, match=CUSTOM):
             loss_of(mine, 0, 0)
-
-
-def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(tmp_path):
-    on_ranks(2, hooks_of_two_ranks, tmp_path)

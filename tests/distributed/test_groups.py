@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.ranks import on_ranks
+from support.ranks import ranks
 from torch import distributed
 
 from memascend.distributed import groups
@@ -99,7 +99,8 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
     over.set()
 
 
-def leaving(folder):
+@ranks(3)
+def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
     """Rank 1 is gone once rank 0 heard it; rank 2 did not hear it, and left before rank 0 asks again."""
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if rank == 0:
@@ -135,11 +136,9 @@ def _await(folder, *names):
         time.sleep(0.005)
 
 
-def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(tmp_path):
-    on_ranks(3, leaving, tmp_path)
-
-
-def gone(folder, kind):
+@pytest.mark.parametrize("kind", ["gather", "move"])
+@ranks(4)
+def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folder, kind):
     """Whom a rank names where rank 3 is gone: rank 1, which is not next to it in gloo's ring, hears of it from others.
 
     Nobody's process ends before all have left.
@@ -162,8 +161,3 @@ def gone(folder, kind):
     exchange.close()
     Path(folder, f"left-{rank}").touch()
     _await(folder, *(f"left-{other}" for other in range(4)))
-
-
-@pytest.mark.parametrize("kind", ["gather", "move"])
-def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(tmp_path, kind):
-    on_ranks(4, gone, tmp_path, kind)

@@ -226,6 +226,17 @@ def test_going_back_forks_a_run(tmp_path):
     assert Life(tmp_path, 4).began == [2, 2]
 
 
+def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commit_before(tmp_path):
+    Life(tmp_path, 3)
+    content = bytearray((tmp_path / "rank-1").read_bytes())
+    # The newest root, in both of its sectors: step 3 is generation 4.
+    for at in (4096 + 40, 4096 + 4096 - 512 + 40):
+        content[at] ^= 1
+    (tmp_path / "rank-1").write_bytes(content)
+    refused(tmp_path, "existing='previous' opens commit 3")
+    assert Life(tmp_path, 4, existing="previous").began == [2, 2]
+
+
 def test_a_store_that_another_run_changed_since_it_was_chosen_is_refused(tmp_path):
     Life(tmp_path, 1, size=1)
     path = tmp_path / "rank-0"
@@ -312,6 +323,17 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     for existing in ("replace", "previous"):
         with pytest.raises(memascend.ConfigError, match=r"stores of 2 ranks are in .*'resume' resumes from them"):
             find_earlier(str(tmp_path), existing, Alone(), Layout(0, 1, 1))
+    content = paths[1].read_bytes()
+    rootless = content[:4096] + bytes(2 * 4096) + content[3 * 4096 :]
+    for spoil, words in (
+        (lambda: paths[1].write_bytes(bytes(len(content))), "the store of rank 1 of 2 holds no commit"),
+        (lambda: paths[1].write_bytes(rootless), "rank-1-of-2.*no commit is found"),
+        (paths[1].unlink, "the store of rank 1 of 2 cannot be reached"),
+    ):
+        spoil()
+        with pytest.raises(memascend.MemascendError, match=words):
+            find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
+    paths[1].write_bytes(content)
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.rank_models import position, whole
-from support.ranks import on_ranks
+from support.ranks import on_ranks, ranks
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -76,7 +76,8 @@ def test_ranks_have_the_bits_of_fsdp2_in_memory_and_float64_those_of_one_process
     on_ranks(count, do, tmp_path)
 
 
-def own_expert(folder):
+@ranks(2)
+def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
     """Each rank reaches an expert of its own, which is a unit or not: that is refused, and the run goes on."""
     rank, tokens = distributed.get_rank(), torch.zeros(2, 3, dtype=torch.long)
     for each in (True, False):
@@ -98,7 +99,3 @@ def own_expert(folder):
         optimizer.step()
         assert optimizer.steps == 1
         optimizer.close()
-
-
-def test_experts_that_one_rank_alone_reaches_are_refused_by_name(tmp_path):
-    on_ranks(2, own_expert, tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.rank_models import adamw, backward, loss_of, model, sharded, whole
-from support.ranks import on_ranks
+from support.ranks import ranks
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +21,8 @@ ROWS = {
 }
 
 
-def aliased(folder):
+@ranks(2)
+def test_an_alias_on_one_rank_is_refused_on_all(folder):
     """Each alias is refused on both ranks; once it is gone, the loss of a step is that of the other kind of model."""
     rank, losses = distributed.get_rank(), []
     for make, ways in ((sharded, VIEW | ROWS), (model, VIEW)):
@@ -43,10 +44,6 @@ def aliased(folder):
     assert losses[0] == losses[1]
 
 
-def test_an_alias_on_one_rank_is_refused_on_all(tmp_path):
-    on_ranks(2, aliased, tmp_path)
-
-
 def flat_views(trained):
     """One buffer of this rank's rows of all gradients, of which each gradient is a view."""
     parameters = list(trained.parameters())
@@ -60,7 +57,8 @@ def flat_views(trained):
     return flat
 
 
-def flat_gradients(folder):
+@ranks(2)
+def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
     """A loop sees in a buffer of gradients what it sees in memory, in each mode, and ends with the same weights."""
     wanted = []
     for mode in (None, "ssd", "ram", "auto", "fused"):
@@ -85,7 +83,3 @@ def flat_gradients(folder):
         assert all(map(same_bits, found, wanted)), mode
         if mode is not None:
             optimizer.close()
-
-
-def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(tmp_path):
-    on_ranks(2, flat_gradients, tmp_path)

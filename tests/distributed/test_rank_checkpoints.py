@@ -198,8 +198,31 @@ def every(folder):
     return require_own_states_and_sums(folder)
 
 
-def require_what_one_process_writes(tmp_path, count, cases):
-    source = tmp_path / "source"
+# The parameters' dtype, the optimizer, how the run begins, steps, and the format of the state; by number of ranks.
+MORE = [
+    *((dtype, kind, start, 2, None) for dtype in ("bfloat16", "float32")
+      for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))),
+    ("bfloat16", "adamw", "checkpoint", 1, None),
+    ("bfloat16", "radam", "weights", 1, None),
+]  # fmt: skip
+CASES = {
+    2: [
+        ("bfloat16", "adamw", "values", 2, "8bit"),
+        ("bfloat16", "adamw", "values", 3, "bf16"),
+        ("bfloat16", "adamw", "values", 3, "stochastic"),
+        ("bfloat16", "adamw", "checkpoint", 1, None),
+        ("bfloat16", "adamw", "weights", 0, None),
+        ("bfloat16", "sgd", "function", 1, None),
+        ("float32", "sgd", "initialised", 0, None),
+    ],
+    3: MORE,
+    4: [*MORE, ("float32", "adamw", "values", 2, "8bit"), ("bfloat16", "sgd", "values", 2, "8bit")],
+}
+
+
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
+def test_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path, count):
+    source, cases = tmp_path / "source", CASES[count]
     # One process has written where some of them begin.
     train_and_save(tmp_path, "source", (cases[0][0], cases[0][1], "values", 1, None), None, count)
     on_ranks(count, train_all, tmp_path, cases, source)
@@ -208,19 +231,6 @@ def require_what_one_process_writes(tmp_path, count, cases):
         alone = tmp_path / f"alone-{number}"
         assert same_checkpoints(tmp_path / f"{number}", alone)
         assert not same_checkpoints(tmp_path / f"hidden/{number}", alone)
-
-
-def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
-    cases = [
-        ("bfloat16", "adamw", "values", 2, "8bit"),
-        ("bfloat16", "adamw", "values", 3, "bf16"),
-        ("bfloat16", "adamw", "values", 3, "stochastic"),
-        ("bfloat16", "adamw", "checkpoint", 1, None),
-        ("bfloat16", "adamw", "weights", 0, None),
-        ("bfloat16", "sgd", "function", 1, None),
-        ("float32", "sgd", "initialised", 0, None),
-    ]
-    require_what_one_process_writes(tmp_path, 2, cases)
 
 
 def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
@@ -235,17 +245,3 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
         trained, alone = memascend.offload(trained, alone, storage=tmp_path / "one", checkpoint=tmp_path / "own-states")
     assert alone.user_state == {"position": 0}
     alone.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 4])
-def test_more_ranks_write_it_too(tmp_path, count):
-    cases = [
-        (dtype, kind, start, 2, None)
-        for dtype in ("bfloat16", "float32")
-        for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))
-    ]
-    cases += [("bfloat16", "adamw", "checkpoint", 1, None), ("bfloat16", "radam", "weights", 1, None)]
-    if count == 4:
-        cases += [("float32", "adamw", "values", 2, "8bit"), ("bfloat16", "sgd", "values", 2, "8bit")]
-    require_what_one_process_writes(tmp_path, count, cases)

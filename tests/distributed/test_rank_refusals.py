@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.rank_models import adamw, backward, loss_of, model, offloaded, sharded, whole
-from support.ranks import on_ranks
+from support.ranks import ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -131,13 +131,10 @@ def require_finite_norms(folder, **options):
     optimizer.close()
 
 
-def all_of_it(folder):
+@ranks(2)
+def test_what_does_not_work_is_refused_on_all_ranks(folder):
     require_refusals(folder)
     require_reads_and_no_writes(folder)
     require_finite_norms(f"{folder}/clips", max_grad_norm=1.0)
     require_finite_norms(f"{folder}/keeps", gradients="ssd")
     require_finite_norms(f"{folder}/skips", gradients="fused", nonfinite="skip")
-
-
-def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
-    on_ranks(2, all_of_it, tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.rank_models import backward, loss_of, model, shard, whole, without_mean
+from support.rank_models import loss_of, model, shard, step, whole, without_mean
 from support.ranks import on_ranks
 from torch import distributed
 
@@ -40,11 +40,9 @@ def train(folder, until):
     optimizer.schedule(scheduler_of(optimizer))
     rates = []
     with optimizer:
-        for step in range(optimizer.steps, until):
-            backward(trained, step, MICRO_BATCHES)
+        while optimizer.steps < until:
             rates.append([group["lr"] for group in optimizer.param_groups])
-            optimizer.step()
-            optimizer.zero_grad()
+            step(trained, optimizer, MICRO_BATCHES)
         return rates, whole(trained)
 
 

@@ -117,19 +117,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
         {"host_memory": "1GiB", "log_steps": 3},
         {"kind": "RMSprop", "durability": "none"},
         {"kind": "several"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("last", [True, False], ids=["plain", "divided"])
-def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
-    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, last), (2, False)], options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "options",
-    [
         {"state": "8bit"},
         {"state": "8bit", **LOGGED},
         {"state": "bf16"},
@@ -138,9 +125,9 @@ def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
     ],
     ids=str,
 )
-def test_state_in_fewer_bits_goes_on_with_four_two_and_three(tmp_path, options):
+def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
     """With the log each life ends before what it holds is written to the store, and the next one replays it."""
-    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False)], options)
+    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 
 def test_a_store_of_another_replica_that_a_rank_uses_is_not_left_over(tmp_path):
@@ -163,9 +150,16 @@ def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypat
 
 
 def gone(folder, point, until, options):
-    """Rank 1, or all ranks, are gone at a point of going over to another number of ranks; see `_break_at`."""
+    """Ranks are gone at a point of going over to another number of them; the error of this one, and the stores then.
+
+    See `_break_at`.
+    """
     _break_at(point, distributed.get_rank())
-    return refused(folder, "run", until, False, options)
+    try:
+        error = said(lambda: train(folder, "run", until, False, options))
+    except OSError as met:
+        error = str(met)
+    return error, there(Path(folder, "run"))
 
 
 def _break_at(point, rank):
@@ -206,15 +200,6 @@ def _die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(folder, name, until, plain, options):
-    """The error that a rank meets, and which stores there are then."""
-    try:
-        error = said(lambda: train(folder, name, until, plain, options))
-    except OSError as met:
-        error = str(met)
-    return error, there(Path(folder, name))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
@@ -231,72 +216,21 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     assert find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).files == paths
 
 
-def begun_by_three(tmp_path):
-    """A run by three ranks, and by two with the same store: its values after two steps, and what starts it."""
-
-    def run(count, function, step, **options):
-        return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options})
-
-    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
-    run(3, train, 1)
-    return whole, run
-
-
-def require_goes_on(run, whole):
-    for _, _, values, left in run(2, train, 2):
-        assert all(map(same_bits, values, whole))
-        assert left == stores(2)
-
-
 def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
-    whole, run = begun_by_three(tmp_path)
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    on_ranks(3, train, tmp_path, "run", 1, False, {"timeout": 20.0})
     for error, left in on_ranks(2, gone, tmp_path, "read", 2, {"timeout": 20.0}):
         assert "as if the drive were gone" in error
         assert set(stores(3)) <= set(left)
     first, _ = on_ranks(2, gone, tmp_path, "first root", 2, {"timeout": 20.0}, ends=(0, -9))
     assert first[0].startswith("RankError"), first
     assert set(stores(3)) <= set(first[1])
-    require_goes_on(run, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_what_is_refused_leaves_the_earlier_stores(tmp_path):
-    whole, run = begun_by_three(tmp_path)
-    for existing, words in (("refuse", "existing='resume' resumes from them"), ("replace", "move them away")):
-        for error, left in run(2, refused, 2, existing=existing):
-            assert words in error, error
-            assert set(stores(3)) <= set(left)
-    gone = tmp_path / "run" / stores(3)[2]
-    gone.rename(tmp_path / "elsewhere")
-    for error, _ in run(2, refused, 2):
-        assert "the store of rank 2 of 3 cannot be reached" in error
-    (tmp_path / "elsewhere").rename(gone)
-    for error, _ in run(2, refused, 2, kind="several"):
+    for error, left in on_ranks(2, gone, tmp_path, "", 2, {"timeout": 20.0, "kind": "several"}):
         assert "the earlier stores are of AdamW, and the optimizer is SGD + AdamW" in error
-    for error, left in run(2, refused, 2, kind="RMSprop"):
-        assert "the earlier stores are of AdamW" in error
         assert set(stores(3)) <= set(left)
-    require_goes_on(run, whole)
-
-
-def gone_over(tmp_path, counts, last):
-    """Kill a run each time it has gone over to another number of ranks; then go on with `last`, with the bits of all.
-
-    Of each number but the first comes a point at which all of its ranks are killed.
-    """
-    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
-    (first, _), *others = counts
-    on_ranks(first, train, tmp_path, "run", 1, False, {})
-    for count, point in others:
-        # A rank without a shot of its own is told of the others'.
-        on_ranks(count, gone, tmp_path, point, 2, {"timeout": 20.0}, ends=(0, -9))
-    for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
-        assert began == 1
+    for _, _, values, left in on_ranks(2, train, tmp_path, "run", 2, False, {"timeout": 20.0}):
         assert all(map(same_bits, values, whole))
-        # Of those that were never filled a warning says that they can go: what looks unfilled may be damaged.
-        unfilled = {file for count, point in others if point == "root" and count != last for file in stores(count)}
-        assert set(left) - unfilled == set(stores(last))
+        assert left == stores(2)
 
 
 @pytest.mark.slow
@@ -310,27 +244,16 @@ def gone_over(tmp_path, counts, last):
     ids=str,
 )  # fmt: skip
 def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
-    gone_over(tmp_path, [(count, point) for count in counts], last)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_store_of_zeros_is_named_and_nothing_begins_anew(tmp_path):
-    """Whatever number of ranks comes next; and where it has no commit any more, too."""
-    on_ranks(2, train, tmp_path, "run", 2, False, {})
-    file = tmp_path / "run" / stores(2)[1]
-    bytes_of_it = file.read_bytes()
-    rootless = bytearray(bytes_of_it)
-    rootless[4096 : 3 * 4096] = bytes(2 * 4096)
-    for content, named, words in (
-        (bytes(len(bytes_of_it)), "the store of rank 1 of 2", "holds no commit"),
-        (bytes(rootless), "rank-1-of-2", "no commit is found"),
-    ):
-        file.write_bytes(content)
-        ((error, left),) = on_ranks(1, refused, tmp_path, "run", 3, True, {})
-        assert named in error, error
-        assert words in error, error
-        assert left == stores(2)
-    file.write_bytes(bytes_of_it)
-    ((began, _, _, left),) = on_ranks(1, train, tmp_path, "run", 3, True, {})
-    assert (began, left) == (2, stores(1))
+    """All ranks of each number but the first are killed there, and `last` go on with the bits of all."""
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    first, *others = counts
+    on_ranks(first, train, tmp_path, "run", 1, False, {})
+    for count in others:
+        # A rank without a shot of its own is told of the others'.
+        on_ranks(count, gone, tmp_path, point, 2, {"timeout": 20.0}, ends=(0, -9))
+    for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
+        assert began == 1
+        assert all(map(same_bits, values, whole))
+        # Of those that were never filled a warning says that they can go: what looks unfilled may be damaged.
+        unfilled = {file for count in others if point == "root" and count != last for file in stores(count)}
+        assert set(left) - unfilled == set(stores(last))

@@ -1,14 +1,14 @@
 """Tests what is read from divided weights between steps, and written through doors: the bits of FSDP2 in memory."""
 
+import contextlib
 import os
 import signal
 import time
 
 import pytest
 import torch
-from support.bits import files, same_bits
+from support.bits import same_bits
 from support.rank_models import (
-    Odd,
     adamw,
     backward,
     loss_of,
@@ -20,7 +20,7 @@ from support.rank_models import (
     trainable,
     whole,
 )
-from support.ranks import on_ranks
+from support.ranks import on_ranks, ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -40,16 +40,6 @@ def made(folder, **options):
     if options:
         trained, optimizer = memascend.offload(trained, optimizer, storage=folder, timeout=60.0, **options)
     return trained, optimizer
-
-
-def copied(values, given):
-    for value, one in zip(values, given.values(), strict=True):
-        value.copy_(local(one))
-
-
-def others():
-    torch.manual_seed(7)
-    return {name: one.detach().clone() for name, one in Odd().state_dict().items()}
 
 
 def local(one):
@@ -112,7 +102,8 @@ def require_refusals(trained, optimizer):
     assert all(map(same_bits, before, whole(trained)))
 
 
-def refusals(folder):
+@ranks(2)
+def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(folder):
     trained = sharded(torch.float32)
     trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/s", timeout=60.0)
     with optimizer:
@@ -122,8 +113,24 @@ def refusals(folder):
         assert optimizer.steps == 1
 
 
-def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(tmp_path):
-    on_ranks(2, refusals, tmp_path)
+@torch.no_grad()
+def change_in_place(trained, rank, *, offloads):
+    """Change weights in the ways that torch has, which the model computes with at once."""
+    kept = trained.embed.weight.detach()
+    with memascend.materialized(trained, modify=True) if offloads else contextlib.nullcontext():
+        named = dict(trained.named_parameters())
+        # It is the head, too; the biases have the same bits.
+        named["embed.weight"].mul_(2)
+        named["narrow.2.bias"].mul_(1)
+        named["narrow.0.weight"].data.add_(0.25)
+        torch._foreach_mul_([named["frozen.weight"], named["frozen.bias"]], 0.5)
+        local(named["narrow.2.weight"]).detach().view(torch.int32).numpy()[...] ^= 1
+        # In memory it would leave parameters gathered.
+        inside = loss_of(trained, 7, rank) if offloads else None
+        del named
+    # A view that was taken of a sharded weight reads its newest values.
+    assert torch.equal(kept.full_tensor(), trained.embed.weight.full_tensor())
+    assert inside is None or loss_of(trained, 7, rank).item() == inside.item()
 
 
 def loop(folder, options):
@@ -155,7 +162,7 @@ def loop(folder, options):
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
     turn(3)
     # As loops load their weights.
-    full = others()
+    full = model(torch.float32, "odd").state_dict()
     set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
     found += get_model_state_dict(trained, options=FULL).values()
     turn(4)
@@ -167,13 +174,16 @@ def loop(folder, options):
     else:
         torch._foreach_mul_([local(one.detach()) for one in trained.parameters()], 0.5)
     turn(6)
+    change_in_place(trained, rank, offloads=bool(options))
+    turn(7)
     # An evaluation with other weights, and back.
     own = {name: one.detach().clone() for name, one in named.items()}
     for given in (ema, own):
-        write(optimizer, list(named.values()), lambda values, given=given: copied(values, given))
+        rows = [local(one) for one in given.values()]
+        write(optimizer, list(named.values()), lambda values, rows=rows: torch._foreach_copy_(values, rows))
         with torch.no_grad():
-            found.append(loss_of(trained, 7, rank))
-    turn(7)
+            found.append(loss_of(trained, 8, rank))
+    turn(8)
     write(optimizer, [weight], lambda values: values[0].fill_(0.5))
     if options:
         optimizer.close()
@@ -208,53 +218,10 @@ def test_they_are_in_every_mode(tmp_path, count):
 # --- within materialized() ----------------------------------------------------------------------
 
 
-def begun(storage, **options):
-    return offloaded(f"{storage}/", of="odd", gradients="ssd", timeout=10.0, **options)
-
-
-def require_same(kept, weight):
-    """A view that was taken of a sharded weight reads its newest values."""
-    assert kept is None or torch.equal(kept.full_tensor(), weight.full_tensor())
-
-
-@torch.no_grad()
-def change(folder, name, **options):
-    """Change weights between two steps, in each way that torch has, and save the result."""
-    trained, optimizer = begun(f"{folder}/{name}", **options)
-    with optimizer:
-        with torch.enable_grad():
-            step(trained, optimizer, MICRO_BATCHES)
-        # Of one process it would be a copy, for which the commit below is refused.
-        kept = trained.embed.weight.detach() if distributed.is_initialized() else None
-        # It leaves parameters gathered, under fully_shard().
-        loss_of(trained, 0, 0)
-        with memascend.materialized(trained, modify=True):
-            named = dict(trained.named_parameters())
-            # It is the head, too; the biases have the same bits.
-            named["embed.weight"].mul_(2)
-            named["narrow.2.bias"].mul_(1)
-            named["narrow.0.weight"].data.add_(0.25)
-            torch._foreach_mul_([named["frozen.weight"], named["frozen.bias"]], 0.5)
-            rows = getattr(named["narrow.2.weight"], "_local_tensor", named["narrow.2.weight"])
-            rows.detach().view(torch.int16).numpy()[...] ^= 1
-            require_same(kept, named["embed.weight"])
-            inside = loss_of(trained, 0, 0)
-            del rows, named
-        require_same(kept, trained.embed.weight)
-        assert loss_of(trained, 0, 0).item() == inside.item()
-        with memascend.materialized(trained):
-            assert loss_of(trained, 0, 0).item() == inside.item()
-        with torch.enable_grad():
-            step(trained, optimizer, MICRO_BATCHES)
-        optimizer.save(f"{folder}/{name}-saved")
-
-
-def changes_and_faults(folder):
+def faults(folder):
     """Rank 1 fails within the block and is named on rank 0; at last it is killed there."""
-    change(folder, "replicated", shards=False)
-    change(folder, "sharded")
     rank = distributed.get_rank()
-    trained, optimizer = begun(f"{folder}/faults")
+    trained, optimizer = offloaded(f"{folder}/faults/", of="odd", gradients="ssd", timeout=10.0)
     step(trained, optimizer, MICRO_BATCHES)
     before = whole(trained)
     for modify in (True, False):
@@ -275,11 +242,7 @@ def changes_and_faults(folder):
 
 
 def test_weights_are_changed_within_materialized_on_all_ranks_or_on_none(tmp_path):
-    assert on_ranks(2, changes_and_faults, tmp_path, ends=(0, -signal.SIGKILL)) == [(True, True), None]
-    change(tmp_path, "one", shards=False)
-    saved = files(tmp_path / "one-saved")
-    for name in ("replicated", "sharded"):
-        assert files(tmp_path / f"{name}-saved") == saved
+    assert on_ranks(2, faults, tmp_path, ends=(0, -signal.SIGKILL)) == [(True, True), None]
     with memascend.engine.Store.open(tmp_path / "faults/rank-0-of-2/memascend.store") as store:
         assert store.step == 2
         assert store.read("embed.weight")[0].any()

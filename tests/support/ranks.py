@@ -7,6 +7,7 @@ the ranks: imports take longer than most of what ranks do.
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 import pickle
 import signal
@@ -19,7 +20,7 @@ import torch
 from support.lives import environment
 from support.loaded import Loaded, die_with_parent
 
-__all__ = ["on_ranks"]
+__all__ = ["on_ranks", "ranks"]
 
 # How long the others may still say something when a rank has failed.
 LAST_WORDS_SECONDS = 2.0
@@ -64,6 +65,22 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     return [_result(place / f"result-{rank}") for rank in range(count)]
 
 
+def ranks(count):
+    """Has a test run by each of so many ranks; its arguments are the folder, and what it is parametrized by."""
+
+    def decorate(function):
+        def test(tmp_path, **given):
+            on_ranks(count, function, tmp_path, *given.values())
+
+        _, *others = inspect.signature(function).parameters.values()
+        tmp_path = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([tmp_path, *others])
+        test.of_a_rank = function
+        return test
+
+    return decorate
+
+
 @functools.cache
 def _loaded():
     """The process that has torch. It ends with this one."""
@@ -90,7 +107,8 @@ def run(place):
     (place / "group").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     source, name, arguments, count = pickle.loads((place / "task").read_bytes())
-    function = getattr(_imported(source), name)
+    found = getattr(_imported(source), name)
+    function = getattr(found, "of_a_rank", found)
     running = {_forked(place, rank, count, function, arguments): rank for rank in range(count)}
     ends = [None] * count
     deadline, hanging = None, set()
