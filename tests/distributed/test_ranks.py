@@ -43,6 +43,7 @@ def require_same(folder, dtype, options, rounds, kind, *, mean):
     assert all(map(same_bits, found, [*losses[rank::count], *values])), (kind, dtype, options, rounds)
 
 
+# The dtype, options, and micro-batches of a rank.
 CASES = [
     ("float32", {"gradients": "fused"}, 1),
     ("bfloat16", {"gradients": "ssd"}, 2),
@@ -52,18 +53,18 @@ CASES = [
     ("float32", {"max_grad_norm": 0.1}, 1),
     ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 2),
 ]
-# Uneven rows, frozen and tied parameters.
-ODD = [
-    ("bfloat16", {"gradients": "ssd"}, 2),
-    ("float32", {"gradients": "fused"}, 1),
-    ("bfloat16", {"max_grad_norm": 0.1}, 1),
-]
-# Blocks that are recomputed.
-CHECKPOINTED = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"gradients": "fused"}, 1)]
-# A model that offload() shards itself.
-UNDIVIDED = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"units": ["1"]}, 1)]
-# In RAM gradients may wait in another way.
-IN_RAM = ("bfloat16", {"host_memory": "1GiB"}, 2)
+# Numbers of ranks, the model, whether FSDP2 takes the means, and cases.
+RUNS = {
+    "more": ((3, 4), "plain", False, CASES),
+    # Uneven rows, frozen and tied parameters.
+    "odd": ((2, 3, 4, 5), "odd", False, [CASES[1], CASES[0], ("bfloat16", {"max_grad_norm": 0.1}, 1)]),
+    # Blocks that are recomputed.
+    "checkpointed": ((2,), "checkpointed", False, [CASES[1], CASES[0]]),
+    # A model that offload() shards itself.
+    "undivided": ((2, 3), "undivided", False, [CASES[1], ("float32", {"units": ["1"]}, 1)]),
+    # In RAM gradients may wait in another way.
+    "means": ((2, 4), "plain", True, [*CASES, ("bfloat16", {"host_memory": "1GiB"}, 2)]),
+}
 
 
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
@@ -72,17 +73,8 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("counts", "kind", "cases", "mean"),
-    [
-        ((3, 4), "plain", CASES, False),
-        ((2, 3, 4, 5), "odd", ODD, False),
-        ((2,), "checkpointed", CHECKPOINTED, False),
-        ((2, 3), "undivided", UNDIVIDED, False),
-        ((2, 4), "plain", [*CASES, IN_RAM], True),
-    ],
-    ids=["more", "odd", "checkpointed", "undivided", "means"],
-)
-def test_other_models_and_more_ranks_have_them(tmp_path, counts, kind, cases, mean):
+@pytest.mark.parametrize("name", RUNS)
+def test_other_models_and_more_ranks_have_them(tmp_path, name):
+    counts, kind, mean, cases = RUNS[name]
     for count in counts:
         on_ranks(count, train_all, tmp_path / str(count), cases, kind, mean, seconds=110)
