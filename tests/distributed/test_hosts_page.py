@@ -13,7 +13,7 @@ from support.bits import files
 from support.lives import environment
 from support.torchrun import Hosts
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
 (PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -97,7 +97,6 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     assert saved(hosts) == alone
 
 
-@pytest.mark.slow
 def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     """Accelerate shards on GPUs alone, so each rank begins with `as_if_on_gpus()`."""
     pytest.importorskip("transformers")
@@ -123,7 +122,6 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-@pytest.mark.slow
 def test_a_host_whose_name_is_a_loopback_address_needs_the_interface(hosts, alone):
     for host in range(2):
         hosts.name_hosts(host, as_debian=True)
@@ -136,7 +134,6 @@ def test_a_host_whose_name_is_a_loopback_address_needs_the_interface(hosts, alon
     assert saved(hosts) == alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     running = start(hosts, "drives")
@@ -169,7 +166,6 @@ def lose_drive(hosts, name):
     (hosts.folder_of(1, "nvme1") / "run").unlink()
 
 
-@pytest.mark.slow
 def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     lose_drive(hosts, "drives")
     told = end(start(hosts, "drives"), 1)
@@ -179,7 +175,6 @@ def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     assert saved(hosts) == alone
 
 
-@pytest.mark.slow
 def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
     lose_drive(hosts, "replicas")
     output = end(start(hosts, "replicas"))
@@ -188,7 +183,6 @@ def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
     assert saved(hosts) == alone
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
     running = start(hosts, "restarts")
     for step, rank in ((3, 3), (9, 0)):
@@ -200,7 +194,6 @@ def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
     assert saved(hosts) == alone
 
 
-@pytest.mark.slow
 def test_slurms_line_starts_a_run(hosts, alone, tmp_path):
     """With programs in place of Slurm's: `srun` starts its command here, on each host; `scontrol` lists both hosts."""
     programs = {
