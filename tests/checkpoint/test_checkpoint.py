@@ -19,8 +19,6 @@ from memascend.text import Progress
 KINDS = [
     pytest.param(torch.bfloat16, torch.optim.AdamW, {}, {}, id="bf16"),
     pytest.param(torch.float16, torch.optim.AdamW, {}, {}, id="fp16"),
-    pytest.param(torch.float32, torch.optim.Adam, {"weight_decay": 0.1}, {}, id="fp32"),
-    pytest.param(torch.bfloat16, torch.optim.SGD, {"momentum": 0.9}, {}, id="momentum"),
     pytest.param(torch.float32, torch.optim.SGD, {}, {}, id="no state"),
     pytest.param(torch.bfloat16, torch.optim.NAdam, {}, {}, id="scalars"),
     pytest.param(torch.float32, torch.optim.Adafactor, {}, {}, id="odd shapes"),

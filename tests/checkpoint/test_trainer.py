@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from support import trained_program
 from support.bits import same_states
 from support.chains import offloaded
 from support.chains import values as weights
-from support.trained_program import Ended, rows
+from support.trained_program import Ended, compared, rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import memascend
@@ -24,7 +23,6 @@ from memascend.trainer import Callback
 from memascend.trainer.reference import offload_both
 
 STEPS = 6
-MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
 # What the libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
@@ -54,9 +52,7 @@ def trainer(model, optimizer, output, *callbacks, **more):
 
 def said(trained):
     """Its log, without what a clock said and what is said of storage."""
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "epoch")
-    history = [{name: entry[name] for name in kept if name in entry} for entry in trained.state.log_history]
-    return [entry for entry in history if "loss" in entry or "eval_loss" in entry]
+    return [compared(entry) for entry in trained.state.log_history if "loss" in entry or "eval_loss" in entry]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def begun(tmp_path, *, existing="refuse", checkpoint=None, seed=0):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A training that ended within its fifth step: its store holds the step that its last checkpoint does."""
+    """What is left of a training that ended within its fifth step, at whose begin it had written a checkpoint."""
     folder = tmp_path_factory.mktemp("first")
     with threads_of_torch(1):
         model, optimizer = begun(folder)
@@ -92,7 +88,7 @@ def first(tmp_path_factory):
 
 @pytest.fixture
 def ended(first, tmp_path):
-    """A copy of what is left of it, and where its Trainer wrote."""
+    """Where the Trainer wrote, of a copy of it."""
     shutil.copytree(first, tmp_path, dirs_exist_ok=True)
     return tmp_path / "trained"
 
@@ -179,14 +175,6 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         assert same_states(weights(model), before) == bool(callbacks)
 
 
-def simple(output, **more):
-    return TrainingArguments(str(output), report_to=[], use_cpu=True, disable_tqdm=True, **more)
-
-
-def vectors(count=16):
-    return [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(count)]
-
-
 class Plain(torch.nn.Module):
     """A model that transformers knows nothing of."""
 
@@ -201,52 +189,48 @@ class Plain(torch.nn.Module):
         return {"loss": (out - labels).square().mean(), "logits": out}
 
 
-@pytest.mark.parametrize("only", [False, True])
-def test_a_model_of_ones_own(tmp_path, only):
-    def run(output, *callbacks, checkpoint=None):
-        model, optimizer = offloaded(None, Plain(), MOMENTUM, 0.1, checkpoint=checkpoint)
-        arguments = simple(output, max_steps=4, save_steps=2, seed=1, save_only_model=only)
+def vectors(count):
+    return [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(count)]
+
+
+def adapted():
+    """Of what peft writes there is as much as ever, and all that training needs beside it."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(built()[0], peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+# The model, its data, and a file of its checkpoints.
+KINDS = {
+    "plain": (Plain, {"data": vectors(64), "collate": transformers.default_data_collator}, "model.safetensors"),
+    "adapters": (adapted, {}, "adapter_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_ones_own_goes_on(tmp_path, kind):
+    make, data, file = KINDS[kind]
+
+    def run(output, checkpoint=None, **more):
+        model = make()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = memascend.offload(model, torch.optim.AdamW(trained, lr=1e-2), checkpoint=checkpoint)
         with optimizer:
-            trained = Trainer(
-                model, arguments, train_dataset=vectors(64), callbacks=list(callbacks), optimizers=(optimizer, None)
-            )
-            trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            run = trainer(model, optimizer, output, Callback(), max_steps=4, eval_strategy="no", **data, **more)
+            run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             return weights(model)
 
-    whole = run(tmp_path / "whole", Callback())
-    if only:
-        assert not list(tmp_path.rglob("manifest.json"))
-        return
-    manifest = json.loads((tmp_path / "whole/checkpoint-2/memascend/manifest.json").read_text())
-    assert manifest["step"] == 2
-    assert same_states(run(tmp_path / "rest", Callback(), checkpoint=tmp_path / "whole/checkpoint-2"), whole)
+    whole, folder = run(tmp_path / "whole"), tmp_path / "whole/checkpoint-2"
+    assert (folder / file).is_file()
+    assert json.loads((folder / "memascend/manifest.json").read_text())["step"] == 2
+    assert same_states(run(tmp_path / "rest", folder), whole)
+    run(tmp_path / "only", save_only_model=True)
+    assert not list((tmp_path / "only").rglob("manifest.json"))
 
 
 def test_an_optimizer_that_is_not_offloaded(tmp_path):
     model, optimizer = built()
     with pytest.raises(ConfigError, match="optimizer is not offloaded"):
         trainer(model, optimizer, tmp_path, Callback())
-
-
-def test_adapters_on_a_frozen_model(tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def run(output, checkpoint=None):
-        model, _ = built()
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model, optimizer = memascend.offload(model, torch.optim.AdamW(trained, lr=1e-2), checkpoint=checkpoint)
-        with optimizer:
-            more = {"max_steps": 4, "eval_strategy": "no"}
-            run = trainer(model, optimizer, output, Callback(), **more)
-            run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            return weights(model)
-
-    whole = run(tmp_path / "whole")
-    # What peft writes is there as ever, and all that training needs beside it.
-    folder = tmp_path / "whole" / "checkpoint-2"
-    assert (folder / "adapter_model.safetensors").is_file()
-    assert same_states(run(tmp_path / "rest", folder), whole)
 
 
 def test_a_reference_model_takes_a_part_of_the_budget(tmp_path):
@@ -274,11 +258,12 @@ SCHEDULERS = {
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, caplog):
     model, optimizer = offloaded(tmp_path / "store", Plain(), torch.optim.SGD, 0.5)
-    arguments = simple(tmp_path / "out", max_steps=2, save_strategy="no")
+    settings = {"max_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    output = TrainingArguments(str(tmp_path / "out"), **settings)
     optimizers = optimizer, SCHEDULERS[kind](optimizer)
     caplog.set_level("INFO", "memascend")
     with optimizer:
-        Trainer(model, arguments, train_dataset=vectors(), callbacks=[Callback()], optimizers=optimizers).train()
+        Trainer(model, output, train_dataset=vectors(16), callbacks=[Callback()], optimizers=optimizers).train()
         assert optimizer.steps == 2
     assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
     with memascend.engine.Store.open(tmp_path / "store") as store:

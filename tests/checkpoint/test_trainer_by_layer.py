@@ -6,8 +6,9 @@ import logging
 import pytest
 import torch
 import transformers
-from support.bits import same_bits
-from support.trained_program import made
+from support.bits import same_states
+from support.chains import values
+from support.trained_program import compared, made
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     GptOssConfig,
@@ -19,6 +20,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import memascend.trainer
 from memascend.params.settling import Settling
@@ -33,14 +35,14 @@ def qwen2(**options):
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=48, num_hidden_layers=4, **SHAPE, **options))
 
 
-def mixtral(**options):
-    config = MixtralConfig(vocab_size=48, num_hidden_layers=3, num_local_experts=4, **SHAPE, **options)
-    return MixtralForCausalLM(config)
+def mixtral():
+    options = {"num_local_experts": 4, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=48, num_hidden_layers=3, **options, **SHAPE))
 
 
-def gpt_oss(**options):
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    return GptOssForCausalLM(GptOssConfig(vocab_size=48, num_hidden_layers=3, **experts, **SHAPE, **options))
+def gpt_oss():
+    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "output_router_logits": True}
+    return GptOssForCausalLM(GptOssConfig(vocab_size=48, num_hidden_layers=3, **options, **SHAPE))
 
 
 class OwnLoss(Trainer):
@@ -67,13 +69,8 @@ class OwnLog(Trainer):
         super().log(logs, *given, **options)
 
 
-class OwnBlock(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
+class OwnBlock(torch.nn.Sequential):
+    """A class that is not of transformers."""
 
 
 class Halves(TrainerCallback):
@@ -84,20 +81,14 @@ class Halves(TrainerCallback):
             parameter.grad.mul_(0.5)
 
 
-def plain(trainer):
-    """Nothing of one's own."""
+def own_block():
+    model = qwen2()
+    model.model.layers[1].mlp = OwnBlock(model.model.layers[1].mlp)
+    return model
 
 
 def block(trainer):
     return trainer.model.model.layers[1].mlp
-
-
-def with_hook(trainer):
-    block(trainer).register_forward_hook(lambda *_: None)
-
-
-def with_hook_of_a_gradient(trainer):
-    block(trainer).up_proj.weight.register_hook(lambda gradient: 2 * gradient)
 
 
 def with_hook_of_all(trainer):
@@ -106,112 +97,93 @@ def with_hook_of_all(trainer):
     trainer.add_callback(until)
 
 
-def with_method(trainer):
-    compute = trainer.compute_loss
-    trainer.compute_loss = lambda *given, **options: 2 * compute(*given, **options)
-
-
 def with_wrapped_forward(trainer):
     """What functools.wraps() makes has the names of transformers' own code."""
     forward = block(trainer).forward
     block(trainer).forward = functools.wraps(forward)(lambda x: 2 * forward(x))
 
 
-def with_scaler(trainer):
-    """As accelerate has one for fp16; disabled, it leaves losses as they are."""
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
-
-
-def with_callback(trainer):
-    trainer.add_callback(Halves())
-
-
-def with_loss(trainer):
-    trainer.compute_loss_func = lambda out, labels, **_: out.logits.square().mean() + 0 * labels.sum()
-
-
-def with_attention(trainer):
-    trainer.model.config._attn_implementation = "own"
-
-
-def own_attention(*given, **options):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(*given, **options)
-
-
-def own_block():
-    model = qwen2()
-    model.model.layers[1].mlp = OwnBlock(model.model.layers[1].mlp)
-    return model
-
-
-# The kind of Trainer, the model, what is done to the Trainer, and the words of the log; None: by layer.
-CASES = {
-    "plain": (Trainer, qwen2, plain, None),
-    "checkpointed": (Trainer, qwen2, lambda trainer: trainer.model.gradient_checkpointing_enable(), None),
-    "log": (OwnLog, qwen2, plain, None),
-    "experts with router logits": (Trainer, lambda: mixtral(output_router_logits=True), plain, None),
-    "experts of gpt-oss": (Trainer, lambda: gpt_oss(output_router_logits=True), plain, None),
-    "dropout": (Trainer, lambda: qwen2(attention_dropout=0.2), plain, "random numbers are drawn"),
-    "loss": (OwnLoss, qwen2, plain, "compute_loss() of OwnLoss was not tested"),
-    "inputs": (OwnInputs, qwen2, plain, "OwnInputs has a _prepare_inputs of its own"),
-    "block": (Trainer, own_block, plain, "code of yours (OwnBlock)"),
-    "hook": (Trainer, qwen2, with_hook, "module 'model.layers.1.mlp' has a hook of yours"),
-    "hook of all": (Trainer, qwen2, with_hook_of_all, "a hook of yours is called for all modules"),
-    "gradient": (Trainer, qwen2, with_hook_of_a_gradient, "called for the gradient of"),
-    "method": (Trainer, qwen2, with_method, "given a compute_loss() of its own"),
-    "wrapped": (Trainer, qwen2, with_wrapped_forward, "module 'model.layers.1.mlp' has code of yours"),
-    "scaler": (Trainer, qwen2, with_scaler, "losses are scaled for fp16"),
-    "callback": (Trainer, qwen2, with_callback, "Halves has an on_substep_end()"),
-    "function": (Trainer, qwen2, with_loss, "compute_loss_func is a function of yours"),
-    "attention": (Trainer, qwen2, with_attention, "an attention or a loss of yours"),
+# What is done to the Trainer. A scaler is as accelerate has one for fp16; disabled, it leaves losses as they are.
+CHANGES = {
+    "checkpointed": lambda trainer: trainer.model.gradient_checkpointing_enable(),
+    "hook": lambda trainer: block(trainer).register_forward_hook(lambda *_: None),
+    "hook of all": with_hook_of_all,
+    "gradient": lambda trainer: block(trainer).up_proj.weight.register_hook(lambda gradient: 2 * gradient),
+    "method": lambda trainer: setattr(trainer, "compute_loss", lambda *_, **__: trainer.model.lm_head.weight.sum()),
+    "wrapped": with_wrapped_forward,
+    "scaler": lambda trainer: setattr(trainer.accelerator, "scaler", torch.amp.GradScaler("cpu", enabled=False)),
+    "callback": lambda trainer: trainer.add_callback(Halves()),
+    "function": lambda trainer: setattr(trainer, "compute_loss_func", lambda out, *_, **__: out.logits.mean()),
+    "attention": lambda trainer: setattr(trainer.model.config, "_attn_implementation", "own"),
 }
+transformers.AttentionInterface.register("own", sdpa_attention_forward)
+# The kind of Trainer, the model, and the words of the log; None: by layer.
+CASES = {
+    "plain": (Trainer, qwen2, None),
+    "checkpointed": (Trainer, qwen2, None),
+    "log": (OwnLog, qwen2, None),
+    "experts with router logits": (Trainer, mixtral, None),
+    "experts of gpt-oss": (Trainer, gpt_oss, None),
+    "dropout": (Trainer, lambda: qwen2(attention_dropout=0.2), "random numbers are drawn"),
+    "loss": (OwnLoss, qwen2, "compute_loss() of OwnLoss was not tested"),
+    "inputs": (OwnInputs, qwen2, "OwnInputs has a _prepare_inputs of its own"),
+    "block": (Trainer, own_block, "code of yours (OwnBlock)"),
+    "hook": (Trainer, qwen2, "module 'model.layers.1.mlp' has a hook of yours"),
+    "hook of all": (Trainer, qwen2, "a hook of yours is called for all modules"),
+    "gradient": (Trainer, qwen2, "called for the gradient of"),
+    "method": (Trainer, qwen2, "given a compute_loss() of its own"),
+    "wrapped": (Trainer, qwen2, "module 'model.layers.1.mlp' has code of yours"),
+    "scaler": (Trainer, qwen2, "losses are scaled for fp16"),
+    "callback": (Trainer, qwen2, "Halves has an on_substep_end()"),
+    "function": (Trainer, qwen2, "compute_loss_func is a function of yours"),
+    "attention": (Trainer, qwen2, "an attention or a loss of yours"),
+}
+# Of the others the Trainer itself computes each micro-batch: what they are is what the log says.
+COMPARED = [*(name for name in CASES if CASES[name][2] is None), "dropout", "loss"]
 
 
-# Of the others the Trainer itself computes each micro-batch: what they are is what `trained` looks at.
-COMPARED = [*(name for name in CASES if CASES[name][3] is None), "dropout", "loss"]
+def run(folder, model, trainer_of, *, layers, **given):
+    """The losses and figures of a Trainer, its weights, the bytes that the last step read, whether it went by layer.
 
-
-def trained(folder, case, *, layers):
-    transformers.AttentionInterface.register("own", own_attention)
-    kind, make, change, _ = case
-    torch.manual_seed(0)
-    model = make()
+    `trainer_of(model, optimizer, callbacks)` makes it.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"storage": folder / f"{layers}.store", "gradients": "ssd"}
+    given = {"storage": folder / f"{layers}.store", "gradients": "ssd", **given}
     if not layers:
-        model, optimizer = memascend.offload(model, optimizer, **options)
-    tokens = torch.randint(0, 48, (2 * COUNT * STEPS, 8), generator=torch.Generator().manual_seed(1)).tolist()
-    settings = {"gradient_accumulation_steps": COUNT, "max_steps": STEPS, "max_grad_norm": 0, "logging_steps": 1}
-    trainer = made(
-        folder / f"{layers}",
-        *([] if layers else [Callback()]),
-        data=[{"input_ids": one, "labels": one} for one in tokens],
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
-        kind=kind,
-        own=model,
-        save_strategy="no",
-        eval_strategy="no",
-        **settings,
-    )
-    change(trainer)
+        model, optimizer = memascend.offload(model, optimizer, **given)
+    trainer = trainer_of(model, optimizer, [] if layers else [Callback()])
     if layers:
-        optimizer = memascend.trainer.offload(trainer, **options)
+        optimizer = memascend.trainer.offload(trainer, **given)
     trainer.train()
     with optimizer:
-        assert optimizer.steps == STEPS
         accumulation = optimizer._session.accumulation
         went_by_layer = accumulation._course is not None and accumulation.never is None
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        weights = [value.clone() for value in model.state_dict().values()]
-        figures = [{name: log.get(name) for name in ("loss", "grad_norm", "learning_rate", "seen")} for log in logs]
-        return (figures, weights), logs[-1]["read_bytes"], went_by_layer
+        return [*map(compared, logs)], values(model), logs[-1]["read_bytes"], went_by_layer
 
 
-def assert_same(results, others):
-    assert results[0] == others[0]
-    assert all(same_bits(one, other) for one, other in zip(results[1], others[1], strict=True))
+def trained(folder, name, *, layers):
+    kind, make, _ = CASES[name]
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 48, (2 * COUNT * STEPS, 8), generator=torch.Generator().manual_seed(1)).tolist()
+    settings = {"gradient_accumulation_steps": COUNT, "max_steps": STEPS, "max_grad_norm": 0, "logging_steps": 1}
+
+    def trainer_of(model, optimizer, callbacks):
+        optimizers = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        data = [{"input_ids": one, "labels": one} for one in tokens]
+        settings.update(kind=kind, own=model, save_strategy="no", eval_strategy="no")
+        trainer = made(folder / f"{layers}", *callbacks, data=data, optimizers=optimizers, **settings)
+        CHANGES.get(name, lambda _: None)(trainer)
+        return trainer
+
+    logs, *results = run(folder, make(), trainer_of, layers=layers)
+    assert len(logs) == STEPS
+    return logs, *results
+
+
+def require_same(one, other):
+    assert one[0] == other[0]
+    assert same_states(one[1], other[1])
 
 
 def said(caplog):
@@ -242,15 +214,15 @@ def on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
-    results, read, went = trained(tmp_path, CASES[name], layers=True)
-    why = CASES[name][3]
-    assert went == (why is None)
+    found = trained(tmp_path, name, layers=True)
+    why = CASES[name][2]
+    assert found[3] == (why is None)
     assert (said(heard) == []) if why is None else (len(said(heard)) == 1 and why in said(heard)[0])
     if name in COMPARED:
-        others, more, _ = trained(tmp_path, CASES[name], layers=False)
-        assert_same(results, others)
+        plain = trained(tmp_path, name, layers=False)
+        require_same(found, plain)
         # Otherwise they differ by what was read ahead of the next step already.
-        assert read < more or not went
+        assert found[2] < plain[2] or why is not None
 
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
@@ -259,12 +231,12 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     on_a_gpu(allocatable)
-    results, read, _ = trained(tmp_path, CASES["plain"], layers=True)
+    found = trained(tmp_path, "plain", layers=True)
     assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
-    others, more, _ = trained(tmp_path, CASES["plain"], layers=False)
-    assert_same(results, others)
+    plain = trained(tmp_path, "plain", layers=False)
+    require_same(found, plain)
     # In turn they differ by what was read ahead of the next step already.
-    assert read < more or not fits
+    assert found[2] < plain[2] or not fits
 
 
 def test_longer_micro_batches_need_more_room(on_a_gpu):

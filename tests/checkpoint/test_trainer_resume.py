@@ -5,15 +5,15 @@ import random
 import re
 import shutil
 import signal
-import sys
 from functools import partial
 
 import pytest
 import torch
 import transformers
 from support import trained_program
-from support.lives import life
-from support.trained_program import Log, OwnDice, digest_of, logged, made, masked, model, rows, started
+from support.lives import environment
+from support.loaded import Loaded
+from support.trained_program import Drawn, Log, OwnDice, digest_of, logged, made, masked, model, rows, started
 
 import memascend.trainer
 from memascend.errors import ConfigError, StorageError, UsageError
@@ -22,24 +22,38 @@ from memascend.storage import look
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
-# --- fresh processes ------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------
+
+PROGRAM = "import sys; from support.trained_program import main; main(*sys.argv[1:])"
 
 
-def start(*words, ends=0, **options):
-    """Start the program, with options of the Trainer; returns its last line, a digest of the weights."""
-    output = life(
-        [sys.executable, trained_program.__file__, *words],
-        ends=ends,
-        PYTHONWARNINGS="ignore",
-        TRAINED_OPTIONS=json.dumps(options),
+@pytest.fixture(scope="module")
+def has_transformers():
+    """An interpreter that has loaded it, which takes longer than most such trainings."""
+    modules = ["transformers.trainer", "transformers.models.qwen2.modeling_qwen2"]
+    loaded = Loaded(environment(), modules, warnings=("ignore",))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def start(has_transformers):
+    """Starts the program, with options of the Trainer; returns its last line, a digest of the weights."""
+
+    def run(*words, ends=0, **options):
+        variables = {**environment(), "TRAINED_OPTIONS": json.dumps(options), "ENDS_BY": str(-ends)}
         # What deterministic matrix products of a GPU need.
-        CUBLAS_WORKSPACE_CONFIG=":4096:8",
-        ENDS_BY=str(-ends),
-    )
-    last = output.splitlines()[-1:]
-    if ends == -signal.SIGINT:
-        assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", *last), last
-    return last
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        done = has_transformers.run(PROGRAM, *map(str, words), env=variables, timeout=250)
+        assert done.status == ends, done
+        last = (done.err if ends else done.out).splitlines()[-1:]
+        if ends == -signal.SIGINT:
+            assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", *last), (
+                last
+            )
+        return last
+
+    return run
 
 
 # Each third one ends the process by Ctrl-C.
@@ -50,7 +64,7 @@ MORE = [
 ]  # fmt: skip
 
 
-def require_same(tmp_path, want, moments, **options):
+def require_same(start, tmp_path, want, moments, **options):
     """The program, killed at these moments, ends as that of which `want` is the digest."""
     for index, (moment, step) in enumerate(moments):
         ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
@@ -62,33 +76,20 @@ def require_same(tmp_path, want, moments, **options):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, moments):
-    """With callbacks that change options, freeze, read gradients, edit weights; figures and generators of its own."""
-    require_same(tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
-def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
-    """In the one line that users add: clipping is torch's."""
-    options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
-    want = start("memory", tmp_path / "memory.log", **options)
-    assert start(tmp_path / "store", tmp_path / "offloaded.log", **options) == want
-    lines = logged(tmp_path / "memory.log")
-    assert logged(tmp_path / "offloaded.log") == lines
-    norms = [line["grad_norm"] for line in lines.values() if "grad_norm" in line]
-    assert min(norms) < limit < max(norms)
+def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, moments):
+    """With callbacks that change options, freeze, read gradients, and change weights by each door; its own figures."""
+    require_same(start, tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
-def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, precision):
+def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, start, precision):
     """Dropout is drawn there, and the scaler's state is torch's; a GPU's own AdamW rounds otherwise than the CPU's."""
     options = {"use_cpu": False, **precision}
     want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
     moments = [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]
-    require_same(tmp_path, want, moments, **options)
+    require_same(start, tmp_path, want, moments, **options)
 
 
 # --- in this process ------------------------------------------------------------------------
@@ -103,31 +104,31 @@ def trained(folder, *ends, options=dict, **fixed):
     return trainer.digest, logged(log)
 
 
+@pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
+def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
+    """In the one line that users add: clipping is torch's."""
+    options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
+    plain = made(tmp_path / "memory", Log(tmp_path / "log"), **options)
+    plain.train()
+    lines = logged(tmp_path / "log")
+    assert trained(tmp_path / "offloaded", **options) == (digest_of(plain.model), lines)
+    norms = [line["grad_norm"] for line in lines.values() if "grad_norm" in line]
+    assert min(norms) < limit < max(norms)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(rows())
 
 
-class Scheduled(transformers.Trainer):
-    """With a scheduler of its own."""
+class Chained(transformers.Trainer):
+    """With a scheduler of its own, whose rate depends on the rate of the step before."""
 
     def create_scheduler(self, _steps=0, optimizer=None, **_):
         if self.lr_scheduler is None:
-            self.lr_scheduler = self.scheduler(optimizer or self.optimizer)
+            self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer or self.optimizer, gamma=0.9)
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-
-class Plateau(Scheduled):
-    """Its rate falls where the evaluation gets no better."""
-
-    scheduler = staticmethod(partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5))
-
-
-class Chained(Scheduled):
-    """Its rate depends on the rate of the step before."""
-
-    scheduler = staticmethod(partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
 
 
 def stopping(output, *callbacks, **options):
@@ -144,6 +145,10 @@ def scaled(output, *callbacks, **options):
     return trainer
 
 
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+    "eval_steps": 2, "metric_for_best_model": "eval_loss",
+}  # fmt: skip
 # The Trainer, and the steps after which its process ends.
 RUNS = {
     # Python draws such numbers in pairs, and keeps the second one for the next call.
@@ -152,7 +157,8 @@ RUNS = {
     "by length": ({"train_sampling_strategy": "group_by_length"}, (3, 9)),
     "workers": ({"dataloader_num_workers": 1, "collate": masked}, (3, 9)),
     "a stream": ({"data": Stream(), "max_steps": 10}, (3, 8)),
-    "a plateau": ({"kind": Plateau, "eval_steps": 2, "metric_for_best_model": "eval_loss"}, (4, 5, 9)),
+    # Its rate falls where the evaluation gets no better.
+    "a plateau": (PLATEAU, (4, 5, 9)),
     "a chained scheduler": ({"kind": Chained}, (2, 11)),
     "early stopping": ({"make": stopping}, (3, 4)),
     "no evaluation ahead": ({"eval_strategy": "no", "logging_strategy": "epoch", "save_strategy": "epoch"}, (5, 8)),
@@ -203,6 +209,14 @@ CHANGES = {
     "epochs": ({"num_train_epochs": 3}, "num_train_epochs 2 -> 3; nothing was changed: only a constant schedule"),
     "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
     "the last row": ({"data": [*rows()[:-1], rows()[0]]}, "data 50 rows .* -> 50 rows"),
+    "the last batch, a loss, and dropout": (
+        {
+            "dataloader_drop_last": True,
+            "compute_loss_func": lambda found, *_, **__: found.loss,
+            "own": model(attention_dropout=0.5),
+        },
+        "dataloader_drop_last False -> True; compute_loss_func None -> .*; config.attention_dropout 0.1 -> 0.5",
+    ),
     "other rows": ({"data": [{**row, "labels": row["labels"][::-1]} for row in rows()]}, "data 50 rows .* -> 50 rows"),
 }
 
@@ -225,20 +239,6 @@ def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_firs
         trained(tmp_path, collate=drawn)
     with look(tmp_path / "store") as store:
         assert store.step == 0
-
-
-class Drawn(torch.utils.data.Dataset):
-    """Examples that are drawn by a generator."""
-
-    def __init__(self, draw):
-        self.draw, self.rows = draw, rows()
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        row = self.rows[index]
-        return {**row, "input_ids": [9 if self.draw() < 0.2 else token for token in row["input_ids"]]}
 
 
 def test_workers_that_keep_random_numbers_from_epoch_to_epoch_are_rejected_at_the_start(tmp_path):

@@ -20,6 +20,16 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(
         n_layer=2, n_head=4, n_embd=32, vocab_size=97, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
+    # More than ten experts: their names in alphabetical order are in another.
+    "mixtral": lambda: MixtralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, num_local_experts=12),
+    "experts of qwen2": lambda: Qwen2MoeConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=12,
+    ),
 }
 TOKENS = torch.arange(24).view(2, 12) * 5 % 97
 
@@ -46,67 +56,42 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
-    # In parts, with an index, as what is large is saved.
+def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
+    """On meta, by the names that the hub has; in parts, with an index, as what is large is saved."""
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     torch.manual_seed(3)
-    model, optimizer = begun(tmp_path / "one", bodiless(config), gradients="ssd")
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    before = values(plain)
+    plain.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    files = sorted((tmp_path / "hub").glob("*.safetensors"))
+    assert len(files) > 1
+    keys = [key for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
+    has_experts = any("experts" in key for key in before)
+    assert has_experts == any(".experts.11." in key for key in keys), (
+        "the hub's names are the model's: this shows nothing"
+    )
+    model, optimizer = begun(tmp_path / "one", bodiless(config), gradients="ssd", weights=tmp_path / "hub")
     with optimizer:
-        losses = trained(model, optimizer)
-        assert all(1 < loss < 20 for loss in losses), losses
+        assert same_states(values(model), before)
+        assert torch.equal(logits(model), logits(plain))
+        trained(model, optimizer)
         optimizer.save(tmp_path / "saved")
+        model.save_pretrained(tmp_path / "theirs")
         here = logits(model)
         losses = trained(model, optimizer)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert type(plain) is type(model)
-    assert plain.dtype == torch.bfloat16
-    assert torch.equal(logits(plain), here)
+    for saved in ("saved", "theirs"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / saved)
+        assert (type(again), again.dtype) == (type(model), torch.bfloat16)
+        assert torch.equal(logits(again), here)
     other, optimizer = begun(tmp_path / "two", bodiless(config), gradients="ssd", checkpoint=tmp_path / "saved")
     with optimizer:
         assert trained(other, optimizer) == losses
 
 
-# More than ten experts: their names in alphabetical order are in another.
-EXPERTS = {
-    "mixtral": lambda: MixtralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, num_local_experts=12),
-    "qwen2": lambda: Qwen2MoeConfig(
-        **SMALL,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=12,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_by_the_names_that_the_hub_has_for_them(tmp_path, name):
-    config = EXPERTS[name]()
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    before = values(plain)
-    plain.save_pretrained(tmp_path / "hub", max_shard_size="100KB")
-    files = sorted((tmp_path / "hub").glob("*.safetensors"))
-    assert len(files) > 1
-    keys = [key for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
-    assert any(".experts.11." in key for key in keys), "the hub's names are the model's own: this shows nothing"
-    model, optimizer = begun(tmp_path / "run", bodiless(config), weights=tmp_path / "hub")
-    with optimizer:
-        assert same_states(values(model), before)
-        assert torch.equal(logits(model), logits(plain))
-        trained(model, optimizer, 1)
-        here = logits(model)
-        optimizer.save(tmp_path / "saved")
-        model.save_pretrained(tmp_path / "theirs")
-    for saved in ("saved", "theirs"):
-        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / saved)), here)
-
-
 def test_experts_that_are_not_all_there(tmp_path):
-    config = EXPERTS["mixtral"]()
+    config = CONFIGS["mixtral"]()
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"
@@ -130,7 +115,9 @@ def test_initialised_from_the_seed(tmp_path):
         torch.manual_seed(seed)
         model, optimizer = begun(tmp_path / folder, bodiless(CONFIGS["qwen2"](), torch.float32), torch.optim.SGD)
         with optimizer:
-            return values(model)
+            found = values(model)
+            assert 1 < trained(model, optimizer, 1)[0] < 20
+            return found
 
     one, same, other = initialised(1, "one"), initialised(1, "same"), initialised(2, "other")
     assert same_states(one, same)

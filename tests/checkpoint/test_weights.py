@@ -84,12 +84,6 @@ def trained(model, optimizer, steps=3):
     return train(model, optimizer, range(steps), lambda model, _: model(TOKENS).float().square().mean())
 
 
-def wanted(tmp_path, **options):
-    model, optimizer = begun(tmp_path / "wanted", real(**options))
-    with optimizer:
-        return trained(model, optimizer), state(model)
-
-
 def saved(model, path, *, drop=(), rename=lambda name: name, **more):
     tensors = {rename(name): tensor.clone() for name, tensor in model.state_dict().items() if name not in drop}
     save_file({**tensors, **more}, path)
@@ -111,7 +105,9 @@ def sharded(model, folder, parts=3):
 
 @pytest.mark.parametrize("how", ["file", "folder", "index", "function"])
 def test_from_meta_it_is_the_same_training(tmp_path, how):
-    losses, after = wanted(tmp_path)
+    model, in_hand = begun(tmp_path / "in-hand", real())
+    with in_hand:
+        losses, after = trained(model, in_hand), state(model)
     model = real()
     values = state(model)
     weights = {
@@ -337,15 +333,20 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
         (tmp_path / "run").unlink()
 
 
-def test_what_is_real_keeps_its_values(tmp_path):
-    model = bodiless()
+def test_what_is_real_keeps_its_values_and_hooks_and_attributes_stay(tmp_path):
+    model, values, seen = bodiless(), state(real()), []
     adapter = model.adapter = torch.nn.Linear(3, 3)
     before = state(adapter)
-    values = state(real())
+    weight = model.base.blocks[0].up.weight
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    weight.note = "mine"
     model, offloaded = begun(tmp_path / "run", model, weights=lambda name, _: values[name])
     with offloaded:
         assert same_states(state(model.adapter), before)
         assert same_states(state(model.base), {name[5:]: values[name] for name in values if name.startswith("base.")})
+        trained(model, offloaded, 1)
+    assert seen == [weight.shape]
+    assert weight.note == "mine"
 
 
 def test_refusals(tmp_path):
@@ -362,17 +363,3 @@ def test_refusals(tmp_path):
         begun(tmp_path / "run", model)
     assert held() is not None
     assert not (tmp_path / "run").exists()
-
-
-def test_hooks_and_attributes_stay(tmp_path):
-    values = state(real())
-    model = bodiless()
-    weight = model.base.blocks[0].up.weight
-    seen = []
-    weight.register_hook(lambda gradient: seen.append(gradient.shape))
-    weight.note = "mine"
-    model, offloaded = begun(tmp_path / "run", model, weights=lambda name, _: values[name])
-    with offloaded:
-        trained(model, offloaded, 1)
-    assert seen == [weight.shape]
-    assert weight.note == "mine"

@@ -27,12 +27,17 @@ from memascend.storage import Engine
 NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
-def model(seed=0):
+def compared(line):
+    """What a line of a log has beside these."""
+    return {name: value for name, value in line.items() if not any(part in name for part in NOT_COMPARED)}
+
+
+def model(seed=0, attention_dropout=0.1):
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     # Other kernels of attention draw and add in an order of their own on a GPU.
     shape["attn_implementation"] = "eager"
-    config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=0.1, **shape)
+    config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=attention_dropout, **shape)
     return transformers.Qwen2ForCausalLM(config)
 
 
@@ -59,6 +64,20 @@ def collated(batch, change):
     return {"input_ids": change(column("input_ids", 0)), "labels": column("labels", -100)}
 
 
+class Drawn(torch.utils.data.Dataset):
+    """Examples that are drawn by a generator."""
+
+    def __init__(self, draw):
+        self.draw, self.rows = draw, rows()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "input_ids": [9 if self.draw() < 0.2 else token for token in row["input_ids"]]}
+
+
 class OwnDice:
     """A collator with generators of its own: one that is there, and one that it makes at its first batch."""
 
@@ -83,6 +102,14 @@ class Habits(transformers.TrainerCallback, ExportableState):
     def state(self):
         return {"args": {"norms": self.norms}, "attributes": {"seen": self.seen}}
 
+    def on_train_begin(self, *_, model, optimizer, **__):
+        own, door = getattr(optimizer, "optimizer", optimizer), contextlib.nullcontext()
+        if hasattr(own, "edit"):
+            assert own.grad_norm is None
+            door = memascend.materialized(model, modify=True)
+        with torch.no_grad(), door:
+            model.model.norm.weight.mul_(0.5)
+
     def on_epoch_begin(self, _args, state, _control, *, model, **_):
         model.model.layers[0].requires_grad_(round(state.epoch or 0) == 0)
 
@@ -102,8 +129,8 @@ class Habits(transformers.TrainerCallback, ExportableState):
     def on_evaluate(self, *_, model, optimizer, **__):
         self._shrink(model, optimizer)
 
-    def on_epoch_end(self, *_, model, optimizer, **__):
-        self._shrink(model, optimizer)
+    def on_epoch_end(self, *_, model, **__):
+        model.load_state_dict({"model.norm.weight": model.model.norm.weight.detach() * 0.9}, strict=False)
 
     @staticmethod
     def _shrink(model, optimizer):
@@ -146,7 +173,7 @@ class Log(transformers.TrainerCallback):
     def on_log(self, _args, state, _control, logs, **_):
         kind = next((name for name in ("loss", "eval_loss", "train_loss") if name in logs), "other")
         line = {"step": state.global_step, "kind": kind}
-        line |= {name: value for name, value in logs.items() if not any(part in name for part in NOT_COMPARED)}
+        line |= compared(logs)
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
