@@ -1,11 +1,9 @@
 """A program that trains a folder's model by SFTTrainer or DPOTrainer, beneath a limit of memory.
 
-The kinds: "sft", "dpo" with its reference, and "precomputed", where the model is loaded and the reference not kept.
-
-Arguments: the kind, the model, a folder to write to, and optionally a memory cgroup with its limit in bytes.
+Arguments: "sft", or "dpo" with its reference; the model; a folder to write to; optionally a memory cgroup, and its
+limit in bytes.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -41,14 +39,12 @@ if limit:
     old = group / "memory.limit_in_bytes"
     (old if old.exists() else group / "memory.max").write_text(limit[1])
     (group / "cgroup.procs").write_text(str(os.getpid()))
-loads = kind != "precomputed"
-with memascend.trainer.loading() if loads else contextlib.nullcontext():
+with memascend.trainer.loading():
     if kind == "sft":
         trainer = trl.SFTTrainer(model, trl.SFTConfig(**settings), train_dataset=texts, processing_class=tokenizer)
     else:
-        arguments = trl.DPOConfig(**settings, precompute_ref_log_probs=not loads)
-        trainer = trl.DPOTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer)
-    assert loads == all(parameter.is_meta for parameter in trainer.model.parameters())
+        trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**settings), train_dataset=pairs, processing_class=tokenizer)
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
 optimizer = memascend.trainer.offload(trainer, storage=f"{folder}/run.store", host_memory="210MiB")
 begun = optimizer.steps
 trainer.train()

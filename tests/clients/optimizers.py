@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity.reference import threads_of_torch
 
 import memascend
 
@@ -143,15 +144,10 @@ def train(trained: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 def outcome(case: Case) -> str:
     """What becomes of it when it is offloaded, in words; "streams" where all bits are those in memory."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        silent = contextlib.redirect_stdout(io.StringIO())
-        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:
-            warnings.simplefilter("ignore")
-            return _outcome(case)
-    finally:
-        torch.set_num_threads(threads)
+    silent = contextlib.redirect_stdout(io.StringIO())
+    with threads_of_torch(1), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:
+        warnings.simplefilter("ignore")
+        return _outcome(case)
 
 
 def _outcome(case: Case) -> str:
@@ -192,11 +188,6 @@ def _reason(message: str) -> str:
     return message.split(";")[0].split(", and only the groups")[0].splitlines()[0].replace("|", "/")
 
 
-def rows(library: str) -> list[str]:
-    """The lines of its table."""
-    return [row(case) for case in cases(library)]
-
-
 def row(case: Case) -> str:
     """Its line of the table."""
     return f"| {case.name} | {outcome(case)} |"
@@ -222,7 +213,7 @@ def main() -> None:
     text = PAGE.read_text()
     parts = [text[: text.index(_BEGIN)] + _BEGIN]
     for library in LIBRARIES:
-        table = "\n".join(rows(library))
+        table = "\n".join(map(row, cases(library)))
         print(library, table, flush=True)
         parts.append(f"{heading(library)}\n\n| class | offloaded |\n| --- | --- |\n{table}")
     PAGE.write_text("\n\n".join(parts) + "\n")

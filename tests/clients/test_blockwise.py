@@ -6,7 +6,7 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from support import blockwise
 from support.bits import same_bits
-from support.moments import exact_root
+from support.moments import MomentsInRam, exact_root
 
 from benchmarks.reduced import adamw_reduced, encoded
 from memascend import engine
@@ -76,28 +76,21 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
                 assert same_bits(found[f"{name}_absmax"], kept[absmax]), (step, name)
 
 
-def test_momentum_has_the_bits_of_bitsandbytes(tmp_path):
+def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
+    """The reference of runs, which tests/parity compares with what is offloaded."""
     generator = torch.Generator().manual_seed(1)
-    master = torch.randn(4096 + 77, generator=generator)
-    theirs = torch.nn.Parameter(master.clone())
-    optimizer = bitsandbytes.optim.SGD8bit([theirs], lr=0.01, momentum=0.9, weight_decay=0.01)
-    likes = engine.state_tensors(master, "8bit", "momentum")
-    record = engine.Record(name="weight", values=master, state=likes, format="8bit")
-    with (
-        engine.Store.create(tmp_path / "store", [record]) as store,
-        engine.Engine(store) as updates,
-    ):
-        updates.fill("weight", master)
-        updates.commit(0)
-        for step in range(1, STEPS + 1):
-            grad = gradient("usual", master.numel(), generator)
-            theirs.grad = grad.clone()
-            optimizer.step()
-            numbers = engine.Momentum(lr=0.01, momentum=0.9, weight_decay=0.01, step=step)
-            updates.update("weight", grad, numbers)
-            updates.commit(step)
-            values, state = store.read("weight")
-            kept = optimizer.state[theirs]
-            assert same_bits(values, theirs.detach()), step
-            assert same_bits(state["momentum_buffer"], kept["state1"]), step
-            assert same_bits(state["momentum_buffer_absmax"], kept["absmax1"]), step
+    theirs = torch.nn.Parameter(torch.randn(4096 + 77, generator=generator))
+    ours = torch.nn.Parameter(theirs.detach().clone())
+    numbers = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}
+    optimizer = bitsandbytes.optim.SGD8bit([theirs], **numbers)
+    group = {"params": [ours], "dampening": 0, "nesterov": False, **numbers}
+    reference = MomentsInRam([group], widths={ours: "8bit"}, keys={}, rule="momentum")
+    for step in range(1, STEPS + 1):
+        theirs.grad = gradient("usual", theirs.numel(), generator)
+        ours.grad = theirs.grad.clone()
+        optimizer.step()
+        reference.step()
+        kept, found = optimizer.state[theirs], reference.state[ours]
+        assert same_bits(ours.detach(), theirs.detach()), step
+        assert same_bits(found["momentum_buffer"], kept["state1"]), step
+        assert same_bits(found["momentum_buffer_absmax"], kept["absmax1"]), step

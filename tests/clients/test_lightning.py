@@ -6,14 +6,12 @@ import copy
 import lightning.pytorch as lightning
 import pytest
 import torch
+from clients.test_averages import WIDTH, stack
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from support.bits import same_bits
-from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import memascend
-
-WIDTH = 64
 
 
 def real(module):
@@ -60,9 +58,7 @@ class Module(lightning.LightningModule):
     def __init__(self, folder=None, whole=False, **options):
         super().__init__()
         self.folder, self.whole, self.options = folder, whole, options
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4)]
-        self.layers = nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+        self.layers = stack(torch.float32)
         self.seen = []
 
     def training_step(self, batch, index):  # noqa: ARG002
@@ -85,19 +81,10 @@ def batches(count, seed):
     return torch.utils.data.DataLoader(values, batch_size=4)
 
 
-def fit(folder, module, callback, **options):
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        callbacks=[] if callback is None else [callback],
-        **options,
-    )
+def fit(folder, module, *callbacks, **options):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options |= {"accelerator": "cpu", "max_epochs": 4, "num_sanity_val_steps": 0, **dict.fromkeys(quiet, False)}
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **options)
     trainer.fit(module, batches(3, 1), batches(1, 2))
     return trainer
 
@@ -106,23 +93,23 @@ def values(module):
     return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
 
 
-# A callback, and options of the Trainer.
+# Callbacks, and options of the Trainer.
 CASES = {
-    "none": (lambda: None, {}),
-    "equal": (Equal, {}),
-    "accumulated and clipped": (Equal, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-    "exponential": (Exponential, {}),
-    "stochastic": (lambda: Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2), {}),
+    "none": (list, {}),
+    "equal": (lambda: [Equal()], {}),
+    "accumulated and clipped": (lambda: [Equal()], {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "exponential": (lambda: [Exponential()], {}),
+    "stochastic": (lambda: [Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2)], {}),
 }
 
 
 @pytest.mark.parametrize(("whole", "gradients"), [(False, "ssd"), (True, "auto")], ids=["layers", "module"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, case, whole, gradients):
-    callback, options = CASES[case]
+    callbacks, options = CASES[case]
     plain, trained = Module(), Module(tmp_path, whole, gradients=gradients)
-    fit(tmp_path, plain, callback(), **options)
-    trainer = fit(tmp_path, trained, callback(), **options)
+    fit(tmp_path, plain, *callbacks(), **options)
+    trainer = fit(tmp_path, trained, *callbacks(), **options)
     assert len(plain.seen) >= 4
     assert all(map(same_bits, plain.seen, trained.seen))
     assert all(map(same_bits, values(plain), values(trained)))

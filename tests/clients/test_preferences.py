@@ -1,12 +1,11 @@
 """Tests TRL's preference training with a reference model beside the same Trainer in memory, bit for bit."""
 
 import datasets
-import pytest
 import tokenizers
 import transformers
 import trl
 from clients.beside import both, results, same_results
-from clients.test_adapters import adamw, adapted, language_model
+from clients.test_adapters import adamw, language_model
 from support.bits import same_states
 from support.chains import values
 
@@ -39,35 +38,24 @@ def pairs(count=8):
     )
 
 
-# Whether adapters are trained, and options of the Trainer; the reference is the model without them, or another model.
-MODES = {
-    "synced": (False, {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}),
-    # As TRL has it unless it is told otherwise.
-    "checkpointed": (False, {"gradient_checkpointing": True}),
-    "adapters": (True, {}),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_preferences_are_learned_as_in_memory(tmp_path, mode):
-    adapts, options = MODES[mode]
-
+def test_preferences_are_learned_as_in_memory_with_a_reference_that_follows(tmp_path):
     def make():
-        model = adapted(language_model()) if adapts else language_model()
+        model = language_model()
         return model, adamw(model)
 
     def loop(model, optimizer):
-        reference = None if adapts else language_model()
-        settings = {**SETTINGS, "bf16": False, "max_steps": 4, "gradient_checkpointing": False, **options}
+        reference = language_model()
+        settings = {"bf16": False, "max_steps": 4, "gradient_checkpointing": False, "sync_ref_model": True}
+        settings |= {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
         trainer = trl.DPOTrainer(
             model,
             reference,
-            args=trl.DPOConfig(str(tmp_path / "output"), **settings),
+            args=trl.DPOConfig(str(tmp_path / "output"), **SETTINGS, **settings),
             train_dataset=pairs(),
             processing_class=tokenizer(),
             optimizers=(optimizer, None),
         )
-        return results(trainer), {} if adapts else values(reference)
+        return results(trainer), values(reference)
 
     (wanted, reference), (found, its_reference) = both(tmp_path, make, loop, gradients="ssd")
     assert len(wanted[0]) == 4

@@ -4,14 +4,11 @@ import datasets
 import pytest
 import torch
 import trl
-from clients.test_adapters import adamw, language_model
+from checkpoint.test_trainer_by_layer import run
+from clients.test_adapters import language_model
 from clients.test_preferences import SETTINGS, pairs, tokenizer
 from support.bits import same_states
-from support.chains import values
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
-
-import memascend.trainer
-from memascend.trainer import Callback
 
 STEPS, COUNT = 3, 3
 
@@ -38,7 +35,7 @@ KINDS = {
 
 
 def trained(folder, kind, *, layers):
-    """The logs, each micro-batch's metrics in order, the weights, the bytes that the last step read."""
+    """What `run` returns of a kind, and each micro-batch's metrics in order."""
     base, config, make, data, more = KINDS[kind]
     noted = []
 
@@ -49,48 +46,25 @@ def trained(folder, kind, *, layers):
             noted.append({name: list(values) for name, values in self._metrics["train"].items()})
             super().log(logs, *given, **named)
 
-    model = make()
-    optimizer = adamw(model)
-    given = {"storage": folder / f"{layers}.store", "gradients": "ssd", "host_memory": "1MiB"}
-    if not layers:
-        model, optimizer = memascend.offload(model, optimizer, **given)
-    settings = config(
-        str(folder / "output"),
-        bf16=False,
-        gradient_accumulation_steps=COUNT,
-        max_steps=STEPS,
-        max_grad_norm=0,
-        **SETTINGS,
-        **more,
-    )
-    trainer = Recording(
-        model,
-        args=settings,
-        train_dataset=data(),
-        processing_class=tokenizer(),
-        optimizers=(optimizer, None),
-        callbacks=[] if layers else [Callback()],
-    )
-    if layers:
-        optimizer = memascend.trainer.offload(trainer, **given)
-    trainer.train()
-    with optimizer:
-        accumulation = optimizer._session.accumulation
-        assert layers == (accumulation._course is not None)
-        assert accumulation.never is None
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        weights = values(model)
-    read = logs[-1]["read_bytes"]
-    for log in logs:
-        for name in ("read_bytes", "written_bytes", "host_memory_bytes", "waiting_seconds"):
-            del log[name]
-    return logs, noted, weights, read
+    def trainer_of(model, optimizer, callbacks):
+        own = {"gradient_accumulation_steps": COUNT, "max_steps": STEPS, "max_grad_norm": 0, "bf16": False}
+        return Recording(
+            model,
+            args=config(str(folder / "output"), **own, **SETTINGS, **more),
+            train_dataset=data(),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, None),
+            callbacks=callbacks,
+        )
+
+    return *run(folder, make(), trainer_of, layers=layers, host_memory="1MiB"), noted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_line_makes_training_go_by_layer(tmp_path, kind):
-    logs, metrics, weights, read = trained(tmp_path, kind, layers=True)
-    want, in_order, others, more = trained(tmp_path, kind, layers=False)
+    logs, weights, read, went_by_layer, metrics = trained(tmp_path, kind, layers=True)
+    want, others, more, _, in_order = trained(tmp_path, kind, layers=False)
+    assert went_by_layer
     assert len(logs) == STEPS
     assert logs == want
     assert metrics == in_order

@@ -60,12 +60,8 @@ FORGETS = (
 
 
 @pytest.fixture(autouse=True)
-def _caches(tmp_path, monkeypatch):
+def _caches(tmp_path, monkeypatch, one_thread):  # noqa: ARG001
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def filled(folder, dtype=torch.float32, template=CHATML):

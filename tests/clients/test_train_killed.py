@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.lives import life
 from support.small_folder import make_model, write_rows
-from support.trained_program import NOT_COMPARED
+from support.trained_program import compared
 
 from memascend.storage import look
 
@@ -55,11 +55,7 @@ def results(folder, name):
     """The digest of the weights, and what was logged of each step."""
     digest = hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
     history = json.loads((folder / name / "trainer_state.json").read_text())["log_history"]
-    return digest, [
-        {key: value for key, value in line.items() if not any(part in key for part in NOT_COMPARED)}
-        for line in history
-        if "train_loss" not in line
-    ]
+    return digest, [compared(line) for line in history if "train_loss" not in line]
 
 
 @pytest.mark.timeout(900)

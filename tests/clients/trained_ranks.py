@@ -2,7 +2,7 @@
 
 usage: [TRAINED_OPTIONS=JSON] trained_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
 
-STORE "memory" trains without memascend. RANKS, as "1" or "0,1", are killed after a step.
+RANKS, as "1" or "0,1", are killed after a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 from support.torchrun import as_if_on_gpus
-from support.trained_program import made, rows
+from support.trained_program import made, model, rows
 
 __all__ = []
 
@@ -35,12 +35,8 @@ class Killed(transformers.TrainerCallback):
 def trained(kind, folder, killed, options):
     """The Trainer of transformers, or TRL's."""
     if kind == "plain":
-        trainer = made(folder / "out", killed, data=rows(48), **options)
         # Dropout depends on the rank.
-        for module in trainer.model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        return trainer
+        return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
     from clients.trained_trainers import SHARED, supervised, texts
 
     SHARED.update(options)
@@ -54,14 +50,10 @@ def main(kind, store, folder, *kill):
     torch.set_num_threads(1)
     folder = Path(folder)
     options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
-    offloads, again = options.pop("offloads", {}), options.pop("again", False)
     trainer = trained(kind, folder, Killed(*kill), options)
-    if store != "memory":
-        if not trainer.is_fsdp_enabled:
-            # The default of ranks, since torch's norm depends on their number.
-            offloads = {"clipping": "exact", **offloads}
-        memascend.trainer.offload(trainer, storage=store, **offloads)
-    trainer.train(resume_from_checkpoint=again)
+    # The default of ranks, since torch's norm depends on their number.
+    memascend.trainer.offload(trainer, storage=store, **({} if trainer.is_fsdp_enabled else {"clipping": "exact"}))
+    trainer.train()
     trainer.save_model(str(folder / "model"))
     if trainer.is_world_process_zero():
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
