@@ -60,6 +60,13 @@ def mixtral():
     return MixtralForCausalLM(config).train()
 
 
+def gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return GptOssForCausalLM(GptOssConfig(**LLAMA, **experts, head_dim=8)).train()
+
+
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -96,6 +103,7 @@ TRANSFORMERS = [
     case_of("checkpointed", lambda: checkpointed(reentrant=False), dtype=BF16, learns_budget=True),
     case_of("checkpointed-reentrant", lambda: checkpointed(reentrant=True), learns_budget=True),
     case_of("mixtral-bf16", mixtral, dtype=BF16),
+    case_of("gpt-oss", gpt_oss),
     case_of("t5", t5),
     case_of("lora", lora, dtype=BF16),
     case_of("lora-checkpointed", lambda: lora(recomputes=True), dtype=BF16, learns_budget=True),
