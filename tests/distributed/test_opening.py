@@ -1,13 +1,25 @@
-"""Tests which commit several ranks open, and which stores of one folder go together or stand for others."""
+"""Tests which commit several ranks open, and that each store goes on where it belongs alone: its rank, run and host."""
 
+import json
+import shutil
+import socket
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed, nn
 
-from memascend.distributed.opening import EARLIER, Stores, choose, common_of, outlived_by
+import memascend
+from memascend.distributed.control_plane import Agreement, Alone, Exchange
+from memascend.distributed.opening import EARLIER, Stores, choose, common_of, outlived_by, require_own, seen_at
+from memascend.distributed.reshard import find_earlier
 from memascend.distributed.rows import Layout, Rows
-from memascend.errors import ConfigError
+from memascend.distributed.setup import places_of_others
+from memascend.engine import Engine, Record, Store, commits
+from memascend.errors import ConfigError, RankError
+from memascend.plan.options import Options
 
 RUNS = {1: "0" * 32, 2: "2" * 32, 3: "3" * 32, 4: "4" * 32}
 
@@ -25,6 +37,13 @@ def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last,
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
 
 
+def chosen(shards, each):
+    """What rank 0 opens where ranks see these stores."""
+    told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
+    exchange = SimpleNamespace(rank=0, tell=lambda about, _: told[about])
+    return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
+
+
 @pytest.mark.parametrize(
     ("shards", "each", "number", "lost"),
     [
@@ -37,10 +56,13 @@ def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last,
     ],
 )
 def test_replicas_fill_stores_that_are_not_whole_or_were_left_out_of_a_step(shards, each, number, lost):
-    told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
-    exchange = SimpleNamespace(rank=0, tell=lambda about, _: told[about])
-    opening = choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
+    opening = chosen(shards, each)
     assert (opening.number, opening.lost) == (number, lost)
+
+
+def test_replicas_that_missed_more_than_one_step_are_refused_with_a_remedy():
+    with pytest.raises(ConfigError, match=r"no commit is there on every rank.*move away"):
+        chosen(2, [*[store(2, 5, 4)] * 2, *[store(2, 3, 2)] * 2])
 
 
 def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
@@ -122,3 +144,326 @@ def test_stores_stand_for_all_that_those_had_outlived():
 def test_a_store_without_a_commit_is_unfilled_or_lost(each, is_unfilled, missing):
     found = stores(2, *each)
     assert (found.is_unfilled, found.missing) == (is_unfilled, missing)
+
+
+# --- stores of threads in place of ranks ---------------------------------------------------------------
+
+HOST = socket.gethostname()
+
+
+class Talk:
+    """An exchange between threads instead of processes."""
+
+    def __init__(self, size):
+        self.said = [None] * size
+        self.barrier = threading.Barrier(size, timeout=10)
+
+    def of(self, rank):
+        return Talker(self, rank)
+
+
+class Talker:
+    broken = failure = None
+    part = Exchange.part
+
+    def __init__(self, talk, rank):
+        self.talk, self.rank, self.size = talk, rank, len(talk.said)
+
+    def tell(self, about, said, **_):
+        self.talk.said[self.rank] = json.dumps([about, said])
+        self.meet()
+        told = [json.loads(one) for one in self.talk.said]
+        self.meet()
+        assert {one[0] for one in told} == {about}, told
+        return [one[1] for one in told]
+
+    def add(self, numbers):
+        # One replica has nothing to compare.
+        assert not any(numbers)
+        return numbers
+
+    def meet(self):
+        try:
+            self.talk.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankError("another rank failed", ranks=()) from error
+
+    def fail(self, _):
+        self.talk.barrier.abort()
+
+
+class Life:
+    """All ranks open their stores in a folder, commit up to a step and close them: from which one, or the error."""
+
+    def __init__(self, folder, until, *, size=2, existing="resume", **given):
+        self.folder, self.until, self.existing, self.given = folder, until, existing, given
+        self.began = [None] * size
+        self.errors = [None] * size
+        talk = Talk(size)
+        threads = [threading.Thread(target=self._run, args=(talk.of(rank),)) for rank in range(size)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+
+    def _run(self, exchange):
+        try:
+            self.began[exchange.rank] = self._lived(exchange)
+        except memascend.MemascendError as error:
+            self.errors[exchange.rank] = str(error)
+
+    def _lived(self, exchange):
+        path = self.given.get("paths", {}).get(exchange.rank, self.folder / f"rank-{exchange.rank}")
+        records = [Record(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
+        layout = Layout(exchange.rank, 1, exchange.size)
+        opening = choose(path, exchange, self.existing, layout, self.given.get("others", {}).get(exchange.rank))
+        store, agreement = opening.open(lambda existing: Store.create(path, records, existing=existing))
+        with store, Engine(store) as updates:
+            began = -1 if store.created else store.step
+            while began < 0 or store.step < self.until:
+                step = 0 if began < 0 else store.step + 1
+                with agreement.step():
+                    updates.fill("rows", torch.full((5,), 100.0 * exchange.rank + step), step=step)
+                    updates.commit(step)
+                began = max(began, 0)
+            values = store.read("rows")[0]
+            assert bool((values == 100.0 * exchange.rank + store.step).all())
+        return began
+
+
+def named(folder, rank):
+    """What the newest commit of a rank's store says."""
+    return commits(folder / f"rank-{rank}")[0][0]
+
+
+def refused(folder, words, **options):
+    """It is refused on all ranks with these words, and nothing is changed."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    life = Life(folder, 9, **options)
+    assert all(words in (error or "") for error in life.errors), life.errors
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(files)
+    assert [path.read_bytes() for path in files] == before
+
+
+def swap(one, other):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+# --- whose store it is ------------------------------------------------------------------------
+
+
+def test_a_store_knows_its_rank(tmp_path):
+    assert Life(tmp_path, 3).began == [0, 0]
+    assert [(named(tmp_path, rank).rank, named(tmp_path, rank).ranks) for rank in range(2)] == [(0, 2), (1, 2)]
+    assert named(tmp_path, 0).identity == named(tmp_path, 1).identity != bytes(16)
+    assert Life(tmp_path, 5).began == [3, 3]
+    first, second = tmp_path / "rank-0", tmp_path / "rank-1"
+    swap(first, second)
+    for existing in ("resume", "previous"):
+        refused(tmp_path, f"rank 1: {second} on {HOST} is the store of rank 0 of 2", existing=existing)
+    swap(first, second)
+    shutil.copy(first, tmp_path / "kept")
+    shutil.copy(second, first)
+    refused(tmp_path, f"rank 0: {first} on {HOST} is the store of rank 1 of 2; nothing was changed: a store was copied")
+    (tmp_path / "kept").rename(first)
+    assert Life(tmp_path, 6).began == [5, 5]
+
+
+def test_as_many_ranks_as_there_were(tmp_path):
+    Life(tmp_path, 1, size=3)
+    refused(tmp_path, "is the store of rank 0 of 3", size=2)
+    (tmp_path / "rank-1").unlink()
+    refused(tmp_path, "rank 1: holds no store, and others do", size=3)
+
+
+def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path):
+    assert Life(tmp_path, 0).began == [0, 0]
+    # As the first write leaves it until its commit.
+    (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
+    again = Life(tmp_path, 1)
+    assert (again.began, again.errors) == ([0, 0], [None, None])
+    assert not (tmp_path / "rank-1.new").exists()
+    # Not once a step was committed, nor without the file.
+    (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
+    refused(tmp_path, "rank 1: holds no store, and others do")
+    # Nor where one process has trained, whose commits have no number.
+    values = torch.ones(5)
+    one = Store.create(tmp_path / "rank-0", [Record(name="rows", values=values, state={})], existing="replace")
+    with one as store, Engine(store) as updates:
+        updates.fill("rows", values)
+        updates.commit(0)
+    refused(tmp_path, "rank 1: holds no store, and others do")
+
+
+def test_one_process_refuses_the_store_of_a_rank(tmp_path):
+    def offloaded(existing):
+        model = nn.Linear(4, 3, bias=False)
+        return memascend.offload(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "run", existing=existing
+        )[1]
+
+    offloaded("refuse").close()
+    with Store.open(tmp_path / "run") as store:
+        # As a rank commits it.
+        Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
+        store._shared.exchange.rank, store._shared.exchange.size = 1, 2
+        store._shared.exchange.tell = lambda _, said, **__: [said]
+        with Engine(store) as updates:
+            updates.fill("weight", torch.zeros(3, 4), step=1)
+            updates.commit(1)
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
+        offloaded("resume")
+    assert (tmp_path / "run").read_bytes() == before
+
+
+# --- which continuation it is of ----------------------------------------------------------------
+
+
+def forked(tmp_path, steps):
+    """A run of three steps that goes on twice: rank 0's store is of one continuation, and rank 1's of the other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    Life(one, 3)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        assert Life(folder, 3 + steps).began == [3, 3]
+    assert named(one, 0).number == named(other, 0).number
+    assert named(one, 0).identity != named(other, 0).identity
+    shutil.copy(other / "rank-1", one / "rank-1")
+    return one
+
+
+def test_two_continuations_of_a_run_do_not_go_on_together(tmp_path):
+    refused(forked(tmp_path, 2), "no commit is there on every rank, as the run was continued more than once")
+
+
+def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(tmp_path):
+    assert Life(forked(tmp_path, 1), 5).began == [3, 3]
+
+
+def test_going_back_forks_a_run(tmp_path):
+    Life(tmp_path, 3)
+    shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
+    # Closing wrote no second root of the step.
+    assert Life(tmp_path, 3, existing="previous").began == [2, 2]
+    (tmp_path / "kept").rename(tmp_path / "rank-1")
+    assert Life(tmp_path, 4).began == [2, 2]
+
+
+def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commit_before(tmp_path):
+    Life(tmp_path, 3)
+    content = bytearray((tmp_path / "rank-1").read_bytes())
+    # The newest root, in both of its sectors: step 3 is generation 4.
+    for at in (4096 + 40, 4096 + 4096 - 512 + 40):
+        content[at] ^= 1
+    (tmp_path / "rank-1").write_bytes(content)
+    refused(tmp_path, "existing='previous' opens commit 3")
+    assert Life(tmp_path, 4, existing="previous").began == [2, 2]
+
+
+def test_a_store_that_another_run_changed_since_it_was_chosen_is_refused(tmp_path):
+    Life(tmp_path, 1, size=1)
+    path = tmp_path / "rank-0"
+    opening = choose(path, Talk(1).of(0), "resume", Layout(0, 1, 1))
+    Life(tmp_path, 2, size=1)
+    record = Record(name="rows", values=torch.zeros(5), state={})
+    with pytest.raises(memascend.StorageError, match="was changed while the ranks agreed"):
+        opening.open(lambda existing: Store.create(path, [record], existing=existing))
+
+
+def test_after_a_root_that_failed_no_rank_commits_any_more():
+    ended, exchange = [], Talk(1).of(0)
+    store = SimpleNamespace(share=lambda _: None, end=lambda: ended.append(True))
+    agreement = Agreement(exchange, store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 1))
+
+    def fails(_, agree):
+        agree()
+        raise RankError("another rank wrote no root", ranks=(1,))
+
+    with pytest.raises(RankError):
+        agreement.commit(fails)
+    assert (ended, agreement.number) == ([True], 4)
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("storage", "place"),
+    [("run", "run/rank-{}-of-2"), ("run-{rank}", "run-{}"), ("{rank}/a{local_rank}/{rank}", "{}/a7/{}")],
+)
+def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, storage, place):
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    for number in (0, 1, 5):
+        (tmp_path / place.format(number, number)).mkdir(parents=True)
+        (tmp_path / place.format(number, number) / "memascend.store").touch()
+    (tmp_path / place.format(0, 5)).mkdir(parents=True, exist_ok=True)
+    layout = Layout(1, 1, 2)
+    found = places_of_others(Options(storage=str(tmp_path / storage)), layout)
+    numbers = {number: [Path(one) for one in places] for number, places in found.items()}
+    # No rank 5 has a folder beside those of two ranks.
+    there = {0: place.format(0, 0)} if storage == "run" else {number: place.format(number, number) for number in (0, 5)}
+    assert numbers == {number: [tmp_path / one] for number, one in there.items()}
+    assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}")), layout) == {}
+    assert places_of_others(Options(), layout) == {}
+
+
+def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
+    """Each rank sees a folder of its own."""
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    [host.mkdir() for host in hosts]
+    Life(tmp_path, 2, paths={rank: hosts[rank] / f"rank-{rank}" for rank in range(2)})
+    paths = {rank: hosts[1 - rank] / f"rank-{rank}" for rank in range(2)}
+    others = {rank: {1 - rank: [str(hosts[1 - rank] / f"rank-{1 - rank}")]} for rank in range(2)}
+    for existing in ("refuse", "resume", "previous", "replace"):
+        there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
+        refused(tmp_path, there, paths=paths, others=others, existing=existing)
+    # What was never filled is in nobody's way.
+    for rank in range(2):
+        file = hosts[rank] / f"rank-{rank}"
+        file.unlink()
+        file.touch()
+    assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
+
+
+def test_ranks_whose_files_are_empty_do_not_begin_anew(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").write_bytes(bytes(rank * 8192))
+    for existing in ("resume", "previous"):
+        refused(tmp_path, "what it held is lost", existing=existing)
+    assert Life(tmp_path, 2, existing="replace").began == [0, 0]
+
+
+def test_earlier_stores_are_those_of_their_ranks(tmp_path):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    [path.parent.mkdir() for path in paths]
+    Life(tmp_path, 3, paths=dict(enumerate(paths)))
+    earlier = find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
+    earlier.open()
+    earlier.close()
+    assert earlier.identity == commits(paths[0])[0][0].identity
+    for existing in ("replace", "previous"):
+        with pytest.raises(memascend.ConfigError, match=r"stores of 2 ranks are in .*'resume' resumes from them"):
+            find_earlier(str(tmp_path), existing, Alone(), Layout(0, 1, 1))
+    content = paths[1].read_bytes()
+    rootless = content[:4096] + bytes(2 * 4096) + content[3 * 4096 :]
+    for spoil, words in (
+        (lambda: paths[1].write_bytes(bytes(len(content))), "the store of rank 1 of 2 holds no commit"),
+        (lambda: paths[1].write_bytes(rootless), "rank-1-of-2.*no commit is found"),
+        (paths[1].unlink, "the store of rank 1 of 2 cannot be reached"),
+    ):
+        spoil()
+        with pytest.raises(memascend.MemascendError, match=words):
+            find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
+    paths[1].write_bytes(content)
+    swap(*paths)
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
+    # Nor is one that was copied to where that of a single process is.
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        require_own({0: seen_at(paths[0])}, 1)

@@ -1,20 +1,29 @@
-"""Tests what several ranks cannot do: it is refused on all of them, and nothing is left or changed."""
+"""Tests what users' code does on several ranks: it has the bits of memory, or is refused on all and changes nothing."""
 
+import contextlib
+import gc
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from support.bits import same_bits
 from support.rank_models import adamw, backward, loss_of, model, offloaded, sharded, whole
 from support.ranks import ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memascend
+from memascend import ConfigError
+from memascend.distributed import setup
+from memascend.plan.options import Options
 from memascend.session.optimizer import session_of
 
 
@@ -138,3 +147,169 @@ def test_what_does_not_work_is_refused_on_all_ranks(folder):
     require_finite_norms(f"{folder}/clips", max_grad_norm=1.0)
     require_finite_norms(f"{folder}/keeps", gradients="ssd")
     require_finite_norms(f"{folder}/skips", gradients="fused", nonfinite="skip")
+
+
+# --- hooks of gradients: they see the sum of all ranks -------------------------------------------------
+
+CUSTOM = r"set_custom_reduce_scatter\(\) was called on 1"
+
+
+def double(parameter):
+    parameter.grad.mul_(2)
+
+
+class Doubling(DefaultReduceScatter):
+    """A reduction of the user."""
+
+
+def trained_with_hooks(folder=None, *, before=False, after=False, **options):
+    """The values of a run with hooks that are registered before or after `offload()`; in memory without a folder.
+
+    A sum of two ranks has the same bits in any order.
+    """
+    found = sharded(torch.float32)
+    optimizer = adamw(found.parameters())
+    for parameter in found.parameters() if before else ():
+        parameter.register_post_accumulate_grad_hook(double)
+    if folder is not None:
+        found, optimizer = memascend.offload(found, optimizer, storage=folder, **options)
+    for parameter in found.parameters() if after else ():
+        parameter.register_post_accumulate_grad_hook(double)
+    for step in range(2):
+        backward(found, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = whole(found)
+    if folder is not None:
+        optimizer.close()
+    return values
+
+
+def require_refused(folder, words, prepare, make=sharded, **options):
+    mine = make(torch.float32)
+    prepare(mine)
+    values = [parameter.detach().clone() for parameter in mine.parameters()]
+    with pytest.raises(memascend.MemascendError, match=words):
+        memascend.offload(mine, adamw(mine.parameters()), storage=f"{folder}/refused", **options)
+    assert all(map(torch.equal, values, mine.parameters()))
+
+
+@ranks(2)
+def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
+    """Each way of hooking: refused, or the values are those of FSDP2 in memory."""
+    ways = "(?s)set_all_reduce_hook\\(\\) was called on 1.*reduction='native'"
+    require_refused(folder, ways, lambda mine: mine[1].set_all_reduce_hook(lambda sums: sums.mul_(2)))
+    for options in ({}, {"reduction": "native"}):
+        require_refused(folder, CUSTOM, lambda mine: mine[1].set_custom_reduce_scatter(Doubling()), **options)
+    hooked = r"1\.0\.weight has a hook of register_post_accumulate_grad_hook\(\)"
+    require_refused(folder, hooked, lambda mine: mine[1][0].weight.register_post_accumulate_grad_hook(double))
+    new = r"1\.0\.weight has a gradient hook, and fully_shard\(\) makes new parameters"
+    require_refused(folder, new, lambda mine: mine[1][0].weight.register_hook(lambda one: 2 * one), model)
+    wanted = trained_with_hooks(before=True)
+    assert not all(map(same_bits, wanted, trained_with_hooks()))
+    for name, options in {
+        "native": {"before": True, "reduction": "native", "gradients": "ssd"},
+        "ssd": {"after": True, "gradients": "ssd"},
+        "ram": {"after": True, "gradients": "ram"},
+    }.items():
+        assert all(map(same_bits, trained_with_hooks(f"{folder}/{name}", **options), wanted)), name
+    mine = sharded(torch.float32)
+    mine, optimizer = memascend.offload(mine, adamw(mine.parameters()), storage=f"{folder}/later")
+    with optimizer:
+        mine[1].set_custom_reduce_scatter(Doubling())
+        with pytest.raises(memascend.MemascendError, match=CUSTOM):
+            loss_of(mine, 0, 0)
+
+
+# --- aliases of weights, which are refused, and of gradients, which are followed -----------------------
+
+
+# Ways to alias a weight; the last one is what `to_local()` gave before torch 2.15.
+VIEW = {"view": lambda p: p.detach()}
+ROWS = {
+    "rows": lambda p: p.to_local(),
+    "rows without a graph": torch.no_grad()(lambda p: p.to_local()),
+    "very rows": lambda p: p._local_tensor,
+}
+
+
+@ranks(2)
+def test_an_alias_on_one_rank_is_refused_on_all(folder):
+    """Each alias is refused on both ranks; once it is gone, the loss of a step is that of the other kind of model."""
+    rank, losses = distributed.get_rank(), []
+    for make, ways in ((sharded, VIEW | ROWS), (model, VIEW)):
+        trained = make(torch.float32)
+        optimizer = adamw(trained.parameters())
+        for take in ways.values():
+            kept = take(trained[0].weight) if rank else None
+            words = "(?s)0.weight shares memory" if rank else "(?s)rank 1 refused.*0.weight shares memory"
+            with pytest.raises(memascend.MemascendError, match=words):
+                memascend.offload(trained, optimizer, storage=f"{folder}/{make.__name__}", gradients="ssd")
+            del kept
+            gc.collect()
+        trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/{make.__name__}", gradients="ssd")
+        with optimizer:
+            loss = loss_of(trained, 0, rank)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def flat_views(trained):
+    """One buffer of this rank's rows of all gradients, of which each gradient is a view."""
+    parameters = list(trained.parameters())
+    flat = torch.zeros(sum(one.to_local().numel() for one in parameters))
+    begin = 0
+    for one in parameters:
+        rows = one.to_local()
+        own = flat[begin : begin + rows.numel()].view(rows.shape)
+        one.grad = DTensor.from_local(own, one.device_mesh, one.placements, shape=one.shape, stride=one.stride())
+        begin += rows.numel()
+    return flat
+
+
+@ranks(2)
+def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
+    """A loop sees in a buffer of gradients what it sees in memory, in each mode, and ends with the same weights."""
+    wanted = []
+    for mode in (None, "ssd", "ram", "auto", "fused"):
+        trained = sharded(torch.float32)
+        # Its bits do not depend on where in a vector an element lies.
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+        if mode is not None:
+            trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/{mode}", gradients=mode)
+        flat, seen = flat_views(trained), []
+        for step in range(3):
+            backward(trained, step)
+            seen.append(flat.clone())
+            flat.mul_(0.5)
+            optimizer.step()
+            if step:
+                flat.zero_()
+            else:
+                optimizer.zero_grad(set_to_none=False)
+        assert all(one.any() for one in seen)
+        found = [*seen, *whole(trained)]
+        wanted = wanted or found
+        assert all(map(same_bits, found, wanted)), mode
+        if mode is not None:
+            optimizer.close()
+
+
+# --- a torch that changed FSDP2 ------------------------------------------------------------------------
+
+
+def begin():
+    model = nn.Linear(2, 2)
+    with contextlib.ExitStack() as undo:
+        return setup.begin(model, torch.optim.SGD(model.parameters()), Options(), undo)
+
+
+def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
+    for name in ("memascend.distributed.fsdp", "memascend.distributed.sharding"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert begin()[0] is None
+    monkeypatch.setattr(setup, "_is_sharded", lambda _: True)
+    with pytest.raises(ConfigError, match=r"torch .* in another way"):
+        begin()

@@ -107,22 +107,6 @@ def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_long
 
 
 @pytest.mark.slow
-def test_a_whole_replica_is_filled_and_one_that_was_left_behind_is_refused(tmp_path):
-    lives(tmp_path, 2, 2)
-    shutil.copytree(tmp_path / "run/replica-1", tmp_path / "behind")
-    for name in ("rank-0-of-2", "rank-1-of-2"):
-        shutil.rmtree(tmp_path / "run" / name)
-    require_same(lives(tmp_path, 2, 2, steps=4), 2, 4)
-    shutil.rmtree(tmp_path / "run/replica-1")
-    shutil.copytree(tmp_path / "behind", tmp_path / "run/replica-1")
-    words = [rank["error"] for rank in lives(tmp_path, 2, 2, steps=5)]
-    assert all(words)
-    assert any("no commit is there on every rank" in each and "move away" in each for each in words), words
-    shutil.rmtree(tmp_path / "run/replica-1")
-    require_same(lives(tmp_path, 2, 2, steps=5), 4, 5)
-
-
-@pytest.mark.slow
 def test_hosts_of_the_last_replicas_go_on_alone_with_the_stores_that_they_have(tmp_path):
     """One process is told that it cannot."""
     lives(tmp_path, 3, 1)

@@ -6,7 +6,7 @@ from safetensors.torch import save_file, save_model
 from support import rank_models
 from support.bits import same_bits
 from support.rank_models import Odd, shard, step, whole
-from support.ranks import on_ranks
+from support.ranks import on_ranks, ranks
 from torch import distributed, nn
 from torch.distributed import checkpoint as torch_checkpoints
 from torch.distributed.checkpoint import state_dict as torch_states
@@ -126,7 +126,9 @@ def zeros():
     return made
 
 
-def read_by_torch(folder):
+@pytest.mark.slow
+@ranks(2)
+def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
     """Torch's distributed checkpoints hold, and read, the values that ranks saved."""
     trained = shard(model())
     trained, optimizer = memascend.offload(trained, sgd(trained), storage=f"{folder}/run")
@@ -154,8 +156,3 @@ def read_by_torch(folder):
     for other, alone in ((shard(zeros()), False), (zeros(), True)):
         torch_checkpoints.load(dict(other.named_parameters()), storage_reader=ours, no_dist=alone)
         assert all(map(same_bits, whole(other), saved))
-
-
-@pytest.mark.slow
-def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
-    on_ranks(2, read_by_torch, tmp_path)

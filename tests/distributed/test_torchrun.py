@@ -1,4 +1,4 @@
-"""Tests examples/fsdp.py as a user starts it: by torchrun, killed, restarted, and on meshes of replicas."""
+"""Tests ranks as users start them: examples/fsdp.py by torchrun, and a loop of accelerate by `accelerate launch`."""
 
 import os
 import signal
@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.bits import files
+import torch
+from support.bits import files, same_bits
 from support.lives import Running, life
-from support.torchrun import command
+from support.torchrun import CONFIG, as_if_on_gpus, command
+
+import memascend
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/fsdp.py"
 
@@ -33,3 +36,61 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
     # It resumed once, and no step of all is done again but the one in which the rank died.
     assert output.count("rank 0, step 0:") == 1
     assert files(tmp_path / "ranks-saved") == files(tmp_path / "one-saved")
+
+
+# --- accelerate launch ---------------------------------------------------------------------------------
+
+
+def begun(ranks):
+    """A model, its optimizer and scheduler, and batches."""
+    from support.trained_program import model
+
+    trained = model(attention_dropout=0.0)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=ranks == 1)
+    # Accelerate's schedulers take a step for each rank.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * ranks)
+    rows = [torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(12)]
+    return trained, optimizer, scheduler, torch.utils.data.DataLoader(rows, batch_size=2)
+
+
+def by_accelerate(folder):
+    as_if_on_gpus()
+    from accelerate import Accelerator
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.is_fsdp2
+    trained, optimizer, scheduler, loader = accelerator.prepare(*begun(2))
+    trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/run")
+    with optimizer:
+        for batch in loader:
+            accelerator.backward(trained(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.save(f"{folder}/saved")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG)
+    launch = ("accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--num_processes", "2")
+    life([sys.executable, "-m", *launch, __file__, tmp_path])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    trained, optimizer, scheduler, loader = begun(1)
+    # Batch j W + r is rank r's in round j.
+    for index, tokens in enumerate(loader):
+        (trained(input_ids=tokens, labels=tokens).loss / 2).backward()
+        if index % 2:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert all(map(same_bits, saved.parameters(), trained.parameters()))
+
+
+if __name__ == "__main__":
+    by_accelerate(sys.argv[1])
