@@ -1,14 +1,21 @@
-"""Tests that averages of weights by diffusers, timm and torch are those of the same loop in memory, bit for bit."""
+"""Tests averages of weights by diffusers, timm and torch, and training by Lightning, beside the same in memory."""
 
+import contextlib
+import copy
+
+import lightning.pytorch as lightning
 import pytest
 import torch
 from clients.beside import both, door
 from diffusers.training_utils import EMAModel
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from support.bits import same_bits
 from support.chains import batch, step, values
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
+
+import memascend
 
 WIDTH, STEPS = 64, 6
 
@@ -97,3 +104,113 @@ def test_averages_follow_and_swap(tmp_path, dtype, gradients, before, kind):
     found = both(tmp_path, make, run, gradients=gradients, **options)
     assert len(found[0]) > STEPS
     assert all(map(same_bits, *found))
+
+
+# --- Lightning, with its own averages ------------------------------------------------------------------
+
+
+def real(module):
+    """Where weights of an offloaded module are written to: the door."""
+    if module.folder is None:
+        return contextlib.nullcontext()
+    return memascend.materialized(module if module.whole else module.layers, modify=True)
+
+
+class Equal(WeightAveraging):
+    """Swaps weights within the door."""
+
+    def _swap_models(self, pl_module):
+        with real(pl_module):
+            super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module):
+        with real(pl_module):
+            super()._copy_average_to_current(pl_module)
+
+
+class Stochastic(StochasticWeightAveraging):
+    """The same."""
+
+    @staticmethod
+    def transfer_weights(src_pl_module, dst_pl_module):
+        with real(dst_pl_module):
+            StochasticWeightAveraging.transfer_weights(src_pl_module, dst_pl_module)
+
+
+class Exponential(Equal):
+    """Averages after each step from the second on, as Lightning's own example does."""
+
+    def __init__(self):
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+
+    def should_update(self, step_idx=None, epoch_idx=None):  # noqa: ARG002
+        return step_idx is not None and step_idx >= 2
+
+
+class Module(lightning.LightningModule):
+    """Layers with batch norm; offloaded where a folder is given, whole or its layers alone."""
+
+    def __init__(self, folder=None, whole=False, **options):
+        super().__init__()
+        self.folder, self.whole, self.options = folder, whole, options
+        self.layers = stack(torch.float32)
+        self.seen = []
+
+    def training_step(self, batch, index):  # noqa: ARG002
+        return self.layers(batch).pow(2).mean()
+
+    def validation_step(self, batch, index):  # noqa: ARG002
+        self.seen.append(self.layers(batch).detach().clone())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-2, fused=True)
+        if self.folder is not None:
+            _, optimizer = memascend.offload(
+                self if self.whole else self.layers, optimizer, storage=self.folder / "run.store", **self.options
+            )
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+
+
+def batches(count, seed):
+    values = torch.randn(count * 4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.DataLoader(values, batch_size=4)
+
+
+def fit(folder, module, *callbacks, **options):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options |= {"accelerator": "cpu", "max_epochs": 4, "num_sanity_val_steps": 0, **dict.fromkeys(quiet, False)}
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **options)
+    trainer.fit(module, batches(3, 1), batches(1, 2))
+    return trainer
+
+
+def kept(module):
+    return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
+
+
+# Callbacks, and options of the Trainer.
+CASES = {
+    "none": (list, {}),
+    "equal": (lambda: [Equal()], {}),
+    "accumulated and clipped": (lambda: [Equal()], {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "exponential": (lambda: [Exponential()], {}),
+    "stochastic": (lambda: [Stochastic(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2)], {}),
+}
+
+
+@pytest.mark.parametrize(("whole", "gradients"), [(False, "ssd"), (True, "auto")], ids=["layers", "module"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, case, whole, gradients):
+    callbacks, options = CASES[case]
+    plain, trained = Module(), Module(tmp_path, whole, gradients=gradients)
+    fit(tmp_path, plain, *callbacks(), **options)
+    trainer = fit(tmp_path, trained, *callbacks(), **options)
+    assert len(plain.seen) >= 4
+    assert all(map(same_bits, plain.seen, trained.seen))
+    assert all(map(same_bits, kept(plain), kept(trained)))
+    trainer.optimizers[0].close()
+
+
+def test_a_swap_without_the_door_is_refused(tmp_path):
+    with pytest.raises(memascend.UsageError, match=r"written to .*materialized\(model, modify=True\)"):
+        fit(tmp_path, Module(tmp_path), WeightAveraging())

@@ -1,4 +1,4 @@
-"""Tests that `memascend train`, killed at any moment and repeated, has the bits of a run that was never killed."""
+"""Tests that `memascend train` and Trainers, killed at any moment and started again, end as if they never were."""
 
 import hashlib
 import json
@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from clients import trained_trainers
 from support.lives import life
 from support.small_folder import make_model, write_rows
-from support.trained_program import compared
+from support.trained_program import compared, logged
 
 from memascend.storage import look
 
@@ -89,3 +90,35 @@ def test_a_stop_names_the_committed_step_and_the_restart_goes_on_there(tmp_path)
             f"memascend train: stopped after step {step}, which is committed: the same command goes on there"
         )
     run(tmp_path, "own", more)
+
+
+# --- TRL's Trainers, and that of sentence-transformers -------------------------------------------------
+
+MOMENTS = [
+    ("creation", 0), ("micro-batch", 1), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 5),
+    ("end of the step", 6), ("before the step", 7),
+]  # fmt: skip
+
+
+def start(folder, name, kind, *words, **how):
+    """One `life` of the program; its last line is a digest of the weights."""
+    store = "memory" if name == "memory" else folder / name
+    line = [sys.executable, trained_trainers.__file__, kind, store, folder / f"{name}.log", *words]
+    return life(line, PYTHONWARNINGS="ignore", HF_HOME=str(folder / "hub"), **how)
+
+
+def digest(output):
+    return output.splitlines()[-1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", ["one", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", trained_trainers.KINDS)
+def test_it_ends_as_in_memory(tmp_path, kind, kills):
+    want = digest(start(tmp_path, "memory", kind))
+    number = list(trained_trainers.KINDS).index(kind)
+    for kill in MOMENTS if kills == "all" else [MOMENTS[number]]:
+        start(tmp_path, "killed", kind, *kill, ends=-signal.SIGKILL)
+    assert digest(start(tmp_path, "killed", kind)) == want
+    assert logged(tmp_path / "killed.log") == logged(tmp_path / "memory.log")
+    assert len(logged(tmp_path / "killed.log")) >= 6

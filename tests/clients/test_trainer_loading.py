@@ -15,7 +15,7 @@ import sentence_transformers.models
 import torch
 import transformers
 import trl
-from clients import test_preferences
+from clients import test_trl
 from clients.beside import results, same_results
 from safetensors.torch import load_file, save_file
 from sentence_transformers import losses
@@ -27,7 +27,7 @@ import memascend
 import memascend.trainer
 
 PROGRAM = Path(__file__).parent / "loaded_program.py"
-SETTINGS = {**test_preferences.SETTINGS, "bf16": False, "max_steps": 2, "gradient_accumulation_steps": 2}
+SETTINGS = {**test_trl.SETTINGS, "bf16": False, "max_steps": 2, "gradient_accumulation_steps": 2}
 ROWS = range(8)
 TEXTS = datasets.Dataset.from_dict({"text": [f"What is it? {row} It is a test." for row in ROWS]})
 ANSWERS = {"chosen": [f"it is a test {row}" for row in ROWS], "rejected": [f"no model {row}" for row in ROWS]}

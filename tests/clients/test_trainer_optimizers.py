@@ -8,7 +8,7 @@ import torch
 import transformers
 from clients.beside import results, same_results
 from clients.test_adapters import language_model
-from clients.test_preferences import SETTINGS
+from clients.test_trl import SETTINGS
 
 import memascend
 import memascend.trainer

@@ -14,8 +14,7 @@ import peft
 import torch
 import trl
 from clients.test_adapters import language_model
-from clients.test_preferences import pairs, tokenizer
-from clients.test_supervised import reward_model
+from clients.test_trl import pairs, reward_model, tokenizer
 from support import trained_program
 
 SHARED = {
