@@ -62,23 +62,19 @@ class Helper:
         self.held = held
 
 
-def holders():
-    def closure(held):
-        return lambda: held
-
-    return {
-        "directly": lambda held: held,
-        "list": lambda held: [{"deep": (held,)}],
-        "object": Helper,
-        "closure": closure,
-        "partial": lambda held: functools.partial(print, held),
-        "method": lambda held: Helper(held).__init__,
-        "weakly": weakref.ref,
-        "key": lambda held: {held: 1},
-    }
+HOLDERS = {
+    "directly": lambda held: held,
+    "list": lambda held: [{"deep": (held,)}],
+    "object": Helper,
+    "closure": lambda held: lambda: held,
+    "partial": lambda held: functools.partial(print, held),
+    "method": lambda held: Helper(held).__init__,
+    "weakly": weakref.ref,
+    "key": lambda held: {held: 1},
+}
 
 
-@pytest.mark.parametrize("how", holders())
+@pytest.mark.parametrize("how", HOLDERS)
 @pytest.mark.parametrize("what", ["parameter", "view", "model", "optimizer"])
 def test_what_the_step_could_reach_is_named_before_anything_runs(tmp_path, how, what):
     model = torch.nn.Linear(4, 4)
@@ -88,7 +84,7 @@ def test_what_the_step_could_reach_is_named_before_anything_runs(tmp_path, how, 
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
     }[what]
-    optimizer = Holding(model.parameters(), holders()[how](held))
+    optimizer = Holding(model.parameters(), HOLDERS[how](held))
     words = {"parameter": "a parameter", "view": "a parameter", "model": "a model", "optimizer": "another optimizer"}
     with pytest.raises(memascend.ConfigError, match=f"Holding cannot run.*its attribute 'held' holds {words[what]}"):
         memascend.offload(model, optimizer, storage=tmp_path / "store")

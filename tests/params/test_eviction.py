@@ -1,24 +1,12 @@
-"""Tests what is left of a unit that left memory, or never came."""
+"""Tests what is left of a unit whose read failed."""
 
 import pytest
 import torch
 
 from memascend.params.unit import Bytes, Home
 
-SLOT = 4096
 
-
-class Read:
-    """A read that is over."""
-
-    def wait(self):
-        return 1
-
-    def done(self):
-        return True
-
-
-class FailingRead(Read):
+class FailingRead:
     """A read whose bytes are not what was written."""
 
     def wait(self):
@@ -26,22 +14,10 @@ class FailingRead(Read):
 
 
 def test_a_read_that_fails_leaves_nothing():
-    home = Home(0, "unit", 0, SLOT, pinned=False)
+    home = Home(0, "unit", 0, 4096, pinned=False)
     home.begin_read(FailingRead(), torch.empty(0))
     with pytest.raises(ValueError, match="checksum"):
         home.arrive()
     assert home.state is Bytes.OFFLOADED
     assert home.read is None
-    home.begin_read(Read(), torch.empty(0))
-
-
-def test_bytes_of_older_values_are_not_taken_again():
-    for end in (Home.train, Home.forget):
-        home = Home(0, "unit", 0, SLOT, pinned=False)
-        home.begin_read(Read(), torch.empty(0))
-        home.arrive()
-        kept = home.base
-        home.leave()
-        end(home)
-        assert not home.adopt()
-        del kept
+    home.begin_read(FailingRead(), torch.empty(0))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support import checkpointed
+from support import chains, checkpointed
 from support.bits import same_states
 from support.chains import batch, offloaded, values
 from torch import nn
@@ -39,12 +39,11 @@ class Segments(nn.Module):
         return x
 
 
-def train(model, optimizer):
-    device = next(model.parameters()).device
-    for seed in range(STEPS):
-        model(batch(seed, WIDTH).to(device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def loss_of(model, seed):
+    return model(batch(seed, WIDTH).to(next(model.parameters()).device)).square().mean()
+
+
+train = partial(chains.train, seeds=range(STEPS), of=loss_of)
 
 
 def made(storage, **options):

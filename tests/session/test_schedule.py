@@ -210,12 +210,6 @@ class OfFunctions(torchs.LambdaLR):
         return {**super().state_dict(), "rule": {"of": max}}
 
 
-class Large(torchs.ConstantLR):
-    def __init__(self, optimizer):
-        self.table = [0.5] * 10_000
-        super().__init__(optimizer)
-
-
 REFUSED = {
     "none": (lambda _: (), "was given no scheduler"),
     "a metric": (
@@ -226,7 +220,10 @@ REFUSED = {
     "another optimizer": (lambda _: [torchs.StepLR(made()[1], 2)], "StepLR sets the options of another optimizer"),
     "twice": (lambda o: [torchs.StepLR(o, 2)] * 2, "twice"),
     "functions": (lambda o: [OfFunctions(o, lambda _: 1.0)], r"'rule\.of' in the state of OfFunctions is <built-in f"),
-    "size": (lambda o: [Large(o)], r"the state of Large has \d+ bytes as JSON, and a commit holds at most 32768"),
+    "size": (
+        lambda o: [torchs.MultiStepLR(o, range(10_000))],
+        r"the state of MultiStepLR has \d+ bytes as JSON, and a commit holds at most 32768",
+    ),
 }
 
 
