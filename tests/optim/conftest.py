@@ -85,8 +85,3 @@ class Streamed:
             options["sparse"], whole = gradient, True
         self.apply(update_of(optimizer, group, self.layout, first=self.updates == 0, **options), gradient, whole)
         self.updates += 1
-
-
-@pytest.fixture
-def streamed_part():
-    return Streamed

@@ -1,20 +1,22 @@
-"""Tests every optimizer of torch.optim on external state in parts: bit for bit what torch gives in memory."""
+"""Tests every optimizer of torch.optim on external state in parts, and parameters of all kinds: the bits of memory."""
 
 import copy
+import functools
 import inspect
 import itertools
 
 import pytest
 import torch
+from optim.conftest import Streamed
 from support.bits import same_bits
+from support.chains import batch, chain, require_same, step, twins
 
+import memascend
 from memascend.errors import ConfigError
 from memascend.optim import trial
 from memascend.optim.trial import require_streamable
 
-STEPS = 6
-
-# Options to try of each class; a class of torch.optim that is in neither table fails a test.
+# Options to try of each class; one of torch.optim that is neither here nor refused fails a test.
 CASES = {
     "SGD": [
         {"lr": 0.1},
@@ -39,7 +41,6 @@ CASES = {
     "Muon": [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}],
     "SparseAdam": [{}, {"maximize": True}],
 }
-REFUSED = {"Optimizer", "LBFGS"}
 WHOLE = {"Adafactor", "Muon", "SparseAdam"}
 # Type of the parameters, and of their masters.
 DTYPES = {
@@ -91,54 +92,50 @@ def classes():
 
 def test_every_class_of_torch_is_tried_or_refused():
     found = {name for name, kind in classes().items() if issubclass(kind, torch.optim.Optimizer)}
-    assert found == {*CASES, *REFUSED}
+    assert found == {*CASES, "Optimizer", "LBFGS"}
 
 
-@pytest.fixture
-def run_and_compare(streamed_part):
-    def run(name, groups, options, master_dtype, steps=STEPS, threads=1, chunk=2048):
-        """Train in memory and in parts side by side; gradients are missing now and then, and lr changes."""
-        torch.set_num_threads(threads)
-        kind = name if inspect.isclass(name) else classes()[name]
-        original = kind(grouped(groups), **copy.deepcopy(options))
-        dtype = groups[0][0].dtype
-        wide = master_dtype if dtype.itemsize == 2 else None
-        reference = kind(grouped(groups, wide), **copy.deepcopy(options))
-        require_streamable(original, master_dtype)
-        streamed = [streamed_part(original, parameter, master_dtype, chunk) for _, parameter in members(original)]
-        original.state.clear()
-        generator = torch.Generator().manual_seed(9)
-        for step in range(steps):
-            for group, other in zip(original.param_groups, reference.param_groups, strict=True):
-                group["lr"] = other["lr"] = group["lr"] * 0.9
-            for index, ((group, parameter), (_, twin)) in enumerate(
-                zip(members(original), members(reference), strict=True)
-            ):
-                twin.grad = None
-                # An expert that got no token; torch's own fused SGD fails where only some have a buffer.
-                if (step + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
-                    continue
-                gradient = gradient_of(name, parameter, generator)
-                twin.grad = gradient.to(twin.dtype)
-                streamed[index].step(original, group, gradient)
-            reference.step()
-        assert not original.state
-        for part, (_, twin) in zip(streamed, members(reference), strict=True):
-            assert same_bits(part.shaped(part.values), twin.detach().to(dtype)), part.layout.shape
-            if wide:
-                assert same_bits(part.shaped(part.state["master"]), twin.detach())
-            wanted = reference.state.get(twin, {})
-            exported = part.layout.state_from(part.state)
-            assert list(exported) == list(wanted)
-            for of, value in wanted.items():
-                if isinstance(value, torch.Tensor):
-                    assert same_bits(exported[of].reshape(-1), part.flat(value).reshape(-1)), of
-                else:
-                    assert type(exported[of]) is type(value)
-                    assert exported[of] == value
-        return streamed
-
-    return run
+def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chunk=2048):
+    """Train in memory and in parts side by side; gradients are missing now and then, and lr changes."""
+    torch.set_num_threads(threads)
+    kind = name if inspect.isclass(name) else classes()[name]
+    original = kind(grouped(groups), **copy.deepcopy(options))
+    dtype = groups[0][0].dtype
+    wide = master_dtype if dtype.itemsize == 2 else None
+    reference = kind(grouped(groups, wide), **copy.deepcopy(options))
+    require_streamable(original, master_dtype)
+    streamed = [Streamed(original, parameter, master_dtype, chunk) for _, parameter in members(original)]
+    original.state.clear()
+    generator = torch.Generator().manual_seed(9)
+    for turn in range(steps):
+        for group, other in zip(original.param_groups, reference.param_groups, strict=True):
+            group["lr"] = other["lr"] = group["lr"] * 0.9
+        for index, ((group, parameter), (_, twin)) in enumerate(
+            zip(members(original), members(reference), strict=True)
+        ):
+            twin.grad = None
+            # An expert that got no token; torch's own fused SGD fails where only some have a buffer.
+            if (turn + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
+                continue
+            gradient = gradient_of(name, parameter, generator)
+            twin.grad = gradient.to(twin.dtype)
+            streamed[index].step(original, group, gradient)
+        reference.step()
+    assert not original.state
+    for part, (_, twin) in zip(streamed, members(reference), strict=True):
+        assert same_bits(part.shaped(part.values), twin.detach().to(dtype)), part.layout.shape
+        if wide:
+            assert same_bits(part.shaped(part.state["master"]), twin.detach())
+        wanted = reference.state.get(twin, {})
+        exported = part.layout.state_from(part.state)
+        assert list(exported) == list(wanted)
+        for of, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                assert same_bits(exported[of].reshape(-1), part.flat(value).reshape(-1)), of
+            else:
+                assert type(exported[of]) is type(value)
+                assert exported[of] == value
+    return streamed
 
 
 @pytest.mark.parametrize(
@@ -151,7 +148,7 @@ def run_and_compare(streamed_part):
         if dtype not in {"fp16", "fp64"} or options is CASES[name][-1]
     ],
 )
-def test_streamed_parts_get_the_bits_of_torch_in_memory(run_and_compare, name, options, dtype):
+def test_streamed_parts_get_the_bits_of_torch_in_memory(name, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
     if name == "SGD" and "fused" in options and master_dtype is None and not trial._fused_sgd_updates(dtype):
         with pytest.raises(ConfigError, match="fused=True is rejected for SGD"):
@@ -177,14 +174,14 @@ def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, CASES[name][-1]) for name in CASES])
-def test_two_threads_and_larger_parts_change_no_bit_in_32_bits(run_and_compare, name, options):
+def test_two_threads_and_larger_parts_change_no_bit_in_32_bits(name, options):
     shape = (230, 331) if name in WHOLE else (200_003,)
     groups = [[torch.nn.Parameter(torch.randn(shape))], [torch.nn.Parameter(torch.randn(3, 5))]]
     run_and_compare(name, groups, options, torch.float32, steps=3, threads=2, chunk=65_536)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adafactor", "RMSprop"])
-def test_memory_formats_other_than_row_by_row(run_and_compare, name):
+def test_memory_formats_other_than_row_by_row(name):
     values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
     groups = [[torch.nn.Parameter(values)], [torch.nn.Parameter(torch.randn(9, 5).t())]]
     streamed = run_and_compare(name, groups, CASES[name][-1], torch.float32)
@@ -232,7 +229,7 @@ class Sums(torch.optim.Adagrad):
 @pytest.mark.parametrize(
     ("kind", "options"), [(Scaled, {"base": 1.1}), (Doubled, {"lr": 0.1, "momentum": 0.9}), (Sums, {})]
 )
-def test_classes_of_users_get_whole_parameters_and_the_same_bits(run_and_compare, kind, options, dtype):
+def test_classes_of_users_get_whole_parameters_and_the_same_bits(kind, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
     groups = parameters("SGD", dtype)
     groups[0][1].factor = 3.0
@@ -242,7 +239,7 @@ def test_classes_of_users_get_whole_parameters_and_the_same_bits(run_and_compare
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16+master", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "SparseAdam"])
-def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, name, dtype):
+def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
     dtype, master_dtype = DTYPES[dtype]
     options = CASES[name][-1]
     shape = (41, 73)
@@ -251,7 +248,7 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, name, d
     for _ in range(3):
         parameter.grad = torch.randn(shape).to(dtype)
         begun.step()
-    streamed = streamed_part(begun, parameter, master_dtype)
+    streamed = Streamed(begun, parameter, master_dtype)
     assert streamed.updates == int(begun.state[parameter].get("step", 1))
     twin = torch.nn.Parameter(parameter.detach().to(streamed.layout.dtype))
     reference = classes()[name]([twin], **copy.deepcopy(options))
@@ -263,3 +260,120 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, name, d
     reference.step()
     streamed.step(begun, begun.param_groups[0], gradient)
     assert same_bits(streamed.shaped(streamed.values), twin.detach().to(dtype))
+
+
+# --- runs with parameters that are not matrices of floats: float64, whole numbers, complex, empty, frozen ----
+
+
+class Odd(torch.nn.Module):
+    """Two layers, and a parameter of another kind that takes no part, or takes part as it can."""
+
+    def __init__(self, odd, *, trained):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = torch.nn.Linear(8, 8)
+        self.odd = torch.nn.Parameter(odd, requires_grad=trained)
+        self.last = torch.nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        odd = self.odd.abs().sum()
+        return self.last(self.first(inputs) * (1 + odd.to(inputs.dtype)))
+
+
+def train(trained, optimizer, *, clipped=False, accumulated=1):
+    for number in range(4):
+        for part in range(accumulated):
+            trained(batch(100 * part + number, 8, trained.last.weight.dtype)).square().mean().backward()
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_run(tmp_path, plain, make, loop=None, **options):
+    trained, loop = copy.deepcopy(plain), loop or {}
+    train(plain, make(plain.parameters()), **loop)
+    trained, optimizer = memascend.offload(trained, make(trained.parameters()), storage=tmp_path / "store", **options)
+    with optimizer:
+        train(trained, optimizer, **loop)
+        require_same(plain, trained)
+
+
+ADAM, ADAMW = (functools.partial(kind, lr=0.01) for kind in (torch.optim.NAdam, torch.optim.AdamW))
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(("make", "gradients"), [(MOMENTUM, "fused"), (ADAMW, "ram")])
+def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
+    plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
+    same_run(tmp_path, plain, make, gradients=gradients)
+
+
+@pytest.mark.parametrize(("make", "host_memory"), [(MOMENTUM, None), (ADAMW, "64MiB"), (ADAM, "64MiB")])
+def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
+    """Clipped and accumulated, and beside parameters of float32; in memory where a budget holds them."""
+    loop = {"clipped": True, "accumulated": 3}
+    plain = Odd(torch.randn(5000, dtype=torch.float64).mul(1e-4), trained=True)
+    # In float32, AdamW has the bits of its fused kernel.
+    plain = plain if host_memory and make is not ADAMW else plain.double()
+    same_run(tmp_path, plain, make, loop, gradients="ssd", host_memory=host_memory)
+
+
+def test_a_norm_of_float64_is_that_of_float64(tmp_path):
+    """Squares that float32 has no number for."""
+    plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
+    _, optimizer = memascend.offload(
+        plain, MOMENTUM(plain.parameters()), storage=tmp_path / "store", gradients="ssd", max_grad_norm=1e-3
+    )
+    loss = plain(torch.ones(3, 8, dtype=torch.float64)).square().mean() * 1e60
+    wanted = torch.nn.utils.get_total_norm(
+        torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True)
+    ).item()
+    assert wanted > 1e50
+    loss.backward()
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(wanted, rel=1e-12)
+    optimizer.close()
+
+
+# The last one is of a class that is tried before it streams.
+@pytest.mark.parametrize("make", [ADAM, MOMENTUM, functools.partial(Doubled, lr=0.01)])
+def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
+    same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (torch.zeros(5, dtype=torch.complex64), "odd is torch.complex64, and parameters of float32"),
+        (torch.zeros(5, dtype=torch.float8_e4m3fn), "odd is torch.float8_e4m3fn, and parameters of float32"),
+        (torch.empty(0, 4), "odd has no elements, and stands alone"),
+    ],
+)
+def test_what_has_no_update_or_no_elements_is_refused_by_name(tmp_path, odd, says):
+    trained = Odd(odd, trained=True)
+    with pytest.raises(ConfigError, match=says):
+        memascend.offload(trained, ADAM(trained.parameters()), storage=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_empty_parameter_beside_others_trains(tmp_path):
+    plain = Odd(torch.randn(3), trained=True)
+    plain.first.extra = torch.nn.Parameter(torch.empty(0, 4))
+    same_run(tmp_path, plain, ADAM)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram", "auto"])
+def test_an_optimizer_may_own_frozen_parameters_which_thaw_later(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients, lambda: chain().requires_grad_(False))
+    with optimizer:
+        for index in range(4):
+            for one, own in ((plain, theirs), (model, optimizer)):
+                one[0].weight.requires_grad_(index >= 2)
+                one[1].weight.requires_grad_(index >= 1)
+                if index:
+                    step(one, own, index)
+                else:
+                    own.step()
+        assert optimizer.steps == 3
+        require_same(plain, model)

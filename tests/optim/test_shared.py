@@ -1,12 +1,15 @@
-"""Tests options and attributes that steps change for all parameters alike: streamed, committed, resumed, dropped."""
+"""Tests what classes of users keep: options and attributes for all parameters, tensors of subclasses; also in RAM."""
 
 import copy
 import json
+import logging
 
 import pytest
 import torch
-from support.bits import same_states
-from support.chains import chain, loss_of, step, values
+from support import chains
+from support.bits import same_bits, same_states
+from support.chains import chain, everything, loss_of, offloaded, require_same, step, twins, values
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import memascend
 from memascend.checkpoint.reader import FOLDER, MANIFEST
@@ -212,14 +215,14 @@ class Listing(Counted):
             self.seen = {1, 2}
 
 
-# The class, its gradients, and the error of its ninth step.
-LATE = [
-    (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group in another way"),
-    (Listing, "ssd", memascend.MemascendError, "Listing changed its attribute 'seen' to a set"),
-]
-
-
-@pytest.mark.parametrize(("kind", "gradients", "error", "says"), LATE)
+# The error of its ninth step.
+@pytest.mark.parametrize(
+    ("kind", "gradients", "error", "says"),
+    [
+        (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group in another way"),
+        (Listing, "ssd", memascend.MemascendError, "Listing changed its attribute 'seen' to a set"),
+    ],
+)
 def test_an_end_that_cannot_be_committed_late_ends_the_step_by_name(tmp_path, kind, gradients, error, says):
     trained, optimizer, _ = begun(tmp_path / "store", kind, gradients=gradients)
     train(trained, optimizer, range(8))
@@ -258,3 +261,226 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
     with begun(tmp_path / "other", torch.optim.SGD)[1] as optimizer:
         assert not hasattr(optimizer, "train")
         assert not hasattr(optimizer, "eval")
+
+
+# --- optimizers without a kernel where nothing is durable: torch's are kept in RAM, unknown ones streamed -----
+
+LAYERS = 3
+
+
+class Watched(Counted):
+    """A class that nothing is known of, which fails where it is told to."""
+
+    # By the norm of a parameter's gradient, which each parameter has another of.
+    fails_at = None
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.fails_at in [gradient.norm().item() for gradient in gradients]:
+            raise ArithmeticError("told to")
+        super().step()
+
+
+def made(tmp_path, kind, gradients="fused", **options):
+    options = {"durability": "none", **options}
+    plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(LAYERS, bias=True), 1e-2, kind, **options)
+    streams = kind is Watched and options["durability"] == "none"
+    assert len(ours.plan.ram_tier) == (0 if streams else len(list(plain.parameters())))
+    return plain, theirs, model, ours
+
+
+def stepped(plain, theirs, model, ours, steps):
+    chains.train(plain, theirs, steps)
+    chains.train(model, ours, steps)
+
+
+def require_equal(plain, theirs, model, ours):
+    assert same_states(dict(plain.named_parameters()), model.state_dict())
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        found = ours.state_of(other)
+        for name, value in theirs.state[one].items():
+            if value is not None:
+                assert same_bits(torch.as_tensor(value), found[name].reshape(torch.as_tensor(value).shape)), name
+    for one, other in zip(theirs.param_groups, ours.param_groups, strict=True):
+        assert {key: one[key] for key in one if key != "params"} == {key: other[key] for key in one if key != "params"}
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the_log_says_so(
+    tmp_path, caplog, durability
+):
+    with caplog.at_level(logging.INFO, "memascend"):
+        plain, theirs, model, ours = made(tmp_path, Watched, durability=durability)
+    said = f"{2 * LAYERS} parameters of Watched are not kept in RAM" in caplog.text
+    assert said == (durability == "none")
+    with ours:
+        stepped(plain, theirs, model, ours, range(3))
+        require_equal(plain, theirs, model, ours)
+    # Nothing is durable in a temporary store either.
+    with offloaded(None, chain(LAYERS, bias=True), Watched, durability=durability, host_memory="64MiB")[1] as ours:
+        assert not ours.plan.ram_tier
+
+
+@pytest.mark.parametrize("place", [0, 2 * LAYERS - 1])
+def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place):
+    plain, theirs, model, ours = made(tmp_path, Watched)
+    with ours:
+        stepped(plain, theirs, model, ours, range(2))
+        before, options = everything(model, ours), dict(ours.param_groups[0])
+        loss_of(plain, 2).backward()
+        monkeypatch.setattr(Watched, "fails_at", list(plain.parameters())[place].grad.norm().item())
+        plain.zero_grad()
+        with pytest.raises(memascend.UsageError) as error:  # noqa: PT012 - a streamed update may fail in either
+            loss_of(model, 2).backward()
+            ours.step()
+        assert isinstance(error.value.__cause__, ArithmeticError)
+        assert ours.steps == 2
+        ours.zero_grad()
+        assert same_states(everything(model, ours), before)
+        assert ours.param_groups[0]["k"] == options["k"]
+        monkeypatch.setattr(Watched, "fails_at", None)
+        stepped(plain, theirs, model, ours, range(2, 4))
+        require_equal(plain, theirs, model, ours)
+
+
+# Whose code updates parts of a parameter, and whose code updates it whole.
+@pytest.mark.parametrize(("kind", "gradients"), [(torch.optim.NAdam, "fused"), (torch.optim.Adafactor, "ssd")])
+def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, gradients):
+    plain, theirs, model, ours = made(tmp_path, kind, gradients)
+    with ours:
+        # The first commit says in the catalog that the store is not closed.
+        stepped(plain, theirs, model, ours, range(2))
+        before = ours.report()
+        ours.param_groups[0]["lr"] = "fast"
+        loss_of(model, 2).backward()
+        with pytest.raises(memascend.UsageError):
+            ours.step()
+        ours.zero_grad()
+        ours.param_groups[0]["lr"] = 1e-2
+        stepped(plain, theirs, model, ours, range(2, 5))
+        report = ours.report()
+        assert (report.read, report.written) == (before.read, before.written), "no byte was moved"
+        require_equal(plain, theirs, model, ours)
+
+
+# --- state that is a tensor of a subclass, as quantised state is: stored in parts, rebuilt bit for bit ----
+
+
+class Quantised(torch.Tensor):
+    """Codes and a scale for each row of blocks; computes as what they stand for."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, block, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes, scale, block, dtype):
+        self.codes, self.scale, self.block = codes, scale, block
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.block, self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def zeros(cls, like, block):
+        codes = torch.zeros(like.shape, dtype=torch.int8, device=like.device)
+        return cls(codes, torch.zeros(like.numel() // block, device=like.device), block, like.dtype)
+
+    def plain(self):
+        blocks = self.codes.view(-1, self.block).float() / 127 * self.scale[:, None]
+        return blocks.view(self.codes.shape).to(self.dtype)
+
+    def fill(self, values):
+        blocks = values.contiguous().view(-1, self.block)
+        self.scale.copy_(blocks.abs().amax(1))
+        self.codes.copy_((blocks / self.scale[:, None].clamp_min(1e-12) * 127).round().view(self.codes.shape))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Quantised):
+            source = args[1].plain() if isinstance(args[1], Quantised) else args[1]
+            args[0].fill(source)
+            return args[0]
+        if func is torch.ops.aten.detach.default:
+            made = Quantised(args[0].codes, args[0].scale, args[0].block, args[0].dtype)
+            return return_and_correct_aliasing(func, args, kwargs or {}, made)
+        plain = [arg.plain() if isinstance(arg, Quantised) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class QuantisedMomentum(torch.optim.Optimizer):
+    """Its state is quantised from 1,024 elements on, and plain below."""
+
+    def __init__(self, parameters, *, anew=False):
+        super().__init__(parameters, {"lr": 0.1})
+        self.anew = anew
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    large = parameter.numel() >= 1024
+                    state["mean"] = Quantised.zeros(parameter, 64) if large else torch.zeros_like(parameter)
+                state["step"] += 1
+                mean = state["mean"] * 0.9 + parameter.grad
+                if self.anew and isinstance(state["mean"], Quantised):
+                    state["mean"] = Quantised.zeros(parameter, 64)
+                state["mean"].copy_(mean)
+                parameter.sub_(state["mean"] * group["lr"])
+
+
+def convolutions(dtype):
+    torch.manual_seed(2)
+    made = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(16 * 9, 32), torch.nn.Linear(32, 5)
+    )
+    return made.to(dtype).to(memory_format=torch.channels_last)
+
+
+def loss_of_images(trained, seed):
+    inputs = torch.randn(4, 16, 3, 3, generator=torch.Generator().manual_seed(seed))
+    return trained(inputs.to(trained[0].weight.dtype)).square().mean()
+
+
+def same(one, other):
+    if isinstance(one, Quantised):
+        assert isinstance(other, Quantised)
+        assert one.block == other.block
+        return same_bits(one.codes, other.codes) and same_bits(one.scale, other.scale)
+    return same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("anew", [False, True])
+def test_quantised_state_moves_in_streams_and_is_in_stores_and_checkpoints_bit_for_bit(tmp_path, dtype, anew):
+    plain, trained = convolutions(dtype), convolutions(dtype)
+    reference, optimizer = (QuantisedMomentum(of.parameters(), anew=anew) for of in (plain, trained))
+    chains.train(plain, reference, range(8), loss_of_images)
+    chains.train(trained, optimizer, range(2), loss_of_images)
+    for begin, options in (
+        (2, {"storage": tmp_path / "store"}),
+        (4, {"storage": tmp_path / "store", "existing": "resume"}),
+        (6, {"storage": tmp_path / "other", "checkpoint": tmp_path / "saved"}),
+    ):
+        if begin > 2:
+            trained = convolutions(dtype)
+            optimizer = QuantisedMomentum(trained.parameters(), anew=anew)
+        trained, optimizer = memascend.offload(trained, optimizer, master_dtype=None, **options)
+        chains.train(trained, optimizer, range(begin, begin + 2), loss_of_images)
+        optimizer.save(tmp_path / "saved")
+        if begin < 6:
+            optimizer.close()
+    with optimizer:
+        for parameter, twin in zip(trained.parameters(), plain.parameters(), strict=True):
+            state = optimizer.state_of(parameter)
+            state.pop("master")
+            assert state.keys() == reference.state[twin].keys()
+            assert all(same(state[name], reference.state[twin][name]) for name in state)
+        require_same(plain, trained)

@@ -1,10 +1,13 @@
-"""Tests in which format the state of each parameter is kept, and what is refused by name."""
+"""Tests formats of state: which one each parameter has, what is refused by name, changes, and Muon with 16 bits."""
 
 import itertools
+import json
 
 import pytest
 import torch
-from support.chains import chain, step
+from parity.reference import Reference
+from support.bits import same_bits, same_states
+from support.chains import chain, everything, offloaded, step, train
 
 import memascend
 from memascend.optim.state import StateFormats
@@ -109,3 +112,158 @@ def test_other_optimizers_are_refused_by_name(optimizer, named, state):
 def test_a_third_moment_is_refused():
     with pytest.raises(memascend.ConfigError, match="amsgrad"):
         StateFormats(state="bf16").of(adamw(parameters(FP32), amsgrad=True), FP32)
+
+
+# --- runs that are opened or begun from with another format --------------------------------------
+
+FORMATS = (None, "bf16", "8bit")
+LOSSES = {
+    ("fp32", "bf16"): "rounded from 32 bits to bfloat16",
+    ("fp32", "8bit"): "rounded from 32 bits to 8 bits",
+    ("bf16", "8bit"): "rounded from bfloat16 to 8 bits",
+    ("8bit", "bf16"): "rounded from 8 bits to bfloat16",
+    ("bf16", "fp32"): "nothing is lost",
+    ("8bit", "fp32"): "nothing is lost",
+}
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    # The transposed one is not row-major: blocks are counted as it lies.
+    made = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Tanh(), torch.nn.Linear(90, 70, bias=False))
+    made[2].weight = torch.nn.Parameter(torch.randn(90, 70).mul_(0.1).t())
+    return made.bfloat16()
+
+
+def begin(path, state, values=0, **options):
+    return offloaded(path, model(values), host_memory="64MiB", state=state, **options)
+
+
+@pytest.mark.parametrize("before", FORMATS)
+def test_a_resume_in_another_format_says_how_and_harms_nothing(tmp_path, before):
+    trained, optimizer = begin(tmp_path / "store", before)
+    train(trained, optimizer, range(2))
+    left = everything(trained, optimizer)
+    optimizer.close()
+    for after in FORMATS:
+        if after == before:
+            continue
+        with pytest.raises(memascend.ConfigError) as refused:
+            begin(tmp_path / "store", after, existing="resume")
+        words = str(refused.value)
+        assert f"state={before!r}" in words
+        assert "checkpoint=" in words
+    trained, optimizer = begin(tmp_path / "store", before, existing="resume")
+    with optimizer:
+        assert optimizer.steps == 2
+        assert same_states(everything(trained, optimizer), left)
+
+
+def test_a_start_from_a_checkpoint_has_its_seed(tmp_path):
+    """The state machine begins from checkpoints of all formats, each time with their seed."""
+    trained, optimizer = begin(tmp_path / "one", "bf16", seed=5)
+    train(trained, optimizer, range(3))
+    optimizer.save(tmp_path / "saved")
+    expected = train(trained, optimizer, range(3, 6))
+    left = everything(trained, optimizer)
+    optimizer.close()
+    # A warning is an error here.
+    trained, optimizer = begin(tmp_path / "two", "bf16", 1, checkpoint=tmp_path / "saved")
+    assert all(map(same_bits, expected, train(trained, optimizer, range(3, 6))))
+    assert same_states(everything(trained, optimizer), left)
+    optimizer.close()
+    manifest = json.loads((tmp_path / "saved" / "memascend" / "manifest.json").read_text())
+    assert (manifest["version"], manifest["seed"]) == (2, 5)
+
+
+@pytest.mark.parametrize("pair", LOSSES, ids=" to ".join)
+def test_another_format_converts_and_says_what_is_lost(tmp_path, pair):
+    one, other = (None if state == "fp32" else state for state in pair)
+    trained, optimizer = begin(tmp_path / "one", one)
+    train(trained, optimizer, range(3))
+    optimizer.save(tmp_path / "saved")
+    before = everything(trained, optimizer)
+    optimizer.close()
+    with pytest.warns(UserWarning, match=LOSSES[pair]):
+        trained, optimizer = begin(tmp_path / "two", other, 1, checkpoint=tmp_path / "saved")
+    after = everything(trained, optimizer)
+    assert optimizer.steps == 3
+    for name, given in before.items():
+        if "exp_avg" in name and "nothing" not in LOSSES[pair]:
+            assert torch.allclose(given, after[name], rtol=0.02, atol=float(given.abs().max()) * 0.01), name
+        else:
+            assert same_bits(given, after[name]), name
+    train(trained, optimizer, range(3, 5))
+    optimizer.close()
+
+
+def test_a_master_that_is_given_up_and_a_seed_that_stands_are_said(tmp_path):
+    trained, optimizer = begin(tmp_path / "one", "bf16")
+    train(trained, optimizer, range(2))
+    optimizer.save(tmp_path / "saved")
+    optimizer.close()
+    options = {"checkpoint": tmp_path / "saved", "master_dtype": None, "rounding": "stochastic"}
+    with pytest.warns(UserWarning, match="fp32 master weights are dropped"):
+        trained, optimizer = begin(tmp_path / "two", "bf16", **options)
+    with optimizer:
+        train(trained, optimizer, range(2, 4))
+    with pytest.warns(UserWarning, match="the stored seed stands: 0, and not 9"):
+        begin(tmp_path / "one", "bf16", existing="resume", seed=9)[1].close()
+
+
+# --- Muon: masters stored as halves, a momentum of 16 bits, bytes, refusals -------------------------
+
+
+def matrices(dtype):
+    torch.manual_seed(0)
+    shapes = 2 * [(200, 136), (136, 200)]
+    return torch.nn.Sequential(*(torch.nn.Linear(*shape, bias=False) for shape in shapes)).to(dtype)
+
+
+def with_muon(storage, dtype=torch.bfloat16, **options):
+    return offloaded(storage, matrices(dtype), torch.optim.Muon, 0.02, **options)
+
+
+def in_memory(dtype, steps):
+    """Values, masters and momenta after training with masters; momenta are rounded after each step."""
+    model = matrices(dtype)
+    optimizer = Reference(torch.optim.Muon(model.parameters(), lr=0.02), loss_scale=1.0)
+    masters = list(optimizer.masters.values())
+    for index in range(steps):
+        step(model, optimizer, index)
+        for kept in optimizer.inner.state.values():
+            kept["momentum_buffer"].copy_(kept["momentum_buffer"].bfloat16())
+    return [*model.parameters(), *masters, *(optimizer.inner.state[one]["momentum_buffer"] for one in masters)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
+    scale = {"loss_scale": 1.0} if dtype == torch.float16 else {}
+    model, optimizer = with_muon(tmp_path / "store", dtype, state="bf16", **scale)
+    with optimizer:
+        train(model, optimizer, range(3))
+        states = [optimizer.state_of(one) for one in model.parameters()]
+        found = [*model.state_dict().values(), *(one[name] for name in ("master", "momentum_buffer") for one in states)]
+        assert all(map(same_bits, found, in_memory(dtype, 3)))
+
+
+@pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
+def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
+    """Beside what pages are filled up with, of which small parameters have much."""
+    model, optimizer = with_muon(tmp_path / "store", gradients="fused", state=state)
+    with optimizer:
+        train(model, optimizer, range(2))
+        before = optimizer.report()
+        train(model, optimizer, range(2, 4))
+        after = optimizer.report()
+        kinds = ("values", "values, update", "state", "gradients")
+        moved = [sum(one.read.get(kind, 0) + one.written.get(kind, 0) for kind in kinds) / 2 for one in (before, after)]
+        pages = 4096 * 2 * 2 * len(list(model.parameters()))
+        assert moved[1] - moved[0] <= most * sum(one.numel() for one in model.parameters()) + pages
+
+
+def test_other_formats_are_refused(tmp_path):
+    for options in ({"state": "8bit"}, {"state": "bf16", "master_dtype": None}):
+        with pytest.raises(memascend.ConfigError, match="state="):
+            with_muon(tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()

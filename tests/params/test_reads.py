@@ -1,6 +1,7 @@
 """Tests reads of weights between forwards: programs get the bits of torch in memory, and keep little."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from memascend import UsageError
+from memascend.params.unit import Bytes, Home
 
 
 def averaged(model, optimizer):
@@ -198,3 +200,14 @@ def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_p
     wanted = losses(plain, theirs)
     with optimizer:
         assert losses(model, optimizer) == wanted
+
+
+def test_a_read_that_fails_leaves_nothing():
+    failing = mock.Mock(wait=mock.Mock(side_effect=ValueError("checksum")))
+    home = Home(0, "unit", 0, 4096, pinned=False)
+    home.begin_read(failing, torch.empty(0))
+    with pytest.raises(ValueError, match="checksum"):
+        home.arrive()
+    assert home.state is Bytes.OFFLOADED
+    assert home.read is None
+    home.begin_read(failing, torch.empty(0))

@@ -1,14 +1,21 @@
-"""Tests that a commit holds the buffers of its step, and close() what changed after it."""
+"""Tests what a commit holds, close() keeps of later changes, and failed or interrupted steps leave: a whole step."""
 
+import ast
+import functools
+import itertools
+import os
+import pathlib
+import sys
 from unittest import mock
 
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import loss_of, offloaded, step, values
+from support.chains import chain, loss_of, offloaded, require_same, step, twins, values
 from torch import nn
 
 import memascend
+from memascend.optim import rules
 
 WIDTH = 16
 # A buffer that is written only where it was seen to change; the state machine has small ones, which always are.
@@ -179,3 +186,161 @@ def test_close_keeps_the_way_back_from_a_step_that_is_not_finite(tmp_path):
     with optimizer:
         assert optimizer.steps == 1
         assert same_states(values(model), wanted)
+
+
+# --- steps that fail or are interrupted ----------------------------------------------------------------
+
+FUSED = functools.partial(torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
+def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=FUSED, rate=1e-2)
+    commit = memascend.engine.Engine.commit
+
+    def interrupted(*args, **options):
+        commit(*args, **options)
+        raise KeyboardInterrupt
+
+    with optimizer:
+        for index in range(3):
+            step(plain, theirs, index)
+            if index != 1:
+                step(model, optimizer, index)
+                continue
+            patch = mock.patch.object(memascend.engine.Engine, "commit", interrupted)
+            with patch, pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, index)
+            optimizer.zero_grad()
+        assert optimizer.steps == 3
+        require_same(plain, model)
+
+
+def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, monkeypatch):
+    plain, theirs, model, optimizer = twins(tmp_path, "ssd")
+    begin, calls = rules._Rule.update, []
+
+    def fails_second(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return begin(*args, **options)
+
+    with optimizer:
+        loss_of(model).backward()
+        monkeypatch.setattr(rules._Rule, "update", fails_second)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+        loss_of(plain).backward()
+        theirs.step()
+        require_same(plain, model)
+
+
+def edited(model, optimizer):
+    with optimizer.edit(model[0].weight) as weight:
+        weight.mul_(2)
+
+
+def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_path):
+    model, optimizer = offloaded(tmp_path / "store", chain(dtype=torch.float16))
+    error = memascend.StorageError("no room")
+    with optimizer:
+        scale = optimizer._session.run.metadata.scale
+        before = scale.state()
+        edited(model, optimizer)
+        with mock.patch.object(memascend.engine.Engine, "commit", side_effect=error), pytest.raises(type(error)):
+            step(model, optimizer)
+        assert scale.state() == before
+        optimizer.zero_grad()
+        edited(model, optimizer)
+        # A Trainer's resume runs both blocks again.
+        assert optimizer._session.run.resources.store.hyperparameters["blocks"] == 2
+        step(model, optimizer)
+        assert scale.state() != before
+
+
+# --- Ctrl-C at any line of a forward and a backward ------------------------------------------------
+
+PACKAGE = os.path.dirname(memascend.__file__)
+# Lines between two interrupts. Odd, and each way has its own first one, so that together they come to most lines.
+STRIDE = 97
+
+
+@functools.cache
+def with_lines(file):
+    """The lines of a file on which a `with` begins, and ends."""
+    statements = (node for node in ast.walk(ast.parse(pathlib.Path(file).read_text())) if isinstance(node, ast.With))
+    return {line for one in statements for line in range(one.lineno, one.body[0].lineno)}
+
+
+def interrupted(run, line, functions=None):
+    """Whether `run` was interrupted at this line of the package, or of these functions, counted as they come.
+
+    At a `with` it comes one line later: a trace function is called there between the end of the block and its
+    `__exit__`, where no signal is, and what it raises would leave out the exit.
+    """
+    lines = itertools.count(1)
+    due = False
+
+    def trace(frame, event, arg):
+        nonlocal due
+        del arg
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE):
+            return None
+        if event in ("call", "line") and (functions is None or frame.f_code.co_name in functions):
+            due |= next(lines) == line
+            if due and frame.f_lineno not in with_lines(file):
+                due = False
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    # One in a callback that torch or Python calls is told and goes on.
+    return next(lines) > line
+
+
+def goes_on(tmp_path, way, gradients, lines, functions=None):
+    """Interrupts a backward at each of some lines; a way back to the last step later, training goes on as in memory."""
+    plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(bias=True))
+    ways = {
+        "optimizer": ours.zero_grad,
+        "model": model.zero_grad,
+        "each": lambda: [setattr(p, "grad", None) for p in model.parameters()],
+    }
+    count = 0
+    with ours:
+        for line in lines:
+            more = interrupted(lambda line=line: loss_of(model, line).backward(), line, functions)
+            ways[way]()
+            for one, optimizer in ((plain, theirs), (model, ours)):
+                step(one, optimizer, line + 1)
+            require_same(plain, model)
+            if not more:
+                break
+            count += 1
+    # Else every later test of this process would compute past the parameters' class.
+    assert torch._C._is_torch_function_enabled()
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
+)
+def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, first, way, gradients):
+    assert goes_on(tmp_path, way, gradients, itertools.count(first, STRIDE)) > 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_of_materializing_leaves_nothing_half_done(tmp_path):
+    materializing = {"count", "_bring", "materialize", "offload", "_make_placeholders"}
+    assert goes_on(tmp_path, "each", "fused", itertools.count(1), materializing) > 50

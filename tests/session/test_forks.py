@@ -1,11 +1,14 @@
-"""Tests that a forked child of a run is refused by name, at once, and that its end costs the parent nothing."""
+"""Tests forked children of a run: refused by name, at once; what they write and their end cost the parent nothing."""
 
 import copy
+import ctypes
+import multiprocessing
+import os
 import threading
 
 import pytest
 import torch
-from support.bits import same_states
+from support.bits import same_bits, same_states
 from support.chains import batch, loss_of, offloaded, step, values
 from support.forked_child import in_child
 
@@ -117,3 +120,59 @@ def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
     assert "panicked" not in said
     assert "Exception" not in said
     assert "steps 2" in said
+
+
+# --- memory of weights: how a program comes to have it, and a child's writes --------------------------
+
+WAYS = {
+    "state dict": lambda model: model.state_dict()["1.weight"],
+    "numpy": lambda model: torch.from_numpy(model[1].weight.detach().numpy()),
+    "deep copy": lambda model: copy.deepcopy(model)[1].weight.detach(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_child_writes_is_its_own(tmp_path, way):
+    model, optimizer = begun(tmp_path)
+    expected = values(model)
+    computed = model(batch()).detach()
+    reached = WAYS[way](model)
+    before = reached.clone()
+
+    def write():
+        read = same_bits(reached, before)
+        reached.fill_(7)
+        # What a child of the child writes is not the child's.
+        in_child(lambda: reached.fill_(9))
+        return read and bool((reached == 7).all())
+
+    for fork in (os.fork, ctypes.CDLL(None).fork):
+        assert in_child(write, fork) == "True"
+        assert same_bits(reached, before)
+    assert same_bits(model(batch()).detach(), computed)
+    assert same_states(values(model), expected)
+    reached = None
+    step(model, optimizer)
+    optimizer.close()
+
+
+def test_a_child_keeps_what_its_parent_lets_go(tmp_path):
+    model, optimizer = begun(tmp_path)
+    state = model.state_dict()
+    before = values(model)
+    context = multiprocessing.get_context("fork")
+    gone, said = context.Event(), context.SimpleQueue()
+
+    def read():
+        gone.wait()
+        said.put(same_states(state, before))
+
+    child = context.Process(target=read)
+    child.start()
+    state.clear()
+    step(model, optimizer)
+    gone.set()
+    assert said.get()
+    child.join()
+    assert child.exitcode == 0
+    optimizer.close()

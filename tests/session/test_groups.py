@@ -1,38 +1,24 @@
-"""Tests what becomes of changes to an optimizer object: its groups' parameters, its hooks, its state, its step."""
+"""Tests what becomes of changes to an optimizer object: its groups' parameters, its hooks, its step, its state."""
+
+from functools import partial
 
 import pytest
 import torch
-from support.bits import same_states
-from support.chains import chain, step, values
+from support.bits import files, same_states
+from support.chains import chain, everything, offloaded, step, train, values
 from torch import nn
 
 import memascend
 from memascend import ConfigError, UsageError
 
 
-def stack():
-    return chain(4, bias=True)
-
-
 def two_groups(model):
     return [{"params": list(model[:2].parameters()), "lr": 1e-2}, {"params": list(model[2:].parameters()), "lr": 1e-3}]
-
-
-def moves(optimizer):
-    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
 
 
 def exchanges(optimizer):
     one, other = (group["params"] for group in optimizer.param_groups)
     one[0], other[0] = other[0], one[0]
-
-
-def replaces(optimizer):
-    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
-
-
-def takes_out(optimizer):
-    optimizer.param_groups.pop()
 
 
 REFUSED = (
@@ -42,10 +28,16 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(
-    ("change", "gradients"), [(moves, "fused"), (exchanges, "ssd"), (replaces, "ssd"), (takes_out, "fused")]
+    ("change", "gradients"),
+    [
+        (lambda one: one.param_groups[1]["params"].append(one.param_groups[0]["params"].pop()), "fused"),
+        (exchanges, "ssd"),
+        (lambda one: setattr(one, "param_groups", [dict(group) for group in one.param_groups]), "ssd"),
+        (lambda one: one.param_groups.pop(), "fused"),
+    ],
 )
 def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
-    model = stack()
+    model = chain(4, bias=True)
     original = torch.optim.AdamW(two_groups(model))
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
     with optimizer:
@@ -71,7 +63,7 @@ def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
 
 
 def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
-    model, heard = stack(), []
+    model, heard = chain(4, bias=True), []
     original = torch.optim.AdamW(model.parameters())
     original.register_step_pre_hook(lambda *_: heard.append("before"))
     original.register_step_post_hook(lambda *_: heard.append("after"))
@@ -87,7 +79,7 @@ def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
 
 
 def test_a_step_that_was_replaced_on_the_object_is_refused(tmp_path):
-    model = stack()
+    model = chain(4, bias=True)
     original = torch.optim.AdamW(model.parameters())
     # A scheduler replaces it, too, by one that goes on to the class's.
     torch.optim.lr_scheduler.StepLR(original, 1)
@@ -141,7 +133,7 @@ MOVED = {
     ],
 )
 def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, groups, start):
-    model = stack()
+    model = chain(4, bias=True)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
     step(model, optimizer)
     optimizer.save(tmp_path / "saved")
@@ -151,7 +143,7 @@ def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, gro
     options = {"storage": tmp_path / "s", "existing": "resume"}
     if start == "checkpoint":
         options = {"storage": tmp_path / "other", "checkpoint": tmp_path / "saved"}
-    model = stack()
+    model = chain(4, bias=True)
     given = torch.optim.AdamW(groups(model))
     before, rates = values(model), [group["lr"] for group in given.param_groups]
     with pytest.raises(ConfigError, match=MOVED[groups]):
@@ -168,9 +160,122 @@ def test_another_order_within_the_groups_is_taken(tmp_path):
         return [{**group, "params": group["params"][::-1]} for group in two_groups(model)]
 
     for steps, (groups, existing) in enumerate([(two_groups, "refuse"), (turned, "resume")]):
-        model = stack()
+        model = chain(4, bias=True)
         given = torch.optim.AdamW(groups(model))
         model, optimizer = memascend.offload(model, given, storage=tmp_path / "s", existing=existing)
         with optimizer:
             assert optimizer.steps == steps
             step(model, optimizer)
+
+
+# --- its state is on storage, and a state dict has the position of a run --------------------------
+
+
+def begun(folder, steps=1, **options):
+    model = chain(bias=True)
+    original = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = memascend.offload(model, original, storage=folder / "run.store", **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer, original
+
+
+@pytest.mark.parametrize("whose", ["returned", "original"])
+def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
+    model, optimizer, original = begun(tmp_path)
+    with optimizer:
+        state = (optimizer if whose == "returned" else original).state
+        weight = model[0].weight
+        assert not state
+        assert len(state) == 0 == len(list(state.items()) + list(state.values()) + list(state.keys()))
+        assert "weight" not in state
+        # Lightning moves states to a device by this loop.
+        for parameter, found in state.items():
+            state[parameter] = {name: value.to("cpu") for name, value in found.items()}
+        of_weight = ("__getitem__", "get", "__contains__", "pop", "__delitem__")
+        for access in (*(partial(getattr(state, name), weight) for name in of_weight), state.popitem, state.clear):
+            with pytest.raises(UsageError, match=r"state_of\(parameter\)"):
+                access()
+        for write in (partial(state.__setitem__, weight, {}), partial(setattr, optimizer, "state", {})):
+            with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
+                write()
+        optimizer.state = optimizer.state
+        step(model, optimizer)
+    with pytest.raises(UsageError, match="has been closed"):
+        state[weight]
+
+
+def test_the_original_gives_no_state_dict(tmp_path):
+    _, optimizer, original = begun(tmp_path)
+    with optimizer:
+        for ask in (original.state_dict, lambda: original.load_state_dict(optimizer.state_dict())):
+            with pytest.raises(UsageError, match=r"offload\(\) returned"):
+                ask()
+    assert not original.state
+
+
+def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
+    model, optimizer, original = begun(tmp_path)
+    group = optimizer.param_groups[0]
+    state = optimizer.state_dict()
+    assert state.keys() == {"state", "param_groups", "memascend"}
+    assert state["state"] == {}
+    assert state["memascend"] == {"store": state["memascend"]["store"], "step": 1}
+    state["param_groups"][0]["lr"] = 0.5
+    before = everything(model, optimizer)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0] is group is original.param_groups[0]
+    assert group["lr"] == 0.5
+    assert same_states(everything(model, optimizer), before)
+    group["lr"] = 1e-2
+    optimizer.close()
+    with pytest.raises(UsageError, match="has been closed"):
+        optimizer.load_state_dict(state)
+    # As a process that goes on reads it from a file.
+    torch.save(state, tmp_path / "state.pt")
+    model, optimizer, _ = begun(tmp_path, 0, existing="resume")
+    with optimizer:
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("of", ["an older step", "a newer step", "another store", "torch", "other groups"])
+def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_path, of):
+    model, optimizer, _ = begun(tmp_path)
+    with optimizer:
+        state = optimizer.state_dict()
+        position = state["memascend"]
+        if of == "an older step":
+            optimizer.save(tmp_path / "saved")
+            step(model, optimizer)
+        elif of == "a newer step":
+            position["step"] += 1
+        elif of == "another store":
+            position["store"] = "0" * 32
+        elif of == "torch":
+            state = torch.optim.AdamW(chain(bias=True).parameters()).state_dict()
+        else:
+            state["param_groups"][0]["params"].append(4)
+        state["param_groups"][0]["lr"] = 0.5
+        before = everything(model, optimizer)
+        kind, says = {
+            "torch": (UsageError, r"not made by an offloaded optimizer.*give the optimizer"),
+            "other groups": (ValueError, "other parameter groups"),
+        }.get(of, (UsageError, r"is of step . of store .* holds step . of store .*checkpoint=.*existing=.resume"))
+        with pytest.raises(kind, match=says):
+            optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert same_states(everything(model, optimizer), before)
+        step(model, optimizer)
+
+
+def test_state_and_checkpoints_of_bf16_under_a_default_device(tmp_path):
+    model, optimizer = offloaded(tmp_path / "run.store", chain(1, dtype=torch.bfloat16), device="cpu")
+    with optimizer:
+        step(model, optimizer)
+        expected = optimizer.state_of(model[0].weight)
+        optimizer.save(tmp_path / "plain")
+        with torch.device("meta"):
+            found = optimizer.state_of(model[0].weight)
+            optimizer.save(tmp_path / "under")
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)) for name, value in expected.items())
+    assert files(tmp_path / "under") == files(tmp_path / "plain")
