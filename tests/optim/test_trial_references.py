@@ -165,10 +165,6 @@ class SingleDeviceStrategy:
         return optimizer.step(closure) if closure else optimizer.step()
 
 
-class ShardedStrategy(SingleDeviceStrategy):
-    pass
-
-
 class OfFabric:
     """Its wrapper, which takes the class of what it holds beside its own; the name and module are those of Fabric."""
 
@@ -186,19 +182,16 @@ class OfFabric:
 OfFabric.__module__, OfFabric.__name__ = "lightning.fabric.wrappers", "_FabricOptimizer"
 
 
-WRAPPERS = {
-    "optimizer": accelerated,
-    "_optimizer": lambda inner: OfFabric(inner, SingleDeviceStrategy()),
-}
-
-
-@pytest.mark.parametrize("attribute", WRAPPERS)
-def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribute):
+@pytest.mark.parametrize(
+    ("attribute", "wrapped"),
+    [("optimizer", accelerated), ("_optimizer", lambda inner: OfFabric(inner, SingleDeviceStrategy()))],
+)
+def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribute, wrapped):
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 4)
     twin = copy.deepcopy(model)
     reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    wrapper = WRAPPERS[attribute](torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    wrapper = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model, optimizer = memascend.offload(model, wrapper, storage=tmp_path / "store")
     assert isinstance(optimizer, memascend.OffloadedOptimizer)
     assert vars(wrapper)[attribute] is optimizer
@@ -221,7 +214,10 @@ def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribu
             lambda inner: OfFabric(inner, SingleDeviceStrategy(scaler=object())),
             r"scales gradients.*before fabric\.setup\(\)",
         ),
-        (lambda inner: OfFabric(inner, ShardedStrategy()), r"by its ShardedStrategy.*before fabric\.setup\(\)"),
+        (
+            lambda inner: OfFabric(inner, type("ShardedStrategy", (SingleDeviceStrategy,), {})()),
+            r"by its ShardedStrategy.*before fabric\.setup\(\)",
+        ),
     ],
 )
 def test_a_wrapper_that_does_more_is_refused(tmp_path, wrapped, says):

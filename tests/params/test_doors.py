@@ -1,5 +1,7 @@
 """Tests writes to weights between forwards that go through no door: each is refused, and leaves all as it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parity.machine_calls import AT_ONCE, KEPT, WRITES
@@ -110,18 +112,13 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
     assert offloaded.steps == 2
 
 
-class Holder:
-    """An object that is no module."""
-
-
 class Keeps(nn.Module):
     """Computes with what it takes of its weight in its first forward, or in each."""
 
     def __init__(self, take, *, anew=False):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH) * 0.1)
-        self.take, self.anew, self.held = take, anew, Holder()
-        self.held.views = {}
+        self.take, self.anew, self.held = take, anew, SimpleNamespace(views={})
 
     def forward(self, x):
         if self.anew or not self.held.views:

@@ -1,7 +1,6 @@
 """Tests what would give an offloaded parameter another place: pruned, parametrized, normalised, tied, fused."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -12,17 +11,6 @@ from torch.ao.quantization import fuse_modules
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from memascend import MemascendError, UsageError, materialized
-
-
-def tied(model):
-    model[1].weight = model[0].weight
-
-
-def old_weight_norm(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model[0])
-
 
 WAYS = {
     "orthogonal": lambda model: parametrizations.orthogonal(model[0]),
@@ -35,11 +23,12 @@ WAYS = {
     "prune all": lambda model: prune.global_unstructured(
         [(model[0], "weight")], pruning_method=prune.L1Unstructured, amount=0.3
     ),
-    "tie": tied,
-    "old weight norm": old_weight_norm,
+    "tie": lambda model: setattr(model[1], "weight", model[0].weight),
+    "old weight norm": lambda model: nn.utils.weight_norm(model[0]),
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_another_place_is_refused_and_the_model_as_it_was(training, way):
     model, offloaded = training(units=2)

@@ -75,26 +75,20 @@ def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_
             other.zero_grad()
 
 
-def module_set(model):
-    model.new = nn.Linear(WIDTH, WIDTH)
-
-
-def nested(model):
-    # Into a module that came itself after offload().
-    model.later.append(nn.Linear(WIDTH, WIDTH))
-
-
 NEW = r"new trainable .* offload\(\) anew"
 
 
-@pytest.mark.parametrize("adds", [module_set, nested])
+# Into the model, and into a module that came itself after offload().
+@pytest.mark.parametrize(
+    "adds", [lambda model, new: setattr(model, "new", new), lambda model, new: model.later.append(new)]
+)
 def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.later = nn.Sequential()
         before = values(model)
         loss_of(model).backward()
-        adds(model)
+        adds(model, nn.Linear(WIDTH, WIDTH))
         with pytest.raises(memascend.ConfigError, match=NEW):
             optimizer.step()
         with pytest.raises(memascend.ConfigError, match=NEW):

@@ -108,16 +108,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A list with the time."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_a_log_gets_a_line_every_quarter_of_a_minute(clock, monkeypatch):
-    log = io.StringIO()
+def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
+    clock, log = [0.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with Progress("writing", 100 << 20, log) as lines:
         for clock[0] in (5.0, 10.0, 20.0, 25.0, 30.0, 40.0):
             lines.add(10 << 20)

@@ -58,10 +58,6 @@ def in_batches(parameters, **_):
     return [BatchedMuon(matrices[:2]), BatchedMuon(matrices[2:], lr=0.01), torch.optim.RMSprop(rest, lr=1e-3)]
 
 
-def of_ranks(parameters, **_):
-    return with_aux_adam(parameters, MuonOfRanks)
-
-
 def turn(model, members, index, missing=()):
     """A step of all of them, without the gradients of these parameters."""
     loss_of(model, index).backward()
@@ -119,7 +115,7 @@ def test_a_step_is_that_of_all_members_in_memory(tmp_path, optimizers, options):
 def test_an_optimizer_that_divides_its_parameters_streams_in_a_group_of_one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        compared(of_ranks, tmp_path / "store", gradients="ssd")
+        compared(lambda given, **_: with_aux_adam(given, MuonOfRanks), tmp_path / "store", gradients="ssd")
     finally:
         torch.distributed.destroy_process_group()
 

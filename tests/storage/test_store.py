@@ -154,21 +154,17 @@ def test_parts_are_the_unit(tmp_path, bytes_max):
             updates.parts("first", 1 << 20).begin(0, pages(4096))
 
 
-def arbitrary(dtype, numel):
-    values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8)
-    return values.view(dtype)
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", ONE_BYTE + FLOAT8 + COMPLEX)
 def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, name):
     torch.manual_seed(1)
-    narrow = arbitrary(getattr(torch, name), 200_000)
+    dtype = getattr(torch, name)
+    values = torch.randint(2 if dtype == torch.bool else 256, (200_000 * dtype.itemsize,), dtype=torch.uint8)
     wide = torch.randn(120_000)
     state = {f"state.{index}": torch.randn(120_000) for index in range(5)}
     given = [
         engine.Record(name="wide", values=wide, state=state, unit="one"),
-        engine.Record(name="narrow", values=narrow, state={}, unit="one", buffer=True),
+        engine.Record(name="narrow", values=values.view(dtype), state={}, unit="one", buffer=True),
         engine.Record(name="after", values=torch.randn(7), state={}, unit="one", buffer=True),
     ]
     path = tmp_path / "store"
