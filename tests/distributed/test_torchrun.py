@@ -1,4 +1,7 @@
-"""Tests ranks as users start them: examples/fsdp.py by torchrun, and a loop of accelerate by `accelerate launch`."""
+"""Tests ranks as users start them: examples/fsdp.py, a loop of accelerate, and ranks on a GPU, as one process has it.
+
+usage: test_torchrun.py FOLDER, by `accelerate launch`; or test_torchrun.py STORE BACKEND, by torchrun on a GPU
+"""
 
 import os
 import signal
@@ -69,7 +72,6 @@ def by_accelerate(folder):
             scheduler.step()
             optimizer.zero_grad()
         optimizer.save(f"{folder}/saved")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -92,5 +94,50 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     assert all(map(same_bits, saved.parameters(), trained.parameters()))
 
 
+# --- a GPU: one rank by NCCL, and two that share it by gloo --------------------------------------------
+
+
+def trained(store, backend=None):
+    """Losses and norms of four steps; of ranks, where there is a backend."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4))).cuda()
+    if backend is not None:
+        torch.distributed.init_process_group(backend)
+        mesh = torch.distributed.init_device_mesh("cuda", (torch.distributed.get_world_size(),))
+        for layer in model:
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=store, device="cuda", max_grad_norm=1.0)
+    told = []
+    with optimizer:
+        for seed in range(4):
+            rows = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed)).cuda()
+            loss = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append((loss.item(), float(optimizer.grad_norm)))
+    return told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "count"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
+def test_ranks_are_one_process(tmp_path, backend, count):
+    """Each rank has the same rows, so that their mean is what one process has."""
+    torch.use_deterministic_algorithms(True)
+    want = trained(tmp_path / "one")
+    torch.use_deterministic_algorithms(False)
+    (tmp_path / "ranks").mkdir()
+    start = command(__file__, f"{tmp_path / 'ranks'}/", backend, count=count)
+    output = life(start, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert output.count(str(want)) == count, output
+
+
 if __name__ == "__main__":
-    by_accelerate(sys.argv[1])
+    if len(sys.argv) == 2:
+        by_accelerate(sys.argv[1])
+    else:
+        torch.use_deterministic_algorithms(True)
+        print(trained(Path(sys.argv[1]), sys.argv[2]), flush=True)
+    torch.distributed.destroy_process_group()

@@ -76,11 +76,11 @@ def sharded(dtype, kind="plain"):
     return shard(model(dtype, kind))
 
 
-def without_mean(trained):
-    """Have FSDP2 add gradients, not divide their sum: a mean over three is no exact one."""
+def divide_gradients(trained, by=1.0):
+    """Have FSDP2 divide the sum of gradients; by default it adds them alone, as a mean over three is no exact one."""
     for module in trained.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(by)
 
 
 def said(call):
@@ -103,7 +103,7 @@ def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain
         shard(trained, mesh)
     options = {"storage": folder, "timeout": 60.0, **options}
     trained, optimizer = memascend.offload(trained, kind(trainable(trained), lr=1e-2), **options)
-    without_mean(trained)
+    divide_gradients(trained)
     return trained, optimizer
 
 

@@ -26,7 +26,7 @@ from memascend.distributed.groups import Line, Meeting
 from memascend.distributed.replicas import Refill
 from memascend.errors import MemascendError
 
-__all__ = ["filled", "lives", "make_hidden", "require_same"]
+__all__ = ["failing", "filled", "lives", "make_hidden", "require_same"]
 
 CLONE_NEWNS = 0x20000
 
@@ -84,6 +84,10 @@ def require_same(ranks, opened, steps, micro=4, **options):
         assert (rank["opened"], rank["committed"], rank["error"]) == (opened, steps, None), rank
         assert len(rank["values"]) == len(values)
         assert all(map(same_bits, rank["values"], values))
+
+
+def failing(*_, **__):
+    raise OSError(5, "as if the drive were gone")
 
 
 def filled(ranks):
