@@ -1,47 +1,100 @@
-"""Tests checkpoints: a run goes on elsewhere, bit for bit; other tools read the files; what is damaged is refused."""
+"""Tests checkpoints: written whole whatever fails, in flat memory; a run goes on from them elsewhere, bit for bit."""
 
+import contextlib
+import ctypes
+import errno
 import json
+import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from support.bits import same_states
 from support.chains import batch, everything, offloaded, train
 from support.chains import values as state
-from support.checkpoints import Mixed, made, trained
+from support.lives import forked_life
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memascend
-from memascend.checkpoint import files as tensorfile
+from memascend.checkpoint import files, shares
 from memascend.checkpoint import reader as checkpoints
-from memascend.checkpoint import shares
-from memascend.errors import ConfigError, CorruptionError, UsageError
+from memascend.checkpoint.files import new_folder, put_in_place
+from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
 from memascend.storage import checksum_of
 from memascend.text import Progress
 
+
+class Mixed(torch.nn.Module):
+    """Tied, with running statistics, a frozen part, and convolutions in another order of dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, 16)
+        self.conv = torch.nn.Conv2d(3, 8, 3)
+        self.batch = torch.nn.BatchNorm2d(8)
+        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.head = torch.nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.none = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, tokens, images):
+        x = self.frozen(self.embed(tokens))
+        y = self.batch(self.conv(images))
+        return self.head(x).float().square().mean() + y.float().square().mean() * 3 + self.none.float().sum()
+
+
+def made(dtype=torch.bfloat16, optimizer=torch.optim.AdamW, seed=0, **options):
+    torch.manual_seed(seed)
+    model = Mixed().to(dtype)
+    model.conv.to(memory_format=torch.channels_last)
+    if optimizer is torch.optim.Adafactor:  # torch's own divides by their number of elements
+        del model.none
+        model.none = torch.zeros(1)
+    return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def batches(dtype):
+    random = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(0, 40, (2, 5), generator=random), torch.randn(2, 3, 6, 6, generator=random).to(dtype))
+        for _ in range(6)
+    ]
+
+
+def trained(model, optimizer, first, last, dtype=torch.bfloat16):
+    losses = []
+    for inputs in batches(dtype)[first:last]:
+        loss = model(*inputs)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+SEEDED = {"master_dtype": None, "rounding": "stochastic", "seed": 5}
 KINDS = [
-    pytest.param(torch.bfloat16, torch.optim.AdamW, {}, {}, id="bf16"),
-    pytest.param(torch.float16, torch.optim.AdamW, {}, {}, id="fp16"),
-    pytest.param(torch.float32, torch.optim.SGD, {}, {}, id="no state"),
-    pytest.param(torch.bfloat16, torch.optim.NAdam, {}, {}, id="scalars"),
-    pytest.param(torch.float32, torch.optim.Adafactor, {}, {}, id="odd shapes"),
-    pytest.param(torch.bfloat16, torch.optim.AdamW, {}, {"master_dtype": None}, id="no master"),
-    pytest.param(
-        torch.bfloat16, torch.optim.AdamW, {}, {"master_dtype": None, "rounding": "stochastic", "seed": 5}, id="seed"
-    ),
+    pytest.param(torch.bfloat16, torch.optim.AdamW, {}, id="bf16"),
+    pytest.param(torch.float16, torch.optim.AdamW, {}, id="fp16"),
+    pytest.param(torch.float32, torch.optim.SGD, {}, id="no state"),
+    pytest.param(torch.bfloat16, torch.optim.NAdam, {}, id="scalars"),
+    pytest.param(torch.float32, torch.optim.Adafactor, {}, id="odd shapes"),
+    pytest.param(torch.bfloat16, torch.optim.AdamW, {"master_dtype": None}, id="no master"),
+    pytest.param(torch.bfloat16, torch.optim.AdamW, SEEDED, id="seed"),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "kind", "options", "offload"), KINDS)
-def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, options, offload):
-    monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 700)
-    model, optimizer = made(dtype, kind, lr=1e-2, **options)
+@pytest.mark.parametrize(("dtype", "kind", "offload"), KINDS)
+def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, offload):
+    monkeypatch.setattr(files, "FILE_BYTES_MAX", 700)
+    model, optimizer = made(dtype, kind, lr=1e-2)
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd", **offload)
     with optimizer:
-        trained(model, optimizer, dtype, 0, 3)
+        trained(model, optimizer, 0, 3, dtype)
         optimizer.param_groups[0]["lr"] = 5e-3
         optimizer.user_state = {"position": 3}
         optimizer.save(tmp_path / "saved")
@@ -49,10 +102,10 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, op
         steps = optimizer.steps
         identity = optimizer.state_dict()
         before = everything(model, optimizer)
-        losses = trained(model, optimizer, dtype, 3, 6)
+        losses = trained(model, optimizer, 3, 6, dtype)
         after = everything(model, optimizer)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
-    other, optimizer = made(dtype, kind, seed=7, lr=1e-2, **options)
+    other, optimizer = made(dtype, kind, seed=7, lr=1e-2)
     with pytest.warns(UserWarning, match="lr"):
         other, optimizer = memascend.offload(
             other,
@@ -70,7 +123,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, op
         assert optimizer.param_groups[0]["lr"] == 5e-3
         assert same_states(everything(other, optimizer), before)
         optimizer.load_state_dict(identity)
-        assert trained(other, optimizer, dtype, 3, 6) == losses
+        assert trained(other, optimizer, 3, 6, dtype) == losses
         assert same_states(everything(other, optimizer), after)
         with pytest.raises(UsageError, match=rf"is of step {steps} of store .*checkpoint="):
             optimizer.load_state_dict(identity)
@@ -155,7 +208,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
 
     for module in (shares, checkpoints):
         monkeypatch.setattr(module, "Progress", Bar)
-    _, optimizer = memascend.offload(*made(torch.bfloat16, torch.optim.AdamW))
+    _, optimizer = memascend.offload(*made())
     with optimizer:
         optimizer.save(tmp_path / "saved")
     checkpoints.Checkpoint(tmp_path / "saved").verify()
@@ -195,10 +248,10 @@ def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpoi
 def saved(tmp_path_factory):
     """A checkpoint after two steps, and what is in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
+    model, optimizer = made()
     model, optimizer = memascend.offload(model, optimizer)
     with optimizer:
-        trained(model, optimizer, torch.bfloat16, 0, 2)
+        trained(model, optimizer, 0, 2)
         optimizer.save(folder / "saved")
         return folder / "saved", everything(model, optimizer)
 
@@ -230,10 +283,10 @@ def refused(folder, tmp_path, error, match, **options):
     """It is refused; model, optimizer and the store that is there stay as they are."""
     store = tmp_path / "there"
     if not store.exists():
-        model, optimizer = made(torch.bfloat16, torch.optim.AdamW, seed=3)
+        model, optimizer = made(seed=3)
         memascend.offload(model, optimizer, storage=store)[1].close()
     before = store.read_bytes()
-    model, optimizer = made(torch.bfloat16, options.pop("kind", torch.optim.AdamW), seed=5)
+    model, optimizer = made(optimizer=options.pop("kind", torch.optim.AdamW), seed=5)
     values = state(model)
     with pytest.raises(error, match=match):
         memascend.offload(model, optimizer, storage=store, existing="replace", checkpoint=folder, **options)
@@ -248,7 +301,7 @@ def test_a_start_whose_commit_fails_leaves_values_and_buffers(saved, tmp_path, m
     def fails(*_, **__):
         raise memascend.StorageError("no space")
 
-    model, optimizer = made(torch.bfloat16, torch.optim.AdamW, seed=5)
+    model, optimizer = made(seed=5)
     before = state(model)
     monkeypatch.setattr(memascend.engine.Engine, "commit", fails)
     with pytest.raises(memascend.StorageError, match="no space"):
@@ -317,13 +370,280 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
 
 
 def test_a_store_that_is_resumed_stands_before_it(saved, tmp_path):
-    model, optimizer = made(torch.bfloat16, torch.optim.AdamW, seed=3)
+    model, optimizer = made(seed=3)
     options = {"storage": tmp_path / "run", "existing": "resume", "checkpoint": saved[0]}
     model, optimizer = memascend.offload(model, optimizer, **options)
     with optimizer:
         assert optimizer.steps == 2
-        trained(model, optimizer, torch.bfloat16, 2, 3)
-    model, optimizer = made(torch.bfloat16, torch.optim.AdamW, seed=3)
+        trained(model, optimizer, 2, 3)
+    model, optimizer = made(seed=3)
     model, optimizer = memascend.offload(model, optimizer, **options)
     with optimizer:
         assert optimizer.steps == 3
+
+
+# --- how they are written ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(tmp_path):
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run")
+    with optimizer:
+        yield model, optimizer
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "saved"
+
+
+def test_only_between_steps_and_never_over_something_else(running, tmp_path):
+    model, optimizer = running
+    model(*batches(torch.bfloat16)[0]).backward()
+    with pytest.raises(UsageError, match="a step is staged"):
+        optimizer.save(tmp_path / "saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="something else than a checkpoint"):
+        optimizer.save(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="does not exist"):
+        optimizer.save(tmp_path / "nowhere" / "saved")
+    assert sorted(os.listdir(tmp_path)) == ["mine", "run"]
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    optimizer.save(tmp_path / "empty")
+    checkpoints.Checkpoint(tmp_path / "empty").verify()
+    assert sorted(os.listdir(tmp_path)) == ["empty", "mine", "run"]
+
+
+def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
+    model, optimizer = running
+    folder = tmp_path / "saved"
+    optimizer.save(folder)
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "more").mkdir()
+    (folder / "more" / "notes").write_text("mine")
+    trained(model, optimizer, 0, 1)
+
+    def step():
+        found = checkpoints.Checkpoint(folder)
+        found.verify()
+        assert (folder / "tokenizer.json").read_text() == (folder / "more" / "notes").read_text() == "mine"
+        assert sorted(os.listdir(tmp_path)) == ["run", "saved"]
+        return found.manifest["step"]
+
+    written = []
+
+    def full(descriptor, part, offset, real=os.pwrite):
+        written.append(descriptor)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, part, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match="No space left") as error:
+            optimizer.save(folder)
+        assert error.value.errno == errno.ENOSPC
+    assert step() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_exchange", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.save(folder)
+    assert step() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 20, 1 << 20, 100))
+        with pytest.raises(StorageError, match="100 free"):
+            optimizer.save(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_exchange", lambda *_: False)
+        optimizer.save(folder)
+    assert step() == 1
+    trained(model, optimizer, 1, 2)
+    optimizer.save(folder)
+    assert step() == 2
+
+
+def killed_at_random_moments(folder, kills):
+    """What an interpreter of its own does, because it forks."""
+
+    def save(begun):
+        model, optimizer = made()
+        model, optimizer = memascend.offload(model, optimizer)
+        while True:
+            trained(model, optimizer, 0, 1)
+            optimizer.save(folder)
+            begun()
+
+    dice, seen = random.Random(int(kills)), set()
+    for _ in range(int(kills)):
+        assert forked_life(save, dice.uniform(0, 0.2))
+        found = checkpoints.Checkpoint(folder)
+        found.verify()
+        seen.add((found.manifest["store"], found.manifest["step"]))
+    model, optimizer = made()
+    model, optimizer = memascend.offload(model, optimizer, checkpoint=folder)
+    with optimizer:
+        optimizer.save(folder)
+    left = [name for name in os.listdir(folder.parent) if "memascend-saving" in name]
+    assert not left, "what a killed process left is gone with the next save"
+    print("seen", len(seen))
+
+
+PROGRAM = """
+import pathlib, sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from checkpoint import test_checkpoint
+getattr(test_checkpoint, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
+"""
+
+
+@pytest.fixture
+def elsewhere(loaded, tmp_path):
+    """Calls a function of this file in an interpreter of its own; the last words that it says."""
+
+    def call(function, folder, argument, timeout=250):
+        words = Path(__file__).parent.parent, function.__name__, folder, argument
+        return loaded(PROGRAM, *words, env={"TMPDIR": str(tmp_path)}, timeout=timeout).split()[-2:]
+
+    return call
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
+    found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=250 if kills < 10 else 580)
+    assert found == ["seen", str(kills)], "each child saved"
+
+
+# Of glibc's malloc.h.
+M_ARENA_MAX = -8
+WIDTH = 1_100_000
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        # A unit as large as it is.
+        self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+
+def grows(folder, step):
+    """What an interpreter of its own says: the memory that beginning and saving add, and that units have."""
+    from memory.measured import Sampler, status
+
+    # Heaps of threads keep what they freed: no more than two.
+    assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
+    with torch.device("meta"):
+        model = Wide().to(torch.bfloat16)
+    how = {"checkpoint": folder / "saved"} if step == "load" else {"weights": folder / "weights.safetensors"}
+    # What torch and threads take the first time is not the model's.
+    small = torch.nn.Linear(8, 8).to(torch.bfloat16)
+    with memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder / f"small{step}")[1] as other:
+        other.save(folder / f"small{step}.saved")
+    base, sampler = status()["RssAnon"], Sampler()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(model, optimizer, storage=folder / f"run{step}", gradients="ssd", **how)
+    with optimizer:
+        optimizer.save(folder / f"saved{step}")
+        print(sampler.take() - base, optimizer.plan.host["units"])
+    sampler.end()
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
+    torch.manual_seed(0)
+    values = {"embed.weight": torch.randn(WIDTH, 16).bfloat16()}
+    for layer in range(2):
+        values |= {
+            f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
+            f"layers.{layer}.bias": torch.zeros(16).bfloat16(),
+        }
+    save_file(values, tmp_path / "weights.safetensors")
+    values_bytes = values["embed.weight"].nbytes
+    for step in ("save", "load"):
+        grown, held = map(int, elsewhere(grows, tmp_path, step))
+        # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
+        assert values_bytes <= held
+        assert grown - held < 32 << 20 < values_bytes, (grown, held)
+        if step == "save":
+            (tmp_path / "savedsave").rename(tmp_path / "saved")
+    one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+class Configuration:
+    """As transformers has it: what is written beside the weights."""
+
+    def save_pretrained(self, folder):
+        (folder / "config.json").write_text(str(self.architectures))
+
+
+def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, target, monkeypatch):
+    """After a loss of power a folder whose name is there has all of its bytes."""
+    model, optimizer = running
+    model.config = Configuration()
+    synced = []
+    fsync, pwrite = os.fsync, os.pwrite
+
+    def noted(descriptor):
+        there = target.stat().st_ino if target.exists() else None
+        synced.append((os.fstat(descriptor).st_ino, there))
+        fsync(descriptor)
+
+    def written(descriptor, *part):
+        synced[:] = [one for one in synced if one[0] != os.fstat(descriptor).st_ino]
+        return pwrite(descriptor, *part)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "pwrite", written)
+    before = None
+    for files_at_once in (16, 1):
+        monkeypatch.setattr(shares, "_OPEN_MAX", files_at_once)
+        synced.clear()
+        optimizer.save(target)
+        new = target.stat().st_ino
+        assert new != before
+        first = {inode for inode, there in synced if there == before}
+        parts = [target, *target.rglob("*")]
+        assert len(parts) > 4
+        assert {path.name for path in parts if path.stat().st_ino not in first} == set()
+        assert (tmp_path.stat().st_ino, new) in synced
+        before = new
+
+
+# --- several processes that save to one folder ------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_comes_second_takes_nothing_away_also_once_the_folder_is_in_its_place(target, is_there):
+    if is_there:
+        (target / "memascend").mkdir(parents=True)
+        (target / "memascend" / "manifest.json").write_text("{}")
+        target.chmod(0o710)
+    with new_folder(target) as new:
+        (new / "part").write_text("mine")
+        for _ in range(2):
+            with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
+                pass
+            assert (new / "part").read_text() == "mine"
+        put_in_place(target, new)
+        assert new.exists() == is_there, "the earlier one, until the end"
+        with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
+            pass
+    assert (target / "part").read_text() == "mine"
+    assert (target.stat().st_mode & 0o777 == 0o710) == is_there
+    assert [*target.parent.iterdir()] == [target]
+
+
+def test_what_a_killed_saver_left_is_gone(target):
+    with contextlib.suppress(KeyError), new_folder(target) as new:
+        raise KeyError
+    new.mkdir()
+    (new / "part").write_text("left")
+    new.with_name(".saved.memascend-lock").touch()
+    with new_folder(target) as new:
+        assert not any(new.iterdir())
