@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 from clients.beside import results, same_results
-from clients.test_adapters import language_model
-from clients.test_trl import SETTINGS
+from clients.test_trl import SETTINGS, language_model
 
 import memascend
 import memascend.trainer

@@ -1,15 +1,26 @@
-"""Tests Trainers of several ranks, as users start them: by torchrun and `accelerate launch`, killed, and resumed."""
+"""Tests Trainers of several ranks, as users start them: by torchrun and `accelerate launch`, killed, and resumed.
+
+usage: [TRAINED_OPTIONS=JSON] test_trainer_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
+
+RANKS, as "1" or "0,1", are killed after a step.
+"""
 
 import json
 import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
-from clients import trained_ranks
+import torch
+import transformers
 from safetensors.torch import load_file
 from support.bits import same_states
 from support.lives import life
-from support.torchrun import CONFIG, command
+from support.torchrun import CONFIG, as_if_on_gpus, command
+from support.trained_program import made, model, rows
+
+import memascend.trainer
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 TORCHRUN = command()[1:]
@@ -18,11 +29,50 @@ LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
+class Killed(transformers.TrainerCallback):
+    """Kills ranks at the end of a step."""
+
+    def __init__(self, ranks="", step=0):
+        self.ranks, self.step = ranks.split(","), int(step)
+
+    def on_step_end(self, args, state, *_, **__):
+        if state.global_step == self.step and str(args.process_index) in self.ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(kind, folder, killed, options):
+    """The Trainer of transformers, or TRL's."""
+    if kind == "plain":
+        # Dropout depends on the rank.
+        return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
+    from clients.test_train_killed import SHARED, supervised, texts
+
+    SHARED.update(options)
+    # As many as make whole steps.
+    return supervised(str(folder / "out"), killed, lambda count=48: texts(count))
+
+
+def main(kind, store, folder, *kill):
+    torch.set_num_threads(1)
+    folder = Path(folder)
+    options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
+    trainer = trained(kind, folder, Killed(*kill), options)
+    # The default of ranks, since torch's norm depends on their number.
+    memascend.trainer.offload(trainer, storage=store, **({} if trainer.is_fsdp_enabled else {"clipping": "exact"}))
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    if trainer.is_world_process_zero():
+        Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
     """Train in a folder; its output. Two ranks, or one process where `start` is empty."""
     folder.mkdir(exist_ok=True)
     status, output = life(
-        [sys.executable, *start, trained_ranks.__file__, kind, folder / "run", folder, *kill],
+        [sys.executable, *start, __file__, kind, folder / "run", folder, *kill],
         ends=(0, 1),
         TRAINED_OPTIONS=json.dumps(options),
         HF_HOME=str(folder),
@@ -99,3 +149,9 @@ def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
 def test_what_cannot_work_is_rejected_before_anything_is_made(tmp_path, options, message):
     assert message in run(tmp_path / "run", "plain", fails=True, **options)
     assert not os.path.lexists(tmp_path / "run/run")
+
+
+if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        as_if_on_gpus()
+    main(*sys.argv[1:])

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -177,27 +178,16 @@ class Log(transformers.TrainerCallback):
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _at(self, moment, state):
+    def _at(self, _args, state, *_, moment, **__):
         if (moment, state.global_step) == (self.moment, self.step):
             end_of_process()
 
-    def on_substep_end(self, _args, state, *_, **__):
-        self._at("micro-batch", state)
-
-    def on_pre_optimizer_step(self, _args, state, *_, **__):
-        self._at("before the step", state)
-
-    def on_optimizer_step(self, _args, state, *_, **__):
-        self._at("after the commit", state)
-
-    def on_step_end(self, _args, state, *_, **__):
-        self._at("end of the step", state)
-
-    def on_prediction_step(self, _args, state, *_, **__):
-        self._at("evaluation", state)
-
-    def on_save(self, _args, state, *_, **__):
-        self._at("checkpoint", state)
+    on_substep_end = partialmethod(_at, moment="micro-batch")
+    on_pre_optimizer_step = partialmethod(_at, moment="before the step")
+    on_optimizer_step = partialmethod(_at, moment="after the commit")
+    on_step_end = partialmethod(_at, moment="end of the step")
+    on_prediction_step = partialmethod(_at, moment="evaluation")
+    on_save = partialmethod(_at, moment="checkpoint")
 
 
 class Ended(Exception):

@@ -1,9 +1,10 @@
-"""Tests 8-bit moments against bitsandbytes on the CPU: codes, maxima and parameters bit for bit, over many steps."""
+"""Tests optimizers of other libraries: what docs/optimizers.md says of each, and the bits of bitsandbytes' moments."""
 
 import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.functional import create_dynamic_map
+from clients.optimizers import LIBRARIES, cases, heading, row, written
 from support import blockwise
 from support.bits import same_bits
 from support.moments import MomentsInRam, exact_root
@@ -94,3 +95,27 @@ def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
         assert same_bits(ours.detach(), theirs.detach()), step
         assert same_bits(found["momentum_buffer"], kept["state1"]), step
         assert same_bits(found["momentum_buffer_absmax"], kept["absmax1"]), step
+
+
+# --- the tables of the page ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [case for library in LIBRARIES for case in cases(library)], ids=lambda case: f"{case.library}-{case.name}"
+)
+def test_the_page_says_what_becomes_of_it(case):
+    if case.name == "SWATS":
+        pytest.skip(
+            "when it turns to SGD, and keeps other state, depends on the last bits of the processor's arithmetic"
+        )
+    assert row(case) in written()[heading(case.library)], "make clients-table"
+
+
+def test_the_page_has_no_other_libraries_versions_and_classes():
+    found = written()
+    assert list(found) == [heading(library) for library in LIBRARIES]
+    for library in LIBRARIES:
+        names = [line.split(" | ")[0].removeprefix("| ") for line in found[heading(library)]]
+        assert names == [case.name for case in cases(library)]
+        outcomes = [line.split(" | ")[1] for line in found[heading(library)]]
+        assert all(outcome.startswith(("streams", "rejected: ", "not tried: ")) for outcome in outcomes)
