@@ -1,5 +1,9 @@
 """Tests what the training benchmark concludes, keeps and searches; never what it measures."""
 
+import stat
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.train.cell.workload import WORKLOADS
@@ -195,3 +199,28 @@ def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
 def test_parameters_are_counted_from_the_shape():
     millions = {"4M": 4, "25M": 25, "125M": 125, "500M": 504, "1.5B": 1482}
     assert {name: round(WORKLOADS[f"{name}-1x128"].parameters / 1e6) for name in millions} == millions
+
+
+def test_a_peer_gets_its_environment_and_answers(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        "#!/bin/sh\n"
+        'test -f "$PYTHONPATH/benchmarks/train/cell/__main__.py" && test "$DS_ACCELERATOR" = cpu || exit 1\n'
+        'echo "noise"; echo \'cell: {"value": 1}\'; echo "more noise"\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    assert Launcher(tmp_path, python).run(WORK, "zero-offload", steps=1) == {"value": 1}
+
+
+def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
+    program = (
+        "import sys, benchmarks.train.cell.__main__, benchmarks.train.cell.systems.zero\n"
+        "import benchmarks.peers.nvme_update\n"
+        "print(*(name for name in sys.modules if name.startswith('memascend')), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    *names, torch = done.stdout.split()
+    assert torch == "False"
+    allowed = {"memascend", *(f"memascend.{name}" for name in ("errors", "text", "cli", "cli.process"))}
+    assert set(names) <= allowed

@@ -1,16 +1,23 @@
-"""Tests the command line: what it prints and how it ends."""
+"""Tests the command line: what it prints and how it ends; `doctor` on storage; `train` without TRL."""
 
 import argparse
+import errno
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.disks import command
 
 import memascend
+from memascend import nvme
 from memascend.cli import _in_own_words, _ran, main
 from memascend.cli.demo import Settings, Side, row_shown
+from memascend.cli.train.arguments import OFFLOAD, parse
 from memascend.errors import MemascendError
 from memascend.plan.options import parse_bytes
 from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table
@@ -154,8 +161,8 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
 
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "memascend", "--help"], capture_output=True, text=True, check=True)
-    for command in ("doctor", "demo", "plan", "store"):
-        assert command in done.stdout
+    for name in ("doctor", "demo", "plan", "store"):
+        assert name in done.stdout
 
 
 def test_a_reader_that_leaves_early_is_no_error():
@@ -210,3 +217,141 @@ def test_of_many_names_ten_are_listed():
 
 def test_one_thing_is_no_plural():
     assert (counted(1, "row"), counted(0, "row"), counted(2000, "row")) == ("1 row", "0 rows", "2,000 rows")
+
+
+# --- doctor on storage: what is fine, slower and will fail -------------------------------
+
+
+def report(capsys, path, status=0):
+    assert main(["doctor", "--json", f"--storage={path}"]) == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] is (status == 0)
+    assert all(finding.keys() == {"subject", "found", "verdict", "advice"} for finding in said["findings"])
+    assert {finding["verdict"] for finding in said["findings"]} <= {"fine", "slower", "fails"}
+    return {finding["subject"]: finding for finding in said["findings"]}
+
+
+def test_a_folder(capsys, tmp_path):
+    found = report(capsys, tmp_path)
+    assert found["io_uring"]["found"] == "to be had"
+    assert found["direct I/O"]["found"].startswith("yes, aligned to ")
+    assert found["sequential write"]["found"].endswith("GB/s")
+    assert found["sequential read"]["found"].endswith("GB/s")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_nearly_full_keeps_most_of_its_space(capsys, tmp_path, monkeypatch):
+    own, sizes = nvme.open, []
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=8192, f_frsize=4096, f_flag=0))
+    monkeypatch.setattr(nvme, "open", lambda path, size: sizes.append(size) or own(path, size=size))
+    report(capsys, tmp_path)
+    assert sizes == [8 << 20]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/proc", "holds no files"), ("/no/such", "does not exist"), ("~/no/such", f"{Path.home()}/no does not exist")],
+)
+def test_where_no_file_can_be(capsys, path, says):
+    assert says in report(capsys, path, 1)["storage"]["advice"]
+
+
+def test_a_file_that_is_there_is_not_touched(capsys, path):
+    path.write_bytes(b"mine")
+    report(capsys, path)
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.root
+def test_a_raw_device_is_read_and_not_written(capsys, loop):
+    device = loop(16 << 20)
+    with open(device, "r+b") as file:
+        file.write(b"mine" * 1000)
+    found = report(capsys, device)
+    assert "free to use" in found["storage"]["found"]
+    assert "not tried" in found["sequential write"]["found"]
+    with open(device, "rb") as file:
+        assert file.read(4000) == b"mine" * 1000
+
+
+@pytest.mark.root
+def test_what_will_fail(capsys, small_ext4, tmp_path):
+    device = command("findmnt", "-no", "SOURCE", small_ext4)
+    assert "mounted at" in report(capsys, device, 1)["storage"]["advice"]
+    command("mount", "-o", "remount,ro", small_ext4)
+    assert "read-only" in report(capsys, small_ext4, 1)["storage"]["advice"]
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    command("mount", "-t", "tmpfs", "none", memory)
+    try:
+        assert "tmpfs" in report(capsys, memory, 1)["storage"]["advice"]
+    finally:
+        command("umount", memory)
+
+
+@pytest.mark.root
+def test_a_faulty_disk(capsys, faulty, loop):
+    faulty.set(read={"errno": errno.EIO})
+    device = loop(0, over=faulty.path)
+    assert "errno 5" in report(capsys, device, 1)["storage"]["advice"]
+    assert os.path.exists(device)
+
+
+# --- train without TRL -------------------------------------------------------------------
+
+PLACES = ["--model", "m", "--data", "d", "--output", "o", "--storage", "s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "successor"),
+    [
+        (["--batch", "4"], "--per_device_train_batch_size"),
+        (["--accumulate=8"], "--gradient_accumulation_steps"),
+        (["--merge"], "merge_and_unload"),
+        (["--eval_every", "5"], "--eval_steps"),
+        (["--previous"], "--existing previous"),
+    ],
+)
+def test_an_option_of_an_earlier_version_names_its_successor(capsys, words, successor):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *PLACES, *words])
+    assert caught.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: memascend train [sft|dpo|reward|kto] --model")
+    assert line.startswith(f"memascend train: error: {words[0].partition('=')[0]} is gone: give ")
+    assert successor in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stf", *PLACES], "one of sft, dpo, reward, kto, not 'stf'"),
+        (["sft", "dpo", *PLACES], "unrecognized arguments: dpo"),
+    ],
+)
+def test_wrong_usage_is_named(words, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        parse(words)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["dpo", "-h"]])
+def test_help_lists_what_is_not_trls(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words])
+    assert not caught.value.code
+    out = capsys.readouterr().out
+    assert all(f"--{name}" in out for name in (*OFFLOAD, "eval", "columns", "dry_run"))
+    assert "`trl sft --help`" in out
+
+
+def test_without_trl_it_says_what_to_install():
+    program = (
+        "import sys; sys.modules.update(datasets=None, trl=None); from memascend.cli import main; "
+        f"sys.exit(main(['train', *{PLACES!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 1
+    assert done.stderr == (
+        'memascend train: datasets is not installed: pip install ".[train]" in a clone of memascend, or '
+        '"dist/NAME.whl[train]" with a wheel\'s name\n'
+    )

@@ -1,4 +1,4 @@
-"""Guards tests that need TRITON_INTERPRET set before triton's import; test_triton_interpreted.py starts them."""
+"""Guards tests that need TRITON_INTERPRET set before triton's import; test_triton.py starts them."""
 
 import os
 
@@ -22,7 +22,7 @@ def pytest_configure(config):
 def _round_like_a_gpu(monkeypatch):
     """The interpreter truncates fp32 to bf16 and loses denormals of bf16; a GPU rounds to nearest even, and has them.
 
-    test_triton_compiled.py looks for that.
+    test_triton.py looks for that.
     """
     inexact = interpreter.InterpreterBuilder.cast_impl
 

@@ -1,4 +1,4 @@
-"""Tests what planning for this processor measures: as deep as is quick, in the format that is asked for."""
+"""Tests benchmarks of planning: what is measured of this processor, and what pools of memory reserve for models."""
 
 import json
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from support.planned import CONFIG
 from torch import nn
 
 from benchmarks import processor
+from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
 from memascend.cli.plan.model import describe
 
 PROCESSOR = processor.Processor(
@@ -71,3 +72,31 @@ def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, m
     assert backward["seconds"] == pytest.approx(2 + tensors * 2e-3 + elements * 1e-3, rel=1e-3)
     step = told("--state", "8bit")["step"]["seconds_per_step"]
     assert step == pytest.approx(3 + tensors * 3e-3 + elements * PROCESSOR.update_seconds["8bit"], rel=1e-3)
+
+
+@pytest.mark.parametrize("model", load_models(), ids=lambda model: model["model"])
+def test_shapes_add_up_to_the_published_size(model):
+    assert sum(sum(unit) for unit in unit_bytes(model)) // 2 == model["parameters"]
+
+
+def test_a_reservation_by_hand():
+    embedding, block, head = (1_000_000,), (300_000, 50_000), (1_000_000,)
+    result = reserve([embedding, block, block, block, head], window=2)
+    # Windows: embedding + block (1,350,000), block + block, block + head. 50,000 bytes are under the threshold of
+    # 100,000 elements, so ZeRO-Infinity keeps all three of them and swaps at most two tensors at once.
+    assert result.needed == 1_350_000
+    assert result.reserved["one size"] == 2 * 1_000_000 + 3 * 50_000
+    assert result.reserved["one size, rounded"] == 2**21 + 3 * 50_000
+    assert result.reserved["per shape"] == 1_000_000 + 2 * 350_000
+    # One slot that the embedding and the head share, two for blocks, in whole pages.
+    assert 1_700_000 <= result.reserved["arena"] <= 1_700_000 * 1.01 + 4096
+    assert result.waste("one size") == pytest.approx(100 * (2_150_000 / 1_350_000 - 1))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("model", load_models(), ids=lambda model: model["model"])
+def test_the_arena_reserves_no_more_than_any_other_pool(model, window):
+    result = reserve(unit_bytes(model), window)
+    assert all(result.reserved[pool] >= result.needed for pool in POOLS)
+    # At most the two percent that alignment may cost, and far less in fact.
+    assert result.reserved["arena"] <= 1.001 * min(result.reserved.values())

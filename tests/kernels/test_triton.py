@@ -1,8 +1,12 @@
-"""Tests that every Triton body compiles ahead of time, for each architecture and dtype, to exact instructions."""
+"""Tests that Triton bodies compile for each architecture and dtype to exact instructions, and runs interpreted/."""
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +133,25 @@ def test_every_launch_decides_about_fusion(module):
     for launch in launches:
         decided = {word.arg: getattr(word.value, "value", None) for word in launch.keywords}
         assert decided.get("enable_fp_fusion") is False, ast.unparse(launch)
+
+
+# numpy computes one tile after the other: a minute here, and three on a slow processor that has other work.
+@pytest.mark.timeout(820)
+def test_the_interpreted_kernels_agree_with_their_references():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).parent / "interpreted"),
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = re.search(r"(\d+) passed", done.stdout)
+    assert counted, done.stdout
+    # Were the folder not collected, nothing would have failed.
+    assert int(counted.group(1)) > 100
+    assert not re.search(r"\d+ skipped", done.stdout)
