@@ -172,27 +172,22 @@ def test_figures_are_of_no_code_if_it_changes_meanwhile(bench, tmp_path, monkeyp
 
 
 def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
-    def hashed():
-        return code_hash(tmp_path)
-
     sources = ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py")
-    for name in (*sources, "benchmarks/peers/one.py", "benchmarks/reservation.py"):
+    locks = ("Cargo.toml", "Cargo.lock", "requirements/deepspeed.lock")
+    for name in (*sources, *locks, "benchmarks/peers/one.py", "benchmarks/reservation.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
-    for name in ("Cargo.toml", "Cargo.lock", "requirements/deepspeed.lock"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("first")
-    before = hashed()
+    before = code_hash(tmp_path)
     (tmp_path / "benchmarks/results").mkdir()
     (tmp_path / "benchmarks/results/cell.json").write_text("{}")
     (tmp_path / "benchmarks/train/tables.py").write_text("what a table looks like decides no figure")
     (tmp_path / "python/memascend/_core.abi3.so").write_bytes(b"built")
-    assert hashed() == before
+    assert code_hash(tmp_path) == before
     seen = {before}
     for path in sorted(tmp_path.rglob("*")):
         if path.suffix in {".py", ".rs", ".lock", ".toml"} and path.name != "tables.py":
             path.write_text("other")
-            seen.add(hashed())
+            seen.add(code_hash(tmp_path))
     assert len(seen) == 10
 
 

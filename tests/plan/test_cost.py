@@ -47,10 +47,6 @@ def phases(*given):
     return found[fastest(found)]
 
 
-def test_a_drive_whose_speeds_are_given_takes_turns():
-    assert DRIVE.seconds(10 * GB, 8 * GB) == pytest.approx(2 + 2)
-
-
 @pytest.mark.parametrize(
     ("read", "written", "expected"),
     [(6, 6, 12 / 3), (9, 6, 12 / 3 + 3 / 5), (2, 6, 4 / 3 + 4 / 4), (5, 0, 1), (0, 4, 1)],

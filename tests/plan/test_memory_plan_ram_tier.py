@@ -41,18 +41,11 @@ def test_shards_share_the_free_space_of_their_disk_and_keep_their_own_bytes(tmp_
     assert room_beside([*map(str, shards)], 600) == 1000
 
 
-def test_nothing_is_in_ram_unasked():
-    run = run_of(model())
-    plan = make_plan(run)
-    assert plan.ram_tier == ()
-    assert "records in RAM" not in plan.host
-    assert make_plan(run, budget=plan.smallest).ram_tier == ()
-    assert make_plan(run, budget=plan.comfortable).ram_tier == ()
-
-
 def test_what_a_budget_has_left_holds_the_first_units():
     run = run_of(model())
     first = make_plan(run)
+    assert "records in RAM" not in first.host
+    assert {make_plan(run, budget=budget).ram_tier for budget in (None, first.smallest, first.comfortable)} == {()}
     nbytes = sum(run.sizes.record_bytes["embedding.weight"])
     waits = run.gradient_bytes["embedding.weight"]
     plan = make_plan(run, budget=first.comfortable + nbytes + waits)
@@ -211,8 +204,6 @@ WIDTH = 768
 # What a parameter moves with nothing in RAM, and takes where it is in RAM: values, state and a gradient that waits.
 MOVED = {torch.float32: 28, torch.bfloat16: 26}
 RAM_TIER = {torch.float32: 16, torch.bfloat16: 14}
-
-
 # What is still moved of a parameter that is in RAM, where each step is durable: its gradient, raw, and a part of its
 # values and its state, which are written whole each 16th step.
 LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}

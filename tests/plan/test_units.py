@@ -38,15 +38,11 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(experts))
 
 
-def names(units):
-    return [unit.name for unit in units]
-
-
 def holds_each_once(model, units):
     found = [name for unit in units for name in unit.parameters]
     assert len(found) == len(set(found))
     assert set(found) == {name for name, _ in model.named_parameters()}
-    assert len(set(names(units))) == len(units)
+    assert len({unit.name for unit in units}) == len(units)
     sizes = dict(model.named_parameters())
     for unit in units:
         tensors = [sizes[name] for name in unit.parameters]
