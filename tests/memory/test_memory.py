@@ -81,15 +81,6 @@ def test_more_memory_than_there_is_is_refused_before_it_is_touched():
     assert isinstance(caught.value, MemoryError)
 
 
-def test_a_lease_becomes_a_tensor_and_goes_back_with_it(arena):
-    tensor = arena.lease(16 * KIB).tensor((64, 64), torch.float32)
-    tensor.fill_(1.5)
-    assert tensor.sum().item() == 64 * 64 * 1.5
-    assert arena.stats()["in_use"] == 16 * KIB
-    del tensor
-    assert arena.stats()["in_use"] == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
 def test_tensors_of_one_lease_share_its_memory(arena, dtype):
     lease = arena.lease(100 * dtype.itemsize)
@@ -151,9 +142,7 @@ def test_a_returned_lease_is_an_error_and_no_crash(arena):
         lease.release()
     with pytest.raises(memascend.UsageError, match="returned already"):
         lease.tensor(1, torch.uint8)
-
-
-def test_a_lease_in_use_is_not_returned(arena):
+    # One in use is not returned.
     lease = arena.lease(4 * KIB)
     tensor = lease.tensor(4 * KIB, torch.uint8)
     with pytest.raises(memascend.UsageError, match="a tensor still lives"):

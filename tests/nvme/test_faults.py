@@ -25,6 +25,14 @@ def failed(call, *errnos):
     return caught.value
 
 
+def room(error, folder):
+    """How much an error says that a file needs and has, which is what the file system has."""
+    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
+    found = os.statvfs(folder)
+    assert 20 * MIB < found.f_bavail * found.f_frsize == free, "as it is when nothing of ours is there"
+    return needed
+
+
 def works(volume, offset=0):
     volume.write(b"works" * 100, offset).wait()
     assert read(volume, 500, offset) == b"works" * 100
@@ -34,18 +42,12 @@ def test_a_full_file_system_is_found_at_open(small_ext4):
     path = small_ext4 / "volume"
     error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
     assert error.path == str(path)
-    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
-    room = os.statvfs(small_ext4)
-    assert needed == 200 * MIB
-    assert 20 * MIB < room.f_bavail * room.f_frsize == free, "as it is when nothing of ours is there"
+    assert room(error, small_ext4) == 200 * MIB
     assert not path.exists()
     with nvme.open(path, size=10 * MIB) as volume:
         works(volume)
     error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
-    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
-    room = os.statvfs(small_ext4)
-    assert 189 * MIB <= needed <= 190 * MIB, "the file has ten already"
-    assert 20 * MIB < room.f_bavail * room.f_frsize == free
+    assert 189 * MIB <= room(error, small_ext4) <= 190 * MIB, "the file has ten already"
     assert path.stat().st_size == 10 * MIB, "growing that fails leaves the file as it was"
     with nvme.open(path) as volume:
         works(volume, 77)

@@ -20,6 +20,12 @@ from memascend import ConfigError, StorageError, UsageError, memory, nvme
 MIB = 1 << 20
 
 
+@pytest.fixture
+def volume(path, backend):
+    with nvme.open(path, size=16 * MIB, backend=backend) as volume:
+        yield volume
+
+
 def lease(nbytes):
     region = memory.Region(nbytes, pin=False)
     return memory.Arena(region, {nbytes: 1}).lease(nbytes).tensor(nbytes, torch.uint8)

@@ -21,14 +21,18 @@ KERNELS = {f"memascend/kernels/{path.name}" for path in (ROOT / "triton_kernels"
 pytestmark = pytest.mark.timeout(600)
 
 
+def run(*words, **options):
+    """What a program prints."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def maturin(*arguments):
     scripts = sysconfig.get_path("scripts")
     # maturin looks for zig through the first Python on the path.
     environment = {**os.environ, "PYO3_PYTHON": sys.executable, "PATH": f"{scripts}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [Path(scripts) / "maturin", *arguments], cwd=ROOT, check=False, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(Path(scripts) / "maturin", *arguments, cwd=ROOT, env=environment)
 
 
 def built(tmp_path_factory, pattern, *arguments):
@@ -132,27 +136,12 @@ def bare(wheel, tmp_path_factory):
             top = file.parts[0]
             if top not in {"..", "__pycache__"} and not (linked / top).exists():
                 (linked / top).symlink_to(metadata.distribution(name).locate_file(top))
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    (Path(site.stdout.strip()) / "linked.pth").write_text(f"{linked}\n")
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    (Path(site.strip()) / "linked.pth").write_text(f"{linked}\n")
     # No index: what the wheel asks for beyond torch and safetensors would fail here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", wheel],
-        check=True,
-        env=environment,
-    )
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", wheel, env=environment)
     return python
-
-
-def run(python, *arguments, cwd):
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 BARE = """
@@ -181,36 +170,26 @@ def test_its_commands_work_in_a_bare_environment(bare, tmp_path):
 
 
 def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
-    said = subprocess.run(
-        ["make", "-n", "-B", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    said = run("make", "-n", "-B", "wheel", cwd=ROOT, timeout=60)
     assert ".venv-wheel/bin/maturin build --zig" in said
     assert "uv pip" not in said
     assert ".venv/" not in said.replace(".venv-wheel/", "")
     chosen = next(line for line in said.splitlines() if line.startswith("awk "))
-    tools = subprocess.run(
-        ["bash", "-c", chosen.partition(" > ")[0]], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    tools = run("bash", "-c", chosen.partition(" > ")[0], cwd=ROOT)
     pinned = [line.split()[0] for line in tools.splitlines() if not line.startswith(" ")]
     assert [name.partition("==")[0] for name in pinned] == ["maturin", "ziglang"]
     assert tools.count("--hash=") > 2
 
 
-def made(command):
-    """What `make` prints."""
-    return subprocess.run(
-        ["make", "--silent", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
-
-
 def test_a_release_is_called_as_the_wheel_is_and_has_notes():
     """A tag must be that version, and the newest section of the changelog its."""
-    version = made("version")
+    version, notes = (run("make", "--silent", word, cwd=ROOT, timeout=60) for word in ("version", "notes"))
+    version = version.strip()
     assert version == metadata.version("memascend")
     _, newest, *_ = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     heading, _, section = newest.partition("\n")
     assert heading.startswith(version)
-    assert made("notes").split() == section.split()
+    assert notes.split() == section.split()
 
 
 def test_workflows_and_forms_are_yaml():
