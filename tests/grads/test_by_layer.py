@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from parity.zoo_plain import Block
 from support.bits import same_bits, same_states
 from support.chains import everything, offloaded, smallest, values
 from torch import nn
@@ -21,21 +22,11 @@ from memascend.grads.microbatches import PartialSums
 COUNT, WIDTH = 3, 64
 
 
-class Block(nn.Module):
-    def __init__(self, *, drop=0.0):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(drop)
-
-    def forward(self, x):
-        return x + self.drop(self.down(torch.relu(self.up(x))))
-
-
 class Stack(nn.Module):
     def __init__(self, blocks=4, *, drop=0.0, reentrant=None):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(drop=drop) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(WIDTH, drop) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.reentrant = reentrant
 
@@ -129,7 +120,7 @@ MAKES = {
 }
 
 
-# Other options and dtypes: `parity.zoo_by_layer`, and the state machine of training.
+# Other options and dtypes: `parity.zoo_loops`, and the state machine of training.
 @pytest.mark.parametrize(
     ("kind", "gradients", "count"),
     [("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3), ("summed", "fused", 3)],
@@ -178,7 +169,7 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(4096, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(6)))
         self.head = nn.Linear(WIDTH, 4096, bias=False)
 
     def forward(self, tokens):
@@ -192,10 +183,6 @@ def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
         for count in (1, 6)
     )
     require_no_more(six, one)
-
-
-class Odd(Exception):
-    pass
 
 
 def begun(folder, make=Stack, steps=1, **options):
@@ -288,12 +275,12 @@ def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gr
 
         def arrive():
             if next(arrived) == at:
-                raise Odd
+                raise ZeroDivisionError
 
         with arriving(model, arrive):
             try:
                 accumulate(model, optimizer, batches, scale=1 / COUNT)
-            except Odd:
+            except ZeroDivisionError:
                 return True
         return False
 

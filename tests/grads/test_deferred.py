@@ -1,20 +1,21 @@
-"""Tests updates that a step leaves to the next one: bits, reads, doors, kills and faults are those of updates at once.
+"""Tests updates outside of their step, which have the bits of updates within it: left to the next one, or begun before.
 
-With gradients="ram" every update is made in its step, so such a run is what all others are compared with.
+With gradients="ram" every update is made in its step, so such a run is what those are compared with that leave updates.
+One that begins updates before step() knows the norm, and keeps them or makes them anew, is compared with "ssd".
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from itertools import cycle
 
 import pytest
 import torch
-from grads.clipped_runs import LIMIT, WIDTH, offloaded, require_same, run, stack, walk
 from parity.zoo_loops import other
-from support.bits import files, same_states
-from support.chains import everything, loss_of
+from support.bits import files, same_bits, same_states
+from support.chains import chain, everything, loss_of
 from support.lives import forked_life
 from support.stores import damage
 from torch import nn
@@ -24,12 +25,56 @@ from torch.utils.checkpoint import checkpoint
 import memascend
 from memascend.cli import main
 from memascend.engine import Store
-from memascend.errors import CorruptionError
+from memascend.errors import CorruptionError, UsageError
 from memascend.params.settling import Settling
 
-STEPS = 6
+WIDTH, STEPS = 24, 6
+LIMIT = 1e-3  # far below the norm of every step
 ADAM = other(torch.optim.Adam, lr=1e-2, weight_decay=0.1)
 MOMENTUM = other(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def stack(dtype=torch.bfloat16, layers=4):
+    return chain(layers, True, width=WIDTH, dtype=dtype)
+
+
+def adamw(model):
+    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 3e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def offloaded(folder, gradients="ssd", make=stack, optimizer=adamw, **options):
+    model = make()
+    options = {"max_grad_norm": LIMIT, "existing": "resume", **options}
+    return memascend.offload(model, optimizer(model), storage=folder, gradients=gradients, **options)
+
+
+def nothing(*_):
+    """What a loop does at a point where it does nothing."""
+
+
+def walk(model, optimizer, index, scale=1.0):
+    optimizer.backward(loss_of(model, index) * scale)
+
+
+def run(folder, gradients="ssd", *, steps=STEPS, loop=walk, before=nothing, between=nothing, **options):
+    """What a run came to: its state, the norms of its steps, and its report."""
+    model, optimizer = offloaded(folder, gradients, **options)
+    norms = []
+    with optimizer:
+        for index in range(optimizer.steps, steps):
+            before(model, optimizer, index)
+            loop(model, optimizer, index)
+            between(model, optimizer, index)
+            optimizer.step()
+            norms.append((optimizer.grad_norm, optimizer.overflowed))
+            optimizer.zero_grad()
+        return everything(model, optimizer), norms, optimizer.report()
+
+
+def require_same(one, other):
+    assert repr(one[1]) == repr(other[1]), "the norms"
+    assert same_states(one[0], other[0])
 
 
 def own_code_beside(model):
@@ -141,10 +186,34 @@ def gathered(model, optimizer, index):
         walk(model, optimizer, index + 100)
 
 
+def divides(model, optimizer, index):
+    """Arithmetic that the engine's kernels do not have, and a step that has to be made again."""
+    model[0].weight.grad.div_(3)
+    if index == 2:
+        right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], float("nan")
+        with pytest.raises(memascend.errors.MemascendError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = right
+
+
+def fuses(_, optimizer, index):
+    """Options that the engine's arithmetic does not have, for a step: torch's own code runs then, at once."""
+    optimizer.param_groups[0]["nesterov"] = index == 3
+    optimizer.param_groups[0]["momentum"] = 0.0 if index == 3 else 0.9
+
+
 # More of what a loop may do, and in other orders: the state machine of training.
+HABITS = {
+    "reads and changes": {"loop": gathered, "before": habits},
+    "arithmetic on gradients": {"between": divides},
+    "an update that cannot be left": {"optimizer": MOMENTUM, "make": lambda: stack(torch.float32), "before": fuses},
+}
+
+
+@pytest.mark.parametrize("options", HABITS.values(), ids=HABITS)
 @pytest.mark.usefixtures("way")
-def test_what_a_loop_does_between_steps(tmp_path):
-    both(tmp_path, loop=gathered, before=habits)
+def test_what_a_loop_does_between_steps(tmp_path, options):
+    both(tmp_path, **options)
 
 
 @pytest.mark.usefixtures("way")
@@ -200,31 +269,6 @@ def test_a_store_that_was_closed_has_no_log(tmp_path):
     assert same_states(run(tmp_path / "s", steps=5)[0], run(tmp_path / "ram", "ram", steps=5)[0])
 
 
-def divides(model, optimizer, index):
-    """Arithmetic that the engine's kernels do not have, and a step that has to be made again."""
-    model[0].weight.grad.div_(3)
-    if index == 2:
-        right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], float("nan")
-        with pytest.raises(memascend.errors.MemascendError):
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] = right
-
-
-@pytest.mark.usefixtures("way")
-def test_arithmetic_on_gradients_is_done_once(tmp_path):
-    both(tmp_path, between=divides)
-
-
-def test_an_update_that_cannot_be_left_comes_after_that_which_was(tmp_path):
-    """Options that the engine's arithmetic does not have, for a step: torch's own code runs then, at once."""
-
-    def fuses(_, optimizer, index):
-        optimizer.param_groups[0]["nesterov"] = index == 3
-        optimizer.param_groups[0]["momentum"] = 0.0 if index == 3 else 0.9
-
-    both(tmp_path, optimizer=MOMENTUM, make=lambda: stack(torch.float32), before=fuses)
-
-
 # --- where it is written -----------------------------------------------------------------------
 
 
@@ -262,3 +306,132 @@ def test_what_saves_little_does_not_read_more(monkeypatch):
         if clock.now > 20:
             break
     assert settling.way == "forward"
+
+
+# --- updates that begin before step() knows the norm ----------------------------------------------
+
+# What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.
+SMALL, LARGE = 1e-3, 1e3
+NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
+MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
+
+
+def scaled(folder, gradients, scales, between=nothing, **options):
+    """A run of as many steps as there are scales."""
+
+    def loop(model, optimizer, index):
+        walk(model, optimizer, index, scales[index])
+
+    options = {"max_grad_norm": 1.0, **options}
+    return run(folder, gradients, steps=len(scales), loop=loop, between=between, **options)
+
+
+def both_early(tmp_path, scales, between=nothing, **options):
+    """The report of a run that may begin updates early, whose bits are those of one that does not."""
+    waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
+    early = scaled(tmp_path / "auto", "auto", scales, between, **options)
+    require_same(waits, early)
+    assert waits[2].early == 0
+    return early[2]
+
+
+def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
+    report = both_early(tmp_path, NEVER)
+    written = sum(p.numel() * 2 for p in stack().parameters())
+    waited = scaled(tmp_path / "again", "ssd", NEVER)[2]
+    # In whole pages.
+    assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
+    assert report.read["gradients"] == report.written["gradients"] // 6, "but in the first step, which waits"
+
+
+def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
+    model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0, loss_scale=64.0)
+    with optimizer:
+        for index in range(3):
+            optimizer.zero_grad()
+            walk(model, optimizer, index, SMALL)
+            if index < 2:
+                optimizer.step()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        model[0].weight.grad.mul_(torch.inf)
+        optimizer.step()
+        assert optimizer.overflowed
+        assert optimizer.steps == 2
+        assert optimizer.report().anew == 1
+        after = [parameter.grad.clone() for parameter in model.parameters()]
+        assert all(map(same_bits, before[1:], after[1:]))
+
+
+def hooks(model, optimizer, index):
+    def doubles(*_):
+        model[0].weight.grad.mul_(2)
+        handle.remove()
+
+    if index == 2:
+        handle = optimizer.register_step_pre_hook(doubles)
+
+
+def clips(limit):
+    return lambda model, *_: clip_grad_norm_(model.parameters(), limit)
+
+
+def more(model, optimizer, index):
+    for micro in range(2):
+        walk(model, optimizer, 100 * micro + index, SMALL)
+
+
+OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
+FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
+# The scales, what happens between backward() and step(), the options; how many steps begin early, and are made anew.
+RUNS = {
+    # The first step waits, since nothing is known.
+    "never": (NEVER, nothing, {}, 5, 0),
+    "always": (ALWAYS, nothing, {}, 0, 0),
+    # The one that had to be made anew makes two steps that change nothing necessary.
+    "alternating": ([SMALL, LARGE] * 3, nothing, {}, 1, 1),
+    "mixed": (MIXED, nothing, {"optimizer": other(torch.optim.SGD, lr=1e-2, momentum=0.9)}, 4, 2),
+    # Its own code computes the norm first.
+    "own code": (NEVER, nothing, {"optimizer": other(torch.optim.RMSprop, lr=1e-3)}, 0, 0),
+    "overflow": (OVERFLOWS, nothing, {"make": lambda: stack(torch.float16)}, 4, 2),
+    "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
+    "hook": (NEVER, hooks, {}, 3, 1),
+    # Each step but the third is clipped, and the fourth begins as if it was not.
+    "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
+    "hardly clipped": (FALLS, clips(1.0), {"max_grad_norm": None}, 5, 0),
+    "not clipped": (FALLS, clips(1e3), {"max_grad_norm": None}, 5, 0),
+    "several, declared": (NEVER, more, {"accumulation_steps": 3}, 5, 0),
+    "several": (NEVER, more, {"accumulation_steps": 1}, 0, 0),
+}
+
+
+@pytest.mark.parametrize(("scales", "between", "options", "early", "anew"), RUNS.values(), ids=RUNS)
+def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, early, anew):
+    report = both_early(tmp_path, scales, between, **options)
+    assert (report.early, report.anew) == (early, anew)
+    assert report.to_dict().get("early") == ({"steps": early, "anew": anew} if early else None)
+
+
+def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
+    """As they are where nothing begins before it; and not where they are right again by then."""
+    model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0)
+    with optimizer:
+        for index in range(3):
+            optimizer.zero_grad()
+            right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
+            walk(model, optimizer, index, SMALL)
+            optimizer.param_groups[0]["lr"] = right
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["amsgrad"] = True
+        walk(model, optimizer, 3, SMALL)
+        with pytest.raises(UsageError, match="amsgrad"):
+            optimizer.step()
+
+
+def test_the_log_says_what_was_made_anew(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "memascend"):
+        report = scaled(tmp_path / "s", "auto", MIXED)[2]
+    said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
+    assert len(said) == report.anew == 2
+    assert "(2 of 4 steps so far)" in said[1]
+    assert "Updates of 4 steps began before step(); 2 of them were made anew." in str(report)

@@ -80,10 +80,7 @@ def test_state_survives_json():
     rest = [False] * 600
     assert list(our_sequence(other, rest)) == list(our_sequence(scale, rest))
     assert other.scale == 65536.0
-
-
-def test_a_state_brings_its_mode():
-    scale = LossScale("dynamic")
+    # A state brings its mode.
     scale.load(LossScale(8.0).state())
     assert (scale.mode, scale.scale) == ("fixed", 8.0)
 

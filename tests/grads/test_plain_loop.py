@@ -76,9 +76,6 @@ def toggled_requires_grad():
     return model, square(model)
 
 
-PROGRAMS = (features_of_hooks, default_generators, truncated_bptt, toggled_requires_grad)
-
-
 def drawn_batches():
     """Micro-batches that are made as they are asked for, from the generator that the model draws from, too."""
     for _ in range(MICRO_BATCHES):
@@ -116,7 +113,7 @@ def kept(program, batches, storage=None, **options):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("gradients", ["auto", "fused"])
 @pytest.mark.parametrize("batches", [listed_batches, drawn_batches])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [features_of_hooks, default_generators, truncated_bptt, toggled_requires_grad])
 def test_programs_that_keep_values_equal_the_plain_loop(tmp_path, program, batches, gradients):
     wanted = kept(program, batches)
     found = kept(program, batches, tmp_path / "run.store", gradients=gradients)

@@ -1,5 +1,7 @@
 """Tests `clip_grad_norm_` of torch over an offloaded model: the bits of training in memory, and nothing read for it."""
 
+from functools import partial
+
 import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
@@ -122,18 +124,6 @@ def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
     assert dtype == torch.float16 or {bool(norm > 1.0) for norm in norms} == {True, False}
 
 
-def by_tensor(parameters, limit):
-    return clip_grad_norm_(parameters, limit, foreach=False)
-
-
-def by_list(parameters, limit):
-    return clip_grad_norm_(parameters, limit, norm_type=3.0, foreach=True)
-
-
-def by_infinity(parameters, limit):
-    return clip_grad_norm_(parameters, limit, norm_type=torch.inf)
-
-
 def logs(parameters, limit):
     """As programs that log norms of parameters do, in another dtype and by dimensions."""
     found = []
@@ -146,8 +136,16 @@ def logs(parameters, limit):
     return torch.stack([one.double() for one in found])
 
 
+NORMS = {
+    "by tensor": partial(clip_grad_norm_, foreach=False),
+    "by list": partial(clip_grad_norm_, norm_type=3.0, foreach=True),
+    "by infinity": partial(clip_grad_norm_, norm_type=torch.inf),
+    "logs": logs,
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("clip", [by_tensor, by_list, by_infinity, logs])
+@pytest.mark.parametrize("clip", NORMS.values(), ids=NORMS)
 def test_any_norm_is_that_of_memory(tmp_path, clip, dtype):
     require_bits_of_memory(tmp_path, dtype, one_backward, clip)
 
@@ -185,8 +183,8 @@ def test_a_gradient_that_changes_after_it_arrived_has_its_new_norm(tmp_path, cha
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("clip", [clip_grad_norm_, by_tensor])
-def test_autocast_around_the_backward_changes_no_norm(tmp_path, clip, device):
+@pytest.mark.parametrize("foreach", [None, False])
+def test_autocast_around_the_backward_changes_no_norm(tmp_path, foreach, device):
     """On a GPU, lists of tensors have kernels of their own, and autocast gives norms another dtype."""
     model, optimizer = offloaded(tmp_path, torch.bfloat16, device=device)
     with optimizer:
@@ -194,8 +192,8 @@ def test_autocast_around_the_backward_changes_no_norm(tmp_path, clip, device):
             with torch.autocast(device, torch.bfloat16):
                 one_backward(model, optimizer, index)
             plain = [parameter.grad.clone() for parameter in model.parameters()]
-            norm = get_total_norm(plain, foreach=False if clip is by_tensor else None)
-            assert same_bits(clip(model.parameters(), 1.0), norm)
+            norm = get_total_norm(plain, foreach=foreach)
+            assert same_bits(clip_grad_norm_(model.parameters(), 1.0, foreach=foreach), norm)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,10 +1,14 @@
-"""Tests how a process ends after an interrupted training: its own status, and only its own error on stderr."""
+"""Tests how a process ends after an interrupted training: with its own status and error; and what outlives a model."""
 
+import gc
+import os
 import weakref
 
 import pytest
 import torch
+from memory.measured import status
 from parity.harness import adamw
+from parity.zoo_plain import Stack, next_token
 from support.checkpointed import Model
 from torch import nn
 
@@ -212,3 +216,26 @@ def test_a_backward_that_failed_holds_nothing(tmp_path):
         del y, z
         optimizer.zero_grad()
         assert not kept
+
+
+def test_nothing_outlives_a_model_that_is_dropped(tmp_path):
+    def once(storage):
+        model = Stack()
+        model, optimizer = memascend.offload(model, adamw(model), storage=storage, host_memory="64MiB")
+        next_token(model, torch.zeros(2, 5, dtype=torch.long)).backward()
+        optimizer.step()
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    before = None
+    for index in range(6):
+        references = once(tmp_path / f"{index}.store")
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+        if index == 2:
+            before = status()["VmRSS"], len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    after = status()["VmRSS"], len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    assert after[0] - before[0] < 8 << 20
+    assert after[1:] == before[1:]
+    model = Stack()
+    with memascend.offload(model, adamw(model), storage=tmp_path / "0.store", existing="resume")[1] as optimizer:
+        assert optimizer.steps == 1

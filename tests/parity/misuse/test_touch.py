@@ -177,11 +177,6 @@ def test_memory_is_not_replaced_in_a_forward(training):
 IDS, EMBEDDING = torch.zeros(1, 5, dtype=torch.long), torch.zeros(VOCABULARY, 32)
 
 
-def without_hooks(model):
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        return model(IDS)
-
-
 TRANSFORMS = {
     "functional_call": lambda model: torch.func.functional_call(model, {"embed.weight": EMBEDDING}, (IDS,)),
     "vmap": lambda model: torch.vmap(model.blocks[0])(torch.ones(3, 4, 32)),
@@ -189,7 +184,7 @@ TRANSFORMS = {
     "jit.trace": lambda model: torch.jit.trace(model, IDS),
     "jit.script": torch.jit.script,
     "export": lambda model: torch.export.export(model, (IDS,)),
-    "no saved-tensor hooks": without_hooks,
+    "no saved-tensor hooks": torch.autograd.graph.disable_saved_tensors_hooks("not here")(lambda model: model(IDS)),
 }
 
 
