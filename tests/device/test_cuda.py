@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 from device.test_device import begun, losses, step
-from device.training import check
+from device.test_parity import check
 from parity.harness import Case
 from parity.zoo_plain import next_token
-from parity.zoo_transformers import LLAMA
+from parity.zoo_transformers import LLAMA, loss
 
 import memascend
 
@@ -102,10 +102,8 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
         return model
 
     def batches(generator):
-        return [torch.randint(0, 128, (2, 64), generator=generator)]
-
-    def loss(model, batch):
-        return model(input_ids=batch, labels=batch).loss
+        ids = torch.randint(0, 128, (2, 64), generator=generator)
+        return [{"input_ids": ids, "labels": ids}]
 
     def loop(run):
         for index in range(3):

@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,20 +127,12 @@ def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeyp
     staging.begin("first", base).wait()
 
 
-class Lost:
-    """A copy that failed after it was begun."""
-
-    def done(self):
-        return 1 / 0
-
-    wait = done
-
-
 def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
-    """Its copy ends the thread; nobody waits for it in vain."""
+    """Its copy, which fails after it was begun, ends the thread; nobody waits for it in vain."""
     staging = Staging(there, [pages(16 << 10)], updates.parts, arena.after)
     base = leased(arena, updates)
-    there.bring = lambda *_: Lost()
+    lost = SimpleNamespace(done=lambda: 1 / 0, wait=lambda: 1 / 0)
+    there.bring = lambda *_: lost
     for unit in UNITS:
         with pytest.raises(DeviceError, match=r'division by zero.*existing="resume"'):
             staging.begin(unit, base).wait()

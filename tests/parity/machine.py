@@ -217,7 +217,8 @@ class Machine(RuleBasedStateMachine):
         assert same(theirs, ours), f"the loss is {theirs.item()} in memory and {ours.item()} offloaded"
         return ours, theirs
 
-    def _backward(self, seed, factor):
+    @rule(seed=SEEDS, factor=FACTORS)
+    def backward(self, seed, factor):
         ours, theirs = self._loss(seed)
         if self._taken:
             with self._refused("accumulation_steps|already used"):
@@ -233,10 +234,6 @@ class Machine(RuleBasedStateMachine):
         self.backwards += backwards
         self.fresh = self.staged = True
         self.rates = self._rates()
-
-    @rule(seed=SEEDS, factor=FACTORS)
-    def backward(self, seed, factor):
-        self._backward(seed, factor)
 
     @precondition(lambda self: not self._present)
     @rule(first=SEEDS, count=st.integers(1, 3), by_layer=st.booleans())
@@ -260,9 +257,6 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self._present)
     @rule(limit=LIMITS)
     def clip(self, limit):
-        self._clip(limit)
-
-    def _clip(self, limit):
         if self._is_partial:
             return
         norm = get_total_norm([p.grad for p in self.plain.model.parameters() if p.grad is not None])
@@ -284,11 +278,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.fresh)
     @rule(how=NAMES, every=st.integers(1, 3))
     def change_gradients(self, how, every):
-        self._change_gradients(CHANGES[how], every)
-
-    def _change_gradients(self, change, every):
         if self._is_partial:
             return
+        change = CHANGES[how]
         pairs = list(zip(self.model.parameters(), self.plain.model.parameters(), strict=True))[::every]
         pairs = [pair for pair in pairs if pair[1].grad is not None and pair[1].dim()]
         if self._taken:
@@ -347,9 +339,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(zeroes=st.sampled_from((True, True, True, False)), fails=st.sampled_from((False, False, False, True)))
     def step(self, zeroes, fails):
-        self._step(zeroes, fails)
-
-    def _step(self, zeroes, fails=False):
         if not self._present:
             self.optimizer.step()
             assert self.optimizer.steps == self.plain.steps
@@ -433,12 +422,12 @@ class Machine(RuleBasedStateMachine):
             self._discard()
         for index in range(count):
             if not self._taken:
-                self._backward(first + index, factor)
+                self.backward(first + index, factor)
         if isinstance(how, float):
-            self._clip(how)
+            self.clip(how)
         elif how is not None:
-            self._change_gradients(CHANGES[how], 1)
-        self._step(zeroes=True)
+            self.change_gradients(how, 1)
+        self.step(zeroes=True, fails=False)
 
     @precondition(lambda self: self.plain.setup.scheduler is None)
     @rule(rate=st.sampled_from((1e-3, 2e-2)), group=st.integers(0, 2))

@@ -129,16 +129,6 @@ def _storage(p):
     p.data.untyped_storage()[0] ^= 1
 
 
-@torch.no_grad()
-def _add(view):
-    view.add_(1)
-
-
-def _whole(p):
-    """The type of whole numbers that has as many bits."""
-    return torch.int16 if p.element_size() == 2 else torch.int32
-
-
 # Of a parameter: what writes to it past the doors. Where torch asks the parameter, there is an error at once.
 AT_ONCE = {
     "in place": lambda p: p.add_(1),
@@ -169,8 +159,8 @@ COPIES = {
     "split": lambda p: p.view(-1).split(1)[0].fill_(7),
     "strided": lambda p: p.as_strided((1,), (1,)).fill_(7),
     "expand_as": lambda p: p.expand_as(p).fill_(7),
-    "view as another dtype": lambda p: p.view(_whole(p)).fill_(1),
+    "view as another dtype": lambda p: p.view(torch.int16 if p.element_size() == 2 else torch.int32).fill_(1),
     "graph's view": torch.enable_grad()(lambda p: p.view(-1).data.add_(1)),
-    "graph's view in place": torch.enable_grad()(lambda p: _add(p.view(-1))),
+    "graph's view in place": torch.enable_grad()(lambda p: torch.no_grad()(p.view(-1).add_)(1)),
 }
 WRITES = {name: torch.no_grad()(write) for name, write in (AT_ONCE | COPIES).items()}

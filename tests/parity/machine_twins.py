@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from parity.harness import same
+from parity.harness import GRADIENTS, same
 from parity.reference import Reference
-from parity.zoo_plain import VOCABULARY, WIDTH, Rooted, Stack, next_token, squares
+from parity.zoo_plain import WIDTH, Rooted, Stack, next_token, squares, tokens, vectors
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -19,7 +19,6 @@ from memascend.plan.options import Options
 from memascend.session.decide import planned
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-GRADIENTS = ("fused", "ssd", "ram", "auto")
 
 
 def norms():
@@ -28,20 +27,11 @@ def norms():
     return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def vectors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator)
-
-
-def tokens(seed):
-    return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
-
-
 MODELS = {
     "stack": (lambda: Stack(depth=2), tokens, next_token),
     "tied": (lambda: Stack(depth=2, tied=True), tokens, next_token),
-    "rooted": (Rooted, vectors, squares),
-    "norms": (norms, vectors, squares),
+    "rooted": (Rooted, vectors(), squares),
+    "norms": (norms, vectors(), squares),
 }
 
 
@@ -116,8 +106,8 @@ class Setup:
         return model, OPTIMIZERS[self.optimizer](model)
 
     def loss(self, model, seed):
-        _, batch, loss = MODELS[self.model]
-        return loss(model, batch(seed))
+        _, batches, loss = MODELS[self.model]
+        return loss(model, batches(torch.Generator().manual_seed(seed), 1)[0])
 
     def schedulers(self, members):
         return [SCHEDULERS[self.scheduler](member) for member in members] if self.scheduler else []
@@ -278,7 +268,7 @@ class Plain:
                 if p in one.masters and one.masters[p] is not p:
                     one.masters[p].copy_(one._master(p))
         now = self.snapshot()
-        if changed or self._has_new_buffers(now):
+        if changed or any(not same(one, now["buffers"][name]) for name, one in self.committed["buffers"].items()):
             self.computed = False
             self.committed = {**self.committed, **{name: now[name] for name in ("values", "masters", "buffers")}}
 
@@ -324,9 +314,6 @@ class Plain:
             one.loss_scale, one.steps_since_overflow = scale, since
         self.user_state, self.steps = kept["user_state"], kept["steps"]
         self.zero_grad()
-
-    def _has_new_buffers(self, now):
-        return any(not same(one, now["buffers"][name]) for name, one in self.committed["buffers"].items())
 
     def commit_buffers(self):
         """What close() adds to the last commit: buffers that changed since, unless a forward of a step did it."""

@@ -1,12 +1,20 @@
 """Tests models, loops, optimizers and formats of state: the same code in RAM and offloaded leaves the same bits."""
 
+import contextlib
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
-from parity.harness import check, combined
-from parity.zoo_by_layer import MODELS, OTHERS
-from parity.zoo_formats import FORMATS
-from parity.zoo_loops import COMPILED, LOOPS, OPTIMIZERS
-from parity.zoo_plain import PLAIN
+import torch
+from parity.harness import check, combined, differences, reference
+from parity.zoo_loops import BY_LAYER, COMPILED, FORMATS, LOOPS, OPTIMIZERS, OTHERS_BY_LAYER
+from parity.zoo_plain import PLAIN, Stack, next_token, tokens
 from parity.zoo_transformers import TRANSFORMERS
+from support.bits import same_states
+from support.chains import offloaded, train
+
+from memascend.engine import Store
 
 
 @combined([*PLAIN, *TRANSFORMERS])
@@ -27,6 +35,95 @@ def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@combined([*MODELS, *OTHERS])
+@combined([*BY_LAYER, *OTHERS_BY_LAYER])
 def test_micro_batches_by_layer_equal_one_after_the_other_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
+
+
+def test_every_kind_of_difference_is_noticed():
+    case = next(case for case in PLAIN if case.name == "rooted")
+    expected = reference(case, 1)
+    assert differences(expected, expected) == []
+
+    def changed(**fields):
+        return differences(expected, dataclasses.replace(expected, **fields))
+
+    weights = {**expected.weights, "shift": torch.nextafter(expected.weights["shift"], torch.tensor(9.0))}
+    assert changed(weights=weights)[0].startswith("parameter shift: 32 of 32 elements")
+    assert "buffer seen" in changed(buffers={"seen": expected.buffers["seen"] + 1})[0]
+    assert changed(buffers={}) == ["missing: buffer seen"]
+    assert changed(records=[*expected.records[:-1], expected.records[-1] + 1e-6])[0].startswith("record 3")
+    state = {**expected.state, "unused": {"exp_avg": torch.zeros(5)}}
+    assert changed(state=state) == ["not in the reference: state of unused: exp_avg"]
+    assert changed(random=expected.random + 1)[0].startswith("random numbers drawn")
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability, tmp_path):
+    model, optimizer = offloaded(tmp_path / "run.store", Stack(), host_memory="64MiB", durability=durability)
+    seen = set()
+
+    def note(module, _):
+        seen.update(parameter.data_ptr() for parameter in module.parameters(recurse=False))
+
+    with optimizer:
+        for module in model.modules():
+            module.register_forward_pre_hook(note)
+        train(model, optimizer, tokens(torch.Generator().manual_seed(2), 3), next_token)
+        report = optimizer.report()
+    assert len(seen) == len(list(model.parameters())), "each has one address for the whole run"
+    assert report.units["fetches"] == 0
+    assert report.owners["records in RAM"].bytes > 0
+    assert report.owners["gradients in RAM"].peak > 0
+    # Not even once: they are in RAM as they are written first.
+    assert {report.read[kind] for kind in ("values", "values, update", "state")} == {0}
+    if durability == "none":
+        assert report.written["values"] == report.written["state"] == 0
+
+
+# --- the loops with schedulers that a page shows ---------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "resume.md"
+PAGE_LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def life(loop, lines=None):
+    """Runs a loop in the present folder until it printed so many lines; all that it printed."""
+    printed = []
+
+    def note(*words, flush):
+        del flush
+        printed.append(words)
+        if len(printed) == lines:
+            raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    with contextlib.suppress(KeyboardInterrupt):
+        exec(loop, {"print": note})  # noqa: S102 - it is the page's
+    return printed
+
+
+def committed(folder):
+    """The options and values that the store of a folder holds."""
+    (path,) = folder.glob("*.store")
+    with Store.open(path) as store:
+        values = {}
+        for record in store.each_record():
+            value, state = store.read(record["name"])
+            values |= {f"{record['name']} {of}": tensor for of, tensor in {"": value, **state}.items()}
+        return (store.step, store.hyperparameters, store.user_state), values
+
+
+@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.parametrize("loop", PAGE_LOOPS, ids=["cosine", "by-metric"])
+def test_loops_that_were_stopped_have_the_rates_and_weights_of_one_that_was_not(tmp_path, monkeypatch, loop):
+    printed = {}
+    for name, lives in (("whole", [None]), ("stopped", [4, 3, None])):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        printed[name] = [line for lines in lives for line in life(loop, lines)]
+    assert len(printed["whole"]) == 12
+    assert printed["stopped"] == printed["whole"]
+    (options, values), (wanted_options, wanted) = committed(tmp_path / "stopped"), committed(tmp_path / "whole")
+    assert options == wanted_options
+    assert same_states(values, wanted)

@@ -1,14 +1,28 @@
-"""Cases of loops, optimizers, options and compiled blocks, each with its model."""
+"""Cases of loops, optimizers, options, compiled blocks, formats of state and micro-batches by layer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from parity import loops
-from parity.harness import GRADIENTS, KEPT, adamw, usual_loop
-from parity.zoo_plain import SparseBag, Stack, Towers, Turned, odd_mlp, of_vectors, stack
-from parity.zoo_transformers import case_of, qwen2
+from parity.harness import GRADIENTS, KEPT, Case, adamw, usual_loop
+from parity.zoo_plain import (
+    PLAIN,
+    VOCABULARY,
+    SparseBag,
+    Stack,
+    Towers,
+    Turned,
+    next_token,
+    odd_mlp,
+    of_vectors,
+    stack,
+    tokens,
+)
+from parity.zoo_transformers import TRANSFORMERS, case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -137,4 +151,133 @@ COMPILED = [
     stack("compiled-inductor", model=compiled("inductor")),
     stack("compiled-wrapped", model=wrapped),
     stack("compiled-afterwards", loop=compiles_afterwards),
+]
+
+
+# --- moments of 16 and 8 bits, and parameters that are rounded by chance -----------------------
+
+WIDTH, WIDE = 320, 313
+
+
+class Mixed(nn.Module):
+    """Parameters of more than one chunk, of blocks in part, of fewer elements than are quantised, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDE)
+        self.down = nn.Linear(WIDE, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
+
+
+def mixed(name, state, loop=usual_loop, *, rounding="nearest", seed=7, options=None, **fields):
+    given = {"seed": seed, **({} if state is None else {"state": state}), **(options or {})}
+    if rounding == "stochastic":
+        given |= {"rounding": rounding, "master_dtype": None}
+    return Case(name=name, model=Mixed, batches=tokens, loss=next_token, options=given, loop=loop, **fields)
+
+
+sgd = other(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.25)
+nesterov = other(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def _of(state):
+    return [
+        mixed(f"{state}-bf16", state, loops.drops_some, dtype=BF16),
+        mixed(f"{state}-fp16", state, loops.scales, dtype=FP16),
+        mixed(f"{state}-accumulates", state, loops.accumulates, optimizer=sgd, dtype=BF16, gradients=KEPT),
+        mixed(f"{state}-nesterov", state, optimizer=nesterov),
+        mixed(f"{state}-stochastic", state, dtype=BF16, rounding="stochastic"),
+    ]
+
+
+FORMATS = [
+    *_of("bf16"),
+    *_of("8bit"),
+    mixed("stochastic-clipped", "fp32", loops.clips_in_step, dtype=BF16, rounding="stochastic", gradients=WHOLE,
+          options={"max_grad_norm": loops.CLIPPED}),
+    mixed("stochastic-sgd", None, loops.scales, optimizer=sgd, dtype=FP16, rounding="stochastic",
+          options={"loss_scale": 128.0}),
+]  # fmt: skip
+
+
+# --- micro-batches that are computed by layer; in RAM one is computed after the other ----------
+
+# Micro-batches of each step; the first step learns the order of units.
+COUNTS = (3, 2, 1, 5, 8)
+# The micro-batch of those in the middle whose loss overflows, in cases with a loss scale.
+OVERFLOWS = 7
+
+
+def one_after_the_other(optimizer, loss_of, batches, scale):
+    """What `accumulate()` is to compute, in RAM."""
+    losses = []
+    seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in batches]
+    for seed, batch in zip(seeds, batches, strict=True):
+        torch.manual_seed(seed)
+        loss = loss_of(batch)
+        optimizer.backward(loss * scale)
+        losses.append(loss.detach())
+    return losses
+
+
+def accumulates(run, *, overflows=None, says=lambda _: ()):
+    """`says` gives what is recorded of the optimizer after each step."""
+    taken = 0
+    for count in COUNTS:
+        batches = range(taken, taken + count)
+        taken += count
+
+        def loss_of(index):
+            loss = run.loss_of(run.model, run.batches[index % len(run.batches)])
+            return loss * overflows if overflows and index == OVERFLOWS else loss
+
+        if hasattr(run.optimizer, "accumulate"):
+            losses = run.optimizer.accumulate(loss_of, batches, scale=1 / count, by_layer=True)
+        else:
+            losses = one_after_the_other(run.optimizer, loss_of, batches, 1 / count)
+        run.record(*losses)
+        run.optimizer.step()
+        run.record(*says(run.optimizer))
+        run.optimizer.zero_grad()
+
+
+def clips(run):
+    accumulates(run, says=lambda optimizer: [round(optimizer.grad_norm, 9)])
+
+
+def overflows(run):
+    half = any(p.dtype == torch.float16 for p in run.model.parameters())
+    accumulates(
+        run, overflows=3e4 if half else 1e36, says=lambda optimizer: [optimizer.loss_scale, optimizer.overflowed]
+    )
+
+
+def of(case, **changes):
+    """A case of another zoo, with this loop."""
+    return replace(case, name=f"by-layer-{case.name}", loop=accumulates, **changes)
+
+
+CLIP = {"max_grad_norm": loops.CLIPPED}
+BY_LAYER = [
+    stack("by-layer", accumulates, everywhere=True),
+    stack("by-layer-tied-bf16", accumulates, model=lambda: Stack(tied=True), dtype=BF16, everywhere=True),
+    stack("by-layer-dropout", accumulates, model=lambda: Stack(dropout=0.3)),
+    stack("by-layer-clip", clips, gradients=WHOLE, options=CLIP),
+    stack("by-layer-clip-bf16", clips, gradients=KEPT, options=CLIP, dtype=BF16),
+    stack("by-layer-fp16-overflow", overflows, dtype=FP16),
+    stack("by-layer-bf16-scaled", overflows, dtype=BF16, options={"loss_scale": "dynamic"}),
+    mixed("by-layer-8bit", "8bit", accumulates, dtype=BF16),
+    mixed("by-layer-bf16-state", "bf16", accumulates),
+]
+# What other zoos have is slow here: one way to keep gradients is in the tests of `accumulate()` itself.
+OTHERS_BY_LAYER = [
+    of(case, marks=(*case.marks, pytest.mark.slow), everywhere=False)
+    for case in (*PLAIN, *TRANSFORMERS, *COMPILED)
+    if case.name != "stack-dropout"
 ]

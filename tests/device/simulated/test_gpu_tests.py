@@ -1,4 +1,4 @@
-"""Tests that the tests of a GPU that need no numbers pass on the simulated CUDA, and that benchmarks end there."""
+"""Tests that users' habits, tests of a GPU that need no numbers, and benchmarks pass on the simulated CUDA."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from device.simulated import build
-from device.simulated.test_order import LONG
+from device.simulated.test_order import LONG, fine
+from support.grids import usual
 
 pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
 # How many pass of each file: what looks at memory, registration, waits, launches and copies alone; others compare what
@@ -15,16 +16,17 @@ pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
 WITHOUT_NUMBERS = {
     "device/test_staging.py": (13, []),
     "device/test_device.py": (
-        8,
+        15,
         [
             "test_it_says_that_it_is_there",
             "test_no_memory_for_the_units",
             "test_host_memory_does_not_depend_on_the_model",
             "test_a_registration_that_was_refused_is_reported",
             "test_a_device_that_fails",
+            "test_a_stream_that_is_being_captured",
+            "test_code_that_is_compiled_to_be_captured",
         ],
     ),
-    "device/test_graphs.py": (7, []),
     "activations/test_from_a_device.py": (11, []),
     "session/test_added_room.py": (3, []),
 }
@@ -105,7 +107,7 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
 def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
     """What is expected of a step by layer is what it takes; with less room, micro-batches go one after the other."""
-    found = simulated("trainers.step", room=room, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
+    found = simulated("habits.trainer", room=room, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
     assert found["steps"] == 4
     assert not found["faults"]
     assert found["kept"] > 5e6
@@ -114,3 +116,68 @@ def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fi
         assert 0.85 * found["needed"] < found["peak"] < 1.02 * found["needed"]
     else:
         assert found["peak"] < found["needed"] - 2 * found["kept"]
+
+
+# --- what users do works, or is refused with a way out -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "habit", usual(["on_the_device_already", "cache_emptied", "under_a_default_device"], "on_the_device_already")
+)
+def test_the_first_device(simulated, habit):
+    found = simulated(f"habits.{habit}")
+    fine(found)
+    assert found["on"] == "cuda:0"
+    assert found["contexts"] == [1, 0]
+
+
+def test_the_second_device(simulated):
+    """No context, which is memory, is made on the first one."""
+    found = simulated("habits.second_device")
+    fine(found)
+    assert found["on"] == "cuda:1"
+    assert found["contexts"] == [0, 1]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_copies_to_the_second_device_from_the_first(simulated, ours):
+    assert simulated("habits.copies_to_the_second_device", ours=ours) == {"same": True, "contexts": [0, 1]}
+
+
+def test_a_device_that_is_made_visible(simulated):
+    found = simulated("habits.checked", env={"CUDA_VISIBLE_DEVICES": "1"})
+    fine(found)
+    assert (found["on"], found["name"]) == ("cuda:0", "Simulated GPU 1")
+
+
+def test_no_device_is_visible(simulated):
+    said = simulated("habits.refused_device", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "there is no CUDA device" in said
+    assert "device='cpu'" in said
+
+
+def test_autocast(simulated):
+    assert simulated("habits.autocast") == {"steps": 2, "faults": []}
+
+
+@pytest.mark.parametrize(
+    ("habit", "how"),
+    [
+        ("dispatched", {"where": "cuda"}),
+        pytest.param("dispatched", {"where": "auto"}, marks=LONG),
+        ("prepared", {"before": False}),
+        pytest.param("prepared", {"before": True}, marks=LONG),
+    ],
+)
+def test_a_model_that_accelerate_places(simulated, habit, how):
+    pytest.importorskip("accelerate")
+    assert simulated(f"habits.{habit}", **how) == {"steps": 2, "faults": []}
+
+
+@pytest.mark.parametrize("where", ["several", "offloaded"])
+def test_a_device_map_that_divides(simulated, where):
+    """Refused before anything changed: weights that accelerate keeps elsewhere would have been lost."""
+    pytest.importorskip("accelerate")
+    found = simulated("habits.dispatched", where=where)
+    assert found["refused"] == "ConfigError"
+    assert "without device_map=" in found["why"]
