@@ -41,26 +41,6 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
     return binary
 
 
-def check(dtype, many, unscale, capability):
-    return compiled(
-        check_jit.check_kernel,
-        {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "sums": "*i64", "factor": "fp32"},
-        {"MANY": many, "ALIGNED": True, "UNSCALE": unscale, **check_jit.constants(DTYPES[dtype])},
-        capability, aligned=["data", "table", "sums", "numel"], warps=check_jit.WARPS,
-    )  # fmt: skip
-
-
-def adamw(dtype, out, l2, capability):
-    pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
-    halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
-    return compiled(
-        adamw_jit.adamw_kernel,
-        pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
-        {"L2": l2, "FROM_GRADIENT": l2, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
-        capability, aligned=[*pointers, "grad", "out16", "numel"],
-    )  # fmt: skip
-
-
 def offsets_are_64_bit(binary):
     """Each pointer that is advanced by as many lanes as a block has must be advanced by 64-bit offsets."""
     tensors = re.findall(r"tt\.addptr .*: tensor<([\dx]+)x!tt\.ptr<\w+>>, tensor<[\dx]+x(i\d+)>", binary.asm["ttir"])
@@ -72,7 +52,12 @@ def offsets_are_64_bit(binary):
     ("dtype", "many", "unscale", "capability"), covered(DTYPES, [False, True], [False, True], TARGETS)
 )
 def test_check_compiles(dtype, many, unscale, capability):
-    binary = check(dtype, many, unscale, capability)
+    binary = compiled(
+        check_jit.check_kernel,
+        {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "sums": "*i64", "factor": "fp32"},
+        {"MANY": many, "ALIGNED": True, "UNSCALE": unscale, **check_jit.constants(DTYPES[dtype])},
+        capability, aligned=["data", "table", "sums", "numel"], warps=check_jit.WARPS,
+    )  # fmt: skip
     assert binary.asm["cubin"]
     assert offsets_are_64_bit(binary)
     assert not (unscale and dtype == "bf16") or "cvt.rn.bf16" in binary.asm["ptx"]
@@ -107,7 +92,14 @@ def test_fold_compiles(capability):
     ("dtype", "out", "l2", "capability"), covered(DTYPES, [None, "bf16", "fp16"], [False, True], TARGETS)
 )
 def test_adamw_compiles(dtype, out, l2, capability):
-    binary = adamw(dtype, out, l2, capability)
+    pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
+    halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
+    binary = compiled(
+        adamw_jit.adamw_kernel,
+        pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
+        {"L2": l2, "FROM_GRADIENT": l2, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
+        capability, aligned=[*pointers, "grad", "out16", "numel"],
+    )  # fmt: skip
     assert binary.asm["cubin"]
     assert offsets_are_64_bit(binary)
     ptx = binary.asm["ptx"]

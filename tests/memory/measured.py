@@ -137,7 +137,6 @@ def lower(cgroup, grow_bytes):
     stat = dict(line.split() for line in Path(cgroup, "memory.stat").read_text().splitlines())
     held = int(stat["rss"] if "rss" in stat else stat["anon"])
     limit.write_text(str(held + grow_bytes))
-    return held
 
 
 def offloaded(model, folder, work, **options):
@@ -205,20 +204,17 @@ def main(given):
     optimizer.close()
     phase("close()")
     sampler.end()
-    print(
-        json.dumps(
-            {
-                "before": before,
-                "made": made,
-                "after": after,
-                "trained": trained,
-                "peaks": peaks,
-                **counts,
-                "plan": {"host": plan.host, "host_peak": plan.host_peak},
-                "report": report,
-            }
-        )
-    )
+    said = {
+        "before": before,
+        "made": made,
+        "after": after,
+        "trained": trained,
+        "peaks": peaks,
+        **counts,
+        "plan": {"host": plan.host, "host_peak": plan.host_peak},
+        "report": report,
+    }
+    print(json.dumps(said))
 
 
 def others(model, optimizer, batch, phase):
