@@ -38,7 +38,7 @@ def route(device: torch.device | str) -> Route:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return Route(name="rust", why=_core.kernel_simd())
+        return _cpu()
     if device.type != "cuda":
         return Route(name="torch", why=f"there are no kernels for {device.type} devices")
     if torch.version.hip is not None:
@@ -47,6 +47,11 @@ def route(device: torch.device | str) -> Route:
         return Route(name="torch", why="triton is not installed: pip install triton")
     index = torch.cuda.current_device() if device.index is None else device.index
     return _cuda(torch.cuda.get_device_capability(index))
+
+
+@functools.cache
+def _cpu() -> Route:
+    return Route(name="rust", why=_core.kernel_simd())
 
 
 @functools.cache

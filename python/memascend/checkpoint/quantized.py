@@ -92,8 +92,7 @@ class _Fp8Tensor:
 
     def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a block: as the config says, where that gives such a grid, or of even parts."""
-        parts = (math.ceil(whole / part) for whole, part in zip(shape[-2:], self.block or (1, 1), strict=False))
-        if self.block is not None and grid == tuple(parts):
+        if self.block is not None and grid == tuple(map(_parts_of, shape[-2:], self.block)):
             return self.block
         if shape[-2] % grid[0] or shape[-1] % grid[1]:
             raise CorruptionError(
@@ -101,6 +100,10 @@ class _Fp8Tensor:
                 "the config's weight_block_size does not, either: fetch the model again"
             )
         return shape[-2] // grid[0], shape[-1] // grid[1]
+
+
+def _parts_of(whole: int, part: int) -> int:
+    return math.ceil(whole / part)
 
 
 def _scales(stored: torch.Tensor) -> torch.Tensor:

@@ -400,6 +400,7 @@ class Place:
     dtype: torch.dtype = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     kind: type[torch.nn.Parameter] = field(init=False)
+    placeholder: type = field(init=False)
     nothing: torch.Tensor = field(init=False)
     # The version of the parameter up to which all writes to it are known.
     known_version: int = field(init=False, default=0)
@@ -411,6 +412,7 @@ class Place:
         self.dtype = self.parameter.dtype
         self.kind = type(self.parameter)
         self.stride = dense_strides(self.parameter)
+        self.placeholder = placeholder_class(self.kind)
         self.nothing = _nothing(self.shape, self.stride, self.dtype, self.device)
 
     def plain(self, values: torch.Tensor) -> torch.nn.Parameter:
@@ -427,7 +429,7 @@ class Place:
         if self.unswapped is None:
             self.unswapped = weakref.ref(parameter)
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
-        parameter.__class__ = placeholder_class(self.kind)
+        parameter.__class__ = self.placeholder
         self._set_data(self.nothing)
 
     def materialize(self, values: torch.Tensor, *, guarded: bool = False) -> None:

@@ -118,6 +118,11 @@ class ModuleTree:
         called = None if _is_one_of(self.modules[module], *_UNCALLED) else module
         return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
+    def claim(self, drafts: Iterable[UnitDraft]) -> None:
+        """Mark the parameters of these drafts as claimed."""
+        for draft in drafts:
+            self.claimed.update(draft.parameters)
+
     def is_whole(self, module: str) -> bool:
         """Whether no draft has claimed a parameter in the module."""
         return self.claimed.isdisjoint(self.under[module])
@@ -216,9 +221,9 @@ def find_units(
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
     drafts = [tree.draft(name, tree.below(name)) for name in _checked(tree, units or ())]
-    tree.claimed.update(name for draft in drafts for name in draft.parameters)
+    tree.claim(drafts)
     blocks = list(_blocks(tree, ""))
-    tree.claimed.update(name for draft in blocks for name in draft.parameters)
+    tree.claim(blocks)
     # Of the other modules, one that is no larger than a block stays whole.
     limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
