@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 # The tests load the extension that the builds replace.
 .NOTPARALLEL:
+# What Python has compiled is kept, whatever the environment says: without, importing torch takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Where rustup cannot fetch the toolchain of rust-toolchain.toml, the one that it has must do.
 ifneq ($(shell command -v rustup),)

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Deterministic kernels need it, and CUDA reads it when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Threads of torch that wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
+# Models here are small, and several workers share the processors: what tests threads of torch asks for them. Those that
+# wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A shell lets what it begins in the background ignore Ctrl-C, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

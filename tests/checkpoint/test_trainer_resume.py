@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support import trained_program
+from support.grids import usual
 from support.lives import environment
 from support.loaded import Loaded
 from support.trained_program import Drawn, Log, OwnDice, digest_of, logged, made, masked, model, rows, started
@@ -168,7 +169,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+LATER = {"by length", "a random collator", "no evaluation ahead", "generators of its own"}
+
+
+@pytest.mark.parametrize("name", usual(RUNS, *RUNS.keys() - LATER))
 def test_it_goes_on_with_the_same_bits(tmp_path, name):
     options, ends = RUNS[name]
     # Each start has objects of its own, as each process has.

@@ -364,7 +364,11 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
             "--tokens 32768 --activations ssd",
         ),
         # There are no checkpoints.
-        ("qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8", "--accumulation-steps 1"),
+        pytest.param(
+            "qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8",
+            "--accumulation-steps 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

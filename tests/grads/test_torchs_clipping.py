@@ -6,6 +6,7 @@ import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
 from support.bits import same_bits, same_states
+from support.grids import covered
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
@@ -114,9 +115,7 @@ def require_bits_of_memory(folder, dtype, backward, clip=clip_grad_norm_):
     return norms
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "dtype", "threads"), covered(LOOPS, DTYPES, [1, 2]))
 def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
     with threads_of_torch(threads):
         norms = require_bits_of_memory(tmp_path, dtype, LOOPS[loop])
@@ -144,10 +143,9 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("clip", NORMS.values(), ids=NORMS)
-def test_any_norm_is_that_of_memory(tmp_path, clip, dtype):
-    require_bits_of_memory(tmp_path, dtype, one_backward, clip)
+@pytest.mark.parametrize(("norm", "dtype"), covered(NORMS, DTYPES[:2]))
+def test_any_norm_is_that_of_memory(tmp_path, norm, dtype):
+    require_bits_of_memory(tmp_path, dtype, one_backward, NORMS[norm])
 
 
 # --- what is changed after it arrived -------------------------------------------------------------
@@ -171,13 +169,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("change", "dtype"), covered(CHANGES, DTYPES[:2]))
 def test_a_gradient_that_changes_after_it_arrived_has_its_new_norm(tmp_path, change, dtype):
     def changed(model, optimizer, index):
         one_backward(model, optimizer, index)
         if index > 2:
-            change(model.wide.weight)
+            CHANGES[change](model.wide.weight)
 
     require_bits_of_memory(tmp_path, dtype, changed)
 

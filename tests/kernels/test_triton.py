@@ -127,9 +127,10 @@ def test_every_launch_decides_about_fusion(module):
         assert decided.get("enable_fp_fusion") is False, ast.unparse(launch)
 
 
-# numpy computes one tile after the other: a minute here, and three on a slow processor that has other work.
+# numpy computes one tile after the other: slow ones take a minute, and three on a slow processor that has other work.
 @pytest.mark.timeout(820)
-def test_the_interpreted_kernels_agree_with_their_references():
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_interpreted_kernels_agree_with_their_references(marks):
     command = [
         sys.executable,
         "-m",
@@ -137,6 +138,8 @@ def test_the_interpreted_kernels_agree_with_their_references():
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        marks,
         str(Path(__file__).parent / "interpreted"),
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -145,5 +148,5 @@ def test_the_interpreted_kernels_agree_with_their_references():
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted, done.stdout
     # Were the folder not collected, nothing would have failed.
-    assert int(counted.group(1)) > 100
+    assert int(counted.group(1)) > 50
     assert not re.search(r"\d+ skipped", done.stdout)

@@ -59,7 +59,7 @@ HAPPENS = {
 
 @pytest.mark.parametrize("waits", WAITS)
 def test_a_run_is_the_one_in_memory(waits):
-    seen = run(waits, 25, derandomize=True)
+    seen = run(waits, 15, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
     # Where gradients may be "ssd" or "ram" too, these few examples have none on some machines.
     assert waits != "auto" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0

@@ -148,7 +148,7 @@ def compiles_afterwards(run):
 
 COMPILED = [
     stack("compiled-aot-bf16", model=compiled("aot_eager"), dtype=BF16),
-    stack("compiled-inductor", model=compiled("inductor")),
+    stack("compiled-inductor", model=compiled("inductor"), marks=(pytest.mark.slow,)),
     stack("compiled-wrapped", model=wrapped),
     stack("compiled-afterwards", loop=compiles_afterwards),
 ]

@@ -84,7 +84,7 @@ def ranks(count):
 @functools.cache
 def _loaded():
     """The process that has torch. It ends with this one."""
-    return Loaded(environment(), ["torch.distributed.fsdp"], warnings=())
+    return Loaded(environment(), ["torch.distributed.fsdp", "pytest", "memascend.session.offload"], warnings=())
 
 
 def _result(path):

@@ -147,9 +147,9 @@ left.set()
 """
 
 
-def test_threads_of_micro_batches_end_before_python_does(python, tmp_path):
+def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
     """Those of a call that was left by a second Ctrl-C, in a backward."""
-    said = python(SHOW + BEGIN + LEFT, tmp_path / "run.store", "")
+    said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "")
     assert "left: True" in said
     assert "alive: False" in said
 
