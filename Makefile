@@ -146,7 +146,7 @@ test-all: test test-slow test-simulated test-valgrind test-oldest test-clients t
 
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
-	MEMASCEND_TEST_LONG=1 cargo test --quiet --locked -p memascend-store -p memascend-engine
+	MEMASCEND_TEST_LONG=1 cargo test --quiet --locked -p memascend-math -p memascend-store -p memascend-engine
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak and not simulated"
 	cargo test --quiet --locked --release -p memascend-math --lib -- --ignored
 
