@@ -6,7 +6,7 @@ use memascend_store::{Commit, Dtype, Error, LoggedRule, LoggedUpdate, StepHead, 
 
 mod model;
 
-use model::{LOGGED, after, check, commit, large_disks, ok};
+use model::{LOGGED, after, check, commit, large_disks, many, ok};
 
 #[test]
 fn what_was_logged_is_there_after_a_crash_at_any_commit() {
@@ -18,6 +18,9 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
             for number in 1..=27 {
                 ok(commit(&store, number));
                 assert!(store.log_state().steps <= u64::from(steps), "{:?}", store.log_state());
+                if number % many(1, 3) > 0 {
+                    continue;
+                }
                 // Whoever kills the process now leaves this.
                 let found = ok(model::open(&model::after_loss(&disks, number), &model::how()));
                 let name = format!("{steps} steps, {count} devices, commit {number}");

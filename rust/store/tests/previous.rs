@@ -242,11 +242,11 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
         // A request that has just been answered may not have been counted.
-        for point in 0..=points + 2 {
+        for point in (0..=points + 2).step_by(model::many(1, 2)) {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
             assert!(done.is_ok() == (point >= points) || point.abs_diff(points) <= 2, "{point} of {points}");
-            let mut left: Vec<SimDisk> = (0..model::many(20, 4)).map(|loss| disk.after_power_loss(loss)).collect();
+            let mut left: Vec<SimDisk> = (0..model::many(20, 2)).map(|loss| disk.after_power_loss(loss)).collect();
             left.push(SimDisk::of(disk.bytes()));
             for left in left {
                 let name = format!("damaged {damaged}, point {point}");

@@ -393,7 +393,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
     let wanted = steps(STEPS);
     let image = Life::new(&RunPlan::deferring(Durability::Step)).killed();
     let (mut failures, mut whole) = (0, 0);
-    for seed in 0..many(400, 30) {
+    for seed in 0..many(400, 15) {
         let disk = SimDisk::of(image.bytes());
         let errors = vec![(Action::Write, 5, 8), (Action::Read, 5, 8)];
         let faults = Faults { seed, errors, reorder: true, ..Faults::default() };

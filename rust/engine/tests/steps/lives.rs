@@ -7,7 +7,7 @@ use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Durability, Store};
 
-use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, ok, opened, random_step, rule, size};
+use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, many, ok, opened, random_step, rule, size};
 
 /// Ends a run: closed, interrupted in that, or as a kill or a loss of power leaves it.
 fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
@@ -52,7 +52,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
         left.push((streamed.contents(), streamed.spilled()));
     }
     let (mut logged, mut ends) = (0, [0; 4]);
-    for seed in 0..10 {
+    for seed in 0..many(10, 7) {
         let mut rng = Rng::new(seed);
         let mut plan = || RunPlan {
             durability: if rng.below(3) > 0 { Durability::Step } else { Durability::None },

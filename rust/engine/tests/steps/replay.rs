@@ -110,7 +110,7 @@ fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
     assert!(ended.store().pending_replay().is_some());
     assert!(ok(ended.replay(&mut |_, _| true)), "after that it is done all the same");
     let mut died = 0;
-    for point in (0..).step_by(7) {
+    for point in (0..).step_by(many(7, 17)) {
         let dying = disk.after_power_loss(point);
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
         let done = found(&dying, &faults).is_ok_and(|engine| engine.replay(&mut |_, _| true).is_ok());
