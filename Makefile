@@ -123,9 +123,9 @@ fmt: $(VENV)/synced ## Format everything
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix --quiet .
 
-# Three processes keep two cores busy, as some wait for processes of their own or for the disk; tests of one file go to one
+# Four processes keep two cores busy, as some wait for processes of their own or for the disk; tests of one file go to one
 # process as long as all have work.
-PYTEST_OPTIONS := -n 3 --dist worksteal
+PYTEST_OPTIONS := -n 4 --dist worksteal
 
 # In the order of how often they fail; a name that no test has is an error.
 .PHONY: quick

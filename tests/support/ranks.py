@@ -84,7 +84,8 @@ def ranks(count):
 @functools.cache
 def _loaded():
     """The process that has torch. It ends with this one."""
-    return Loaded(environment(), ["torch.distributed.fsdp", "pytest", "memascend.session.offload"], warnings=())
+    modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload", "support.frozen"]
+    return Loaded(environment(), modules, warnings=())
 
 
 def _result(path):
