@@ -1,8 +1,10 @@
 """Calls a function in a forked child and says what it gave or raised; fails where the child hangs or dies."""
 
+import faulthandler
 import os
 import select
 import signal
+import sys
 
 # Of a machine however busy; nothing in a child takes a second.
 ENDS_WITHIN = 120
@@ -13,6 +15,8 @@ def in_child(function, fork=os.fork):
     reading, writing = os.pipe()
     child = fork()
     if child == 0:
+        # Where it waits, should it hang.
+        faulthandler.dump_traceback_later(ENDS_WITHIN / 2, file=sys.__stderr__)
         try:
             said = str(function())
         except BaseException as error:
