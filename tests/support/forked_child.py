@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import sys
+import time
 
 # Of a machine however busy; nothing in a child takes a second.
 ENDS_WITHIN = 120
@@ -15,8 +16,8 @@ def in_child(function, fork=os.fork):
     reading, writing = os.pipe()
     child = fork()
     if child == 0:
-        # Where it waits, should it hang.
-        faulthandler.dump_traceback_later(ENDS_WITHIN / 2, file=sys.__stderr__)
+        # Says where it hangs.
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
         try:
             said = str(function())
         except BaseException as error:
@@ -32,6 +33,8 @@ def in_child(function, fork=os.fork):
                 break
             said += piece
         else:
+            os.kill(child, signal.SIGUSR1)
+            time.sleep(1)
             os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, f"the child ended with {status} after {said.decode()!r}"
