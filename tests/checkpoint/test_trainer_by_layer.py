@@ -26,7 +26,7 @@ import memascend.trainer
 from memascend.params.settling import Settling
 from memascend.trainer import Callback, by_layer
 
-STEPS, COUNT = 3, 3
+STEPS, COUNT = 4, 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 

@@ -1,10 +1,7 @@
-"""Takes what is loaded by now, torch above all, out of what Python looks at for garbage.
-
-A forked program that looked at it, at its end at the latest, would copy it all: a second of a processor. What other
-libraries say then of what was never freed is not the program's.
-"""
+"""Has what is loaded by now never looked at for garbage, which a forked program would copy: a second of a processor."""
 
 import gc
 
 gc.collect()
+# At a program's end triton then says what was not freed, which is none of the program's.
 gc.freeze()

@@ -83,7 +83,7 @@ def ranks(count):
 
 @functools.cache
 def _loaded():
-    """The process that has torch. It ends with this one."""
+    """The process that has what all ranks import. It ends with this one."""
     modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload", "support.frozen"]
     return Loaded(environment(), modules, warnings=())
 
