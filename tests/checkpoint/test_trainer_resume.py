@@ -167,7 +167,7 @@ RUNS = {
     "a loss scale": ({"make": scaled, "max_grad_norm": 0, "max_steps": 8}, (2, 5)),
     "one batch a step": ({"gradient_accumulation_steps": 1, "max_steps": 9, "max_grad_norm": 0}, (1, 4)),
 }
-# What others resume as well.
+# Those that a push leaves to the slow tests.
 LATER = {"by length", "a random collator", "no evaluation ahead", "generators of its own"}
 
 
