@@ -7,5 +7,5 @@ Invariant: a restored tensor has the bits of the saved one, by a checksum if it 
 A chunk is free, held (its content is not on storage), or loose: its content is on storage, being written, or of no use
 any more. Memory is planned; where there is none, more goes to storage.
 
-Never here: other saved tensors. Views of units are handled by `params.residency`, all others stay as they are.
+Never here: other saved tensors. Views of units are handled by `params.saved_tensors`, all others stay as they are.
 """

@@ -2,8 +2,9 @@
 
 `offloaded_param` is one parameter, `unit` the parameters that are read together, with the state of their bytes.
 `cached_units` has the units in memory, `residency` the threads that have them materialized, `module_hooks` the hooks of
-modules. `settling` chooses which reads write updates. `weight_access` has the copies that user code gets, and a table
-of where the bytes of a weight can be; `threads` the turns of threads, `aliases` the check at offload().
+modules, `saved_tensors` those on what autograd saves. `settling` chooses which reads write updates. `weight_access` has
+the copies that user code gets, and a table of where the bytes of a weight can be; `threads` the turns of threads,
+`aliases` the check at offload().
 
 Invariant: a module computes with the values of the last commit. A call that cannot have them raises before anything
 has changed. A graph names the version of the values that it saved, and is not
