@@ -1,17 +1,15 @@
 //! Tests that an opening that is refused leaves a file as it was: its bytes, its length and its mode.
 
-mod model;
-
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
+use crate::model::{self, Folder, ok};
 use memascend_mem::Wait;
 use memascend_nvme::sim::Rng;
 use memascend_store::{Create, Existing, Store};
-use model::{Folder, ok};
 
 const COMMITS: u64 = 6;
 

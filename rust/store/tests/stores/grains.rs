@@ -2,12 +2,10 @@
 //!
 //! Each byte comes back, and none lies over another.
 
-mod model;
-
+use crate::model::{self, ok, size};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Commit, Description, Dtype, Record, Store};
-use model::{ok, size};
 
 fn described(chunk_elements: u32, records: Vec<Record>) -> Description {
     let records = records.into_iter().map(|record| Record { unit: 0, ..record }).collect();

@@ -3,8 +3,6 @@
 //! The number of a commit says what it changes. [`commit`] carries it out on a store, with a log of gradients or without
 //! one; [`check`] compares a store with what that commit left.
 
-#![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
-
 use std::{
     cell::UnsafeCell,
     collections::BTreeMap,

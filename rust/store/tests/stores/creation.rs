@@ -1,15 +1,13 @@
 //! Tests what whoever dies while a store is made leaves: the store that was there, nothing, or what is known as ours.
 
-mod model;
-
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
+use crate::model::{self, Folder, check, commit, ok, striped};
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Error, Existing, Store};
-use model::{Folder, check, commit, ok, striped};
 
 const NEVER_BEGAN: &str = "its run never began";
 

@@ -2,17 +2,15 @@
 //!
 //! Each gives an error with a name, or the right numbers; never a crash, never wrong ones.
 
-mod model;
-
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::model::{self, check, commit, many, ok, side_by_side, size, striped};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{
     Commit, Error, Info, RecordState, Store, parse_description, parse_head_fields, parse_label, parse_root,
     parse_root_fields,
 };
-use model::{check, commit, many, ok, side_by_side, size, striped};
 use proptest::prelude::*;
 
 /// A store at step 2, on one device, and where its live extents lie.

@@ -3,15 +3,13 @@
 //! What is found is the last committed step, or the one whose commit was in flight, and never a mixture; or a refusal that
 //! names the reason, where a run has promised no more.
 
-mod model;
-
+use crate::model::{self, COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
     sim::{Faults, Rng, SimDisk},
 };
 use memascend_store::{Durability, Error, Existing, Store};
-use model::{COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 
 /// How a run ends that nothing cuts short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,17 +2,15 @@
 //!
 //! It is opened if every byte of it is whole; never by itself, and never half.
 
-mod model;
-
 use std::slice;
 
+use crate::model::{self, check, commit, ok, opened, size};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
     sim::{Faults, SimDisk},
 };
 use memascend_store::{Create, Durability, Error, Existing, Store};
-use model::{check, commit, ok, opened, size};
 
 /// Where the page of a root is, on one device.
 const ROOTS: [usize; 2] = [4096, 8192];

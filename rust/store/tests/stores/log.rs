@@ -4,9 +4,7 @@ use memascend_mem::Wait;
 use memascend_nvme::sim::SimDisk;
 use memascend_store::{Commit, Dtype, Error, LoggedRule, LoggedUpdate, StepHead, Store};
 
-mod model;
-
-use model::{LOGGED, after, check, commit, large_disks, many, ok};
+use crate::model::{self, LOGGED, after, check, commit, large_disks, many, ok};
 
 #[test]
 fn what_was_logged_is_there_after_a_crash_at_any_commit() {

@@ -2,18 +2,16 @@
 //!
 //! Each is used where the first is damaged, named, and repaired; and never that of a store that was there before.
 
-mod model;
-
 use std::{
     fs::{self, OpenOptions},
     os::unix::fs::FileExt,
     path::PathBuf,
 };
 
+use crate::model::{self, Folder, check, commit, ok};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Durability, Error, Existing, Store};
-use model::{Folder, check, commit, ok};
 
 fn how(existing: Existing, stripe_bytes: u64) -> Create {
     let mut how = Create::default();

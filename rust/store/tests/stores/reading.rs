@@ -1,13 +1,11 @@
 //! Tests reads of live values: whole units, in parts, checked on other threads, from memory; always of one commit.
 
-mod model;
-
 use std::sync::Arc;
 
+use crate::model::{self, Seen, check, commit, ok, size};
 use memascend_mem::{Pin, Wait};
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Checkers, Commit, Error, Parts, Store};
-use model::{Seen, check, commit, ok, size};
 
 // --- units ------------------------------------------------------------------------------
 

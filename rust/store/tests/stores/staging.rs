@@ -1,14 +1,12 @@
 //! Tests what a commit takes: all of what is staged, whole, in whichever page of the table it stands.
 
-mod model;
-
+use crate::model::{self, Contents, check, content, ok};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
     sim::{Faults, SimDisk},
 };
 use memascend_store::{Commit, Description, Dtype, Error, Store};
-use model::{Contents, check, content, ok};
 
 fn committed(store: &Store, step: u64) -> Result<u64, Error> {
     store.commit(Commit { step, ..Commit::default() }, Wait::forever())

@@ -1,0 +1,13 @@
+//! Tests stores on simulated devices and in files: what is committed, read, damaged, refused, and found after a crash.
+
+mod copies;
+mod crash;
+mod creation;
+mod damage;
+mod grains;
+mod log;
+mod model;
+mod previous;
+mod reading;
+mod refusals;
+mod staging;
