@@ -31,9 +31,7 @@ class Counted(torch.optim.Optimizer):
             group["k"] = group.get("k", 0) + 1
             group["heat"] = group["heat"] * 0.9 + 1e-3
             group["weight"].mul_(0.7)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state["mean"] = torch.zeros_like(parameter)
@@ -70,9 +68,7 @@ class ScheduleFree(torch.optim.Optimizer):
             raise RuntimeError("call train() first")
         for group in self.param_groups:
             group["k"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if "z" not in state:
                     state["z"] = parameter.clone()
@@ -420,9 +416,7 @@ class QuantisedMomentum(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)

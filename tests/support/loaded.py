@@ -1,12 +1,15 @@
 """Forks programs from an interpreter that has already loaded torch.
 
 Loading torch and what an optimizer needs of it takes some seconds of a processor, more than most such programs.
-A program that depends on how its interpreter starts (its environment, what is imported first) needs a new one.
+A program that depends on how its interpreter starts (its environment, what is imported first) or ends (how modules are
+taken apart) needs a new one.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -15,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -143,13 +148,33 @@ def become(wanted):
     sys.path[0] = ""
 
 
+def end():
+    """Ends a program as its interpreter would, but takes apart no module except the program's: half a second less."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    del sys.modules["__main__"]
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     die_with_parent()
     import torch._dynamo  # noqa: F401 - each optimizer loads it
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    # No program looks at it for garbage, which would copy it.
+    gc.collect()
+    gc.freeze()
     wanted = forked()
     become(wanted)
-    # Here and not in a function: the program's names live as long as the interpreter, and end as they would.
-    exec(compile(wanted["program"], "<string>", "exec", dont_inherit=True))  # noqa: S102
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(wanted["program"], "<string>", "exec", dont_inherit=True), vars(sys.modules["__main__"]))  # noqa: S102
+        end()
+    except BaseException:
+        # The interpreter ends all by itself.
+        gc.unfreeze()
+        raise

@@ -96,9 +96,7 @@ class StackedMuonWithAdam(torch.optim.Optimizer):
             (self.stacked if group["kind"] == "muon" else self.single)(group)
 
     def single(self, group):
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        for parameter in (p for p in group["params"] if p.grad is not None):
             state = self.state[parameter]
             if not state:
                 state.update(step=0, average=torch.zeros_like(parameter))
@@ -161,9 +159,7 @@ class LowRank(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state["basis"] = torch.randn(parameter.shape[1], 2)

@@ -84,7 +84,7 @@ def ranks(count):
 @functools.cache
 def _loaded():
     """The process that has what all ranks import. It ends with this one."""
-    modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload", "support.frozen"]
+    modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload"]
     return Loaded(environment(), modules, warnings=())
 
 

@@ -13,7 +13,7 @@ def _on_it():
         environment = build.environment()
     except build.Unavailable as why:
         pytest.skip(f"no simulated CUDA: {why}")
-    loaded = Loaded(environment, ["device.simulated.loads", "support.frozen"])
+    loaded = Loaded(environment, ["device.simulated.loads"])
     yield loaded, environment
     loaded.close()
 
