@@ -64,10 +64,7 @@ def test_room_is_used_again(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         room = keeper(model)._chunks._room
-        for seed in range(4):
-            model(rows(seed)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        chains.train(model, optimizer, map(rows, range(4)), checkpointed.mean_square)
         kept = keeper(model)
         kept._reap()
         assert len(room._free) + kept._chunks.occupied == room.file_bytes // room._place_bytes

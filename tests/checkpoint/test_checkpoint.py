@@ -66,14 +66,8 @@ def batches(dtype):
 
 
 def trained(model, optimizer, first, last, dtype=torch.bfloat16):
-    losses = []
-    for inputs in batches(dtype)[first:last]:
-        loss = model(*inputs)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    losses = train(model, optimizer, batches(dtype)[first:last], lambda model, inputs: model(*inputs))
+    return [loss.item() for loss in losses]
 
 
 SEEDED = {"master_dtype": None, "rounding": "stochastic", "seed": 5}

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, shown, told
-from support.profiled import peak_of
+from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, peak_of, shown, told
 
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.chains import train
 from support.planned import shown, told
 
 import memascend
@@ -81,10 +82,7 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
             host_memory=budget,
         )  # fmt: skip
         with optimizer:
-            for _ in range(2):
-                model(**batch(name)).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, range(2), lambda model, _: model(**batch(name)).loss)
             assert json.loads(json.dumps(optimizer.plan.to_dict())) == plan
             held = optimizer.report().to_dict()["host"]["peak"]
             assert held <= plan["host_peak"]

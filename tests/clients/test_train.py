@@ -17,7 +17,7 @@ import transformers
 import trl
 from support.bits import same_bits
 from support.disks import loop, small_ext4  # noqa: F401 - fixtures
-from support.profiled import peak_of
+from support.planned import peak_of
 from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer, write_rows
 
 from memascend.cli import main

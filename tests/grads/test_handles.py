@@ -505,6 +505,7 @@ def test_other_changes_go_by_way_of_a_copy(call):
 def test_grad_scaler_sees_what_arithmetic_made_infinite():
     handle = handle_of(torch.full((3,), 1e30))
     handle.mul_(1e30)
-    found = torch.zeros(1)
-    torch._amp_foreach_non_finite_check_and_unscale_([handle], found, torch.tensor([0.5]))
+    beside, found = torch.ones(1), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([beside, handle], found, torch.tensor([0.5]))
     assert found.item() == 1.0
+    assert beside.item() == 0.5

@@ -113,7 +113,7 @@ def exact(present):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype):
+def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype, monkeypatch):
     norms, present = Norms(), gradients([1, 0, 333, 5000, 17], dtype)
     for gradient, values in present:
         norms.measure_once(gradient, values)
@@ -121,6 +121,13 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
     assert counted.launches == []
     assert norm(norms.of(present)) == (True, exact(present))
     assert counted.launches == [5]
+    # And by more where they would hold much memory.
+    monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 600)
+    norms.begin_step()
+    for each in present:
+        norms.measure_once(*each)
+    assert norm(norms.of(present)) == (True, exact(present))
+    assert counted.launches == [5, 3, 1, 1]
     present[2][1][7] = math.nan
     norms.begin_step()
     norms.measure_once(*present[2])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim.conftest import Streamed
 from support.bits import same_bits
+from support.by_parameter import ByParameter
 from support.chains import batch, chain, require_same, step, twins
 
 import memascend
@@ -189,28 +190,24 @@ def test_memory_formats_other_than_row_by_row(name):
     assert streamed[1].layout.stride == (1, 5)
 
 
-class Scaled(torch.optim.Optimizer):
+class Scaled(ByParameter):
     """Reads an attribute of its own and one of the parameter's, a norm and its first group, and counts in Python."""
 
     def __init__(self, params, *, base, **options):
         super().__init__(params, {"lr": 0.1, **options})
         self.base = base
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state["count"], state["decay"], state["begun"] = 0, 1.0, False
-                state["count"] += 1
-                state["decay"] *= 0.9
-                state["begun"] = True
-                # Made anew in every step, and not in place.
-                state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
-                rate = self.param_groups[0]["lr"] * state["decay"] * self.base ** state["count"]
-                rate = rate * getattr(parameter, "factor", 1.0) / float(parameter.norm() + 1)
-                parameter.sub_(state["mean"], alpha=rate)
+    def one(self, group, parameter, state):
+        if not state:
+            state["count"], state["decay"], state["begun"] = 0, 1.0, False
+        state["count"] += 1
+        state["decay"] *= 0.9
+        state["begun"] = True
+        # Made anew in every step, and not in place.
+        state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
+        rate = self.param_groups[0]["lr"] * state["decay"] * self.base ** state["count"]
+        rate = rate * getattr(parameter, "factor", 1.0) / float(parameter.norm() + 1)
+        parameter.sub_(state["mean"], alpha=rate)
 
 
 class Doubled(torch.optim.SGD):

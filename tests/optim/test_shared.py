@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import chains
 from support.bits import same_bits, same_states
+from support.by_parameter import ByParameter
 from support.chains import chain, everything, loss_of, offloaded, require_same, step, twins, values
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -406,28 +407,24 @@ class Quantised(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-class QuantisedMomentum(torch.optim.Optimizer):
+class QuantisedMomentum(ByParameter):
     """Its state is quantised from 1,024 elements on, and plain below."""
 
     def __init__(self, parameters, *, anew=False):
         super().__init__(parameters, {"lr": 0.1})
         self.anew = anew
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    large = parameter.numel() >= 1024
-                    state["mean"] = Quantised.zeros(parameter, 64) if large else torch.zeros_like(parameter)
-                state["step"] += 1
-                mean = state["mean"] * 0.9 + parameter.grad
-                if self.anew and isinstance(state["mean"], Quantised):
-                    state["mean"] = Quantised.zeros(parameter, 64)
-                state["mean"].copy_(mean)
-                parameter.sub_(state["mean"] * group["lr"])
+    def one(self, group, parameter, state):
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            large = parameter.numel() >= 1024
+            state["mean"] = Quantised.zeros(parameter, 64) if large else torch.zeros_like(parameter)
+        state["step"] += 1
+        mean = state["mean"] * 0.9 + parameter.grad
+        if self.anew and isinstance(state["mean"], Quantised):
+            state["mean"] = Quantised.zeros(parameter, 64)
+        state["mean"].copy_(mean)
+        parameter.sub_(state["mean"] * group["lr"])
 
 
 def convolutions(dtype):

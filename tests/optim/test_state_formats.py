@@ -159,21 +159,21 @@ def test_a_resume_in_another_format_says_how_and_harms_nothing(tmp_path, before)
         assert same_states(everything(trained, optimizer), left)
 
 
-def test_a_start_from_a_checkpoint_has_its_seed(tmp_path):
-    """The state machine begins from checkpoints of all formats, each time with their seed."""
-    trained, optimizer = begin(tmp_path / "one", "bf16", seed=5)
+@pytest.mark.parametrize(("state", "seed"), [("bf16", 5), ("8bit", None)])
+def test_a_start_from_a_checkpoint_has_its_seed(tmp_path, state, seed):
+    trained, optimizer = begin(tmp_path / "one", state, **({} if seed is None else {"seed": seed}))
     train(trained, optimizer, range(3))
     optimizer.save(tmp_path / "saved")
     expected = train(trained, optimizer, range(3, 6))
     left = everything(trained, optimizer)
     optimizer.close()
     # A warning is an error here.
-    trained, optimizer = begin(tmp_path / "two", "bf16", 1, checkpoint=tmp_path / "saved")
+    trained, optimizer = begin(tmp_path / "two", state, 1, checkpoint=tmp_path / "saved")
     assert all(map(same_bits, expected, train(trained, optimizer, range(3, 6))))
     assert same_states(everything(trained, optimizer), left)
     optimizer.close()
     manifest = json.loads((tmp_path / "saved" / "memascend" / "manifest.json").read_text())
-    assert (manifest["version"], manifest["seed"]) == (2, 5)
+    assert (manifest["version"], manifest.get("seed")) == (2, seed)
 
 
 @pytest.mark.parametrize("pair", LOSSES, ids=" to ".join)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim.conftest import Streamed, layout_of, update_of
 from support.bits import same_bits
+from support.by_parameter import ByParameter
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim import generic
@@ -17,25 +18,14 @@ from memascend.optim.state import StateFormats
 from memascend.optim.trial import elementwise, require_streamable
 
 
-class Plain(torch.optim.Optimizer):
+class Plain(ByParameter):
     """Gradient descent that its children change; what it takes is not what it keeps."""
 
     def __init__(self, rate, groups, **options):
         super().__init__(groups, {"lr": rate, **options})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.one(group, parameter, self.state[parameter])
-        self.after()
-
     def one(self, group, parameter, state):
         parameter.sub_(parameter.grad, alpha=group["lr"])
-
-    def after(self):
-        pass
 
 
 class Momentum(Plain):
@@ -53,7 +43,7 @@ class Remembering(Plain):
         super().__init__(*arguments)
         self.seen = []
 
-    def after(self):
+    def one(self, group, parameter, state):
         self.seen.append(object())
 
 
@@ -144,6 +134,10 @@ def made(kind):
     ("kind", "says"),
     [
         (Remembering, "its attribute 'seen'"),
+        (
+            own(lambda self, *_: vars(self).update(seen={1})),
+            "changes its attribute 'seen' to what is neither number nor",
+        ),
         (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
         (functools.partial(Passing, reads_first=True), "depends on the others"),
         (

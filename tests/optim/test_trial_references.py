@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from support.bits import same_bits
+from support.by_parameter import ByParameter
 from support.chains import require_same, require_same_training, twins
 
 import memascend
@@ -112,24 +113,16 @@ def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner)
     assert not (tmp_path / "store").exists()
 
 
-class OwnMethod(torch.optim.Optimizer):
+class OwnMethod(ByParameter):
     """Keeps a method of its own under another name."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
         self.one = self._one
 
-    def _one(self, parameter):
-        state = self.state[parameter]
+    def _one(self, group, parameter, state):
         state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
         parameter.sub_(state["sum"], alpha=self.param_groups[0]["lr"])
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.one(parameter)
 
 
 def test_a_method_that_the_optimizer_keeps_is_the_copys_own(tmp_path):

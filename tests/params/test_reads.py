@@ -33,6 +33,7 @@ def penalised(model, optimizer):
         loss = loss + 1e-3 * parameters_to_vector(model.parameters()).pow(2).sum()
         turned = (model[0].weight.t() @ model[1].weight - torch.eye(WIDTH)).square().mean()
         loss = loss + turned + 1e-3 * model[1].weight.view(-1)[::2].abs().sum() + model[0].weight[1:3].square().sum()
+        loss = loss + 1e-3 * sum(torch._foreach_norm(list(model.parameters())))  # more than fit at once
         loss.backward()
         records.append(loss.detach())
         del loss, turned

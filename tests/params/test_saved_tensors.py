@@ -70,7 +70,8 @@ class Recomputed(nn.Module):
     def __init__(self, compute):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        # With a bias they would have no product that `keep_products` knows.
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.compute = compute
 
     def forward(self, x):

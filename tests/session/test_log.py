@@ -97,7 +97,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
     assert all(same_states(ends[0], other) for other in ends[1:])
 
 
-def test_ctrl_c_while_the_commit_before_is_replayed_leaves_that_one(tmp_path, monkeypatch):
+def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(tmp_path, monkeypatch):
     model, optimizer = begun(tmp_path / "store", log_steps=3)
     with optimizer:
         train(model, optimizer, range(4))
@@ -109,8 +109,17 @@ def test_ctrl_c_while_the_commit_before_is_replayed_leaves_that_one(tmp_path, mo
         with pytest.raises(KeyboardInterrupt):
             begun(left, existing="previous")
     model, optimizer = begun(left)
+    assert same_states(everything(model, optimizer), expected)
+    train(model, optimizer, [4])
+    expected = everything(model, optimizer)
+    # What close() then leaves out the log has.
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "heard": []}))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+    optimizer.close()
+    model, optimizer = begun(left)
     with optimizer:
-        assert optimizer.steps == 4
         assert same_states(everything(model, optimizer), expected)
 
 

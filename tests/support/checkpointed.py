@@ -70,22 +70,19 @@ def rows(count, seed=1):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
 def trained(model, optimizer, batches):
     """Losses, and what is left."""
     with optimizer:
-        losses = []
-        for x in batches:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, values(model)
+        return chains.train(model, optimizer, batches, mean_square), values(model)
 
 
 def require_two_backwards(model, x):
     """A graph that is retained reads what it kept once more."""
-    loss = model(x).square().mean()
+    loss = mean_square(model, x)
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)
     assert torch.equal(first, second)

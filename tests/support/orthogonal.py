@@ -1,6 +1,7 @@
 """Optimizers that make matrices orthogonal, built as those of others are: one at a time, in batches, in stacks."""
 
 import torch
+from support.by_parameter import ByParameter
 
 
 def orthogonal(matrices, steps=5):
@@ -150,18 +151,14 @@ class BatchedMuon(torch.optim.Optimizer):
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-class LowRank(torch.optim.Optimizer):
+class LowRank(ByParameter):
     """As Dion: the first step draws a matrix of low rank for each parameter."""
 
     def __init__(self, parameters, lr=0.02):
         super().__init__(parameters, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state["basis"] = torch.randn(parameter.shape[1], 2)
-                state["basis"].copy_(parameter.grad.T @ torch.linalg.qr(parameter.grad @ state["basis"])[0])
-                parameter.sub_(parameter.grad @ state["basis"] @ state["basis"].T, alpha=group["lr"])
+    def one(self, group, parameter, state):
+        if not state:
+            state["basis"] = torch.randn(parameter.shape[1], 2)
+        state["basis"].copy_(parameter.grad.T @ torch.linalg.qr(parameter.grad @ state["basis"])[0])
+        parameter.sub_(parameter.grad @ state["basis"] @ state["basis"].T, alpha=group["lr"])

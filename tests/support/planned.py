@@ -1,4 +1,4 @@
-"""Asks `memascend plan`, of a small Llama among others."""
+"""Asks `memascend plan`, of a small Llama among others; and measures what was allocated."""
 
 import json
 
@@ -30,3 +30,13 @@ def shown(capsys, *words, status=0):
     """All that it prints, with --verbose."""
     assert main(["plan", *map(str, words), "--verbose"]) == status
     return "".join(capsys.readouterr())
+
+
+def peak_of(profile):
+    """The most bytes that the CPU's allocator gave at once, beside what was there before."""
+    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
