@@ -42,6 +42,9 @@ def begun(folder, host_memory: str | None = "64MiB"):
 def asked(model, optimizer, folder):
     """What a child hears of everything that is no refusal, for all that it may ask."""
     wrong = {}
+    # Nothing may ask the store, whose locks a thread may hold that is not there.
+    run = optimizer._session.run
+    run.metadata._store = run.resources.store = None
     for name, ask in ASKED.items():
         try:
             ask(model, optimizer, folder)
@@ -49,6 +52,7 @@ def asked(model, optimizer, folder):
         except BaseException as error:
             if type(error).__name__ != "UsageError" or "fork" not in str(error):
                 wrong[name] = repr(error)
+    offloaded(folder / "of a child", existing="replace")[1].close()
     # What it ends with, it ends with.
     optimizer.close()
     return wrong

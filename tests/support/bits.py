@@ -1,8 +1,10 @@
-"""Compares tensors, state dicts and checkpoints bit for bit."""
+"""Makes tensors of random numbers, and compares tensors, state dicts and checkpoints bit for bit."""
 
 import torch
 
-__all__ = ["as_bytes", "files", "same_bits", "same_states"]
+
+def randoms(numel, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def as_bytes(tensor):

@@ -137,6 +137,8 @@ class Metadata:
 
     def __init__(self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule) -> None:
         self._store = store
+        # Known beforehand, as a fork must not ask the store: a thread that is not there may hold its locks.
+        self._uuid: str = store.info()["uuid"]
         self.schedule = schedule
         self.step = store.step  # the number of committed steps
         self.made = 0  # those of them that this run committed
@@ -216,7 +218,7 @@ class Metadata:
 
     def identity(self) -> dict[str, Any]:
         """The position of the last commit, as state dicts and checkpoints have it."""
-        return {"store": self._store.info()["uuid"], "step": self.step}
+        return {"store": self._uuid, "step": self.step}
 
     def is_at(self, identity: Any) -> bool:
         """Whether this is the present position, or that of the checkpoint from which the run began."""

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from support.bits import same_bits
+from support.bits import randoms, same_bits
 from support.grids import covered
-from support.random_values import randoms
 
 from memascend import kernels
 from memascend.kernels import adamw_jit, check, check_jit
