@@ -126,10 +126,11 @@ def _loaded():
 
 @pytest.fixture
 def loaded(_loaded):
-    """As `python`, but for what an interpreter does when it starts: torch is there (see loaded.py)."""
+    """As `python`, without what an interpreter does when it starts and, unless `whole`, when it ends: see loaded.py."""
 
-    def run(program, *arguments, env=None, status=0, timeout=250):
-        done = _loaded.run(program, *map(str, arguments), env={**os.environ, **(env or {})}, timeout=timeout)
+    def run(program, *arguments, env=None, status=0, timeout=250, whole=False):
+        env = {**os.environ, **(env or {})}
+        done = _loaded.run(program, *map(str, arguments), env=env, timeout=timeout, whole=whole)
         assert done.status == status, f"status {done.status}\n{done.out}\n{done.err}"
         return done.out + done.err
 

@@ -135,4 +135,4 @@ arena = Arena(region, {4096: 1})
 lease = arena.lease(4096)
 tensor = lease.tensor(1024, torch.float32)
 """
-    assert loaded(program + ending) == ""
+    assert loaded(program + ending, whole=True) == ""

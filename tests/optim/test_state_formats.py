@@ -160,7 +160,7 @@ def test_a_resume_in_another_format_says_how_and_harms_nothing(tmp_path, before)
 
 
 @pytest.mark.parametrize(("state", "seed"), [("bf16", 5), ("8bit", None)])
-def test_a_start_from_a_checkpoint_has_its_seed(tmp_path, state, seed):
+def test_a_start_from_a_checkpoint_goes_on_as_its_run(tmp_path, state, seed):
     trained, optimizer = begin(tmp_path / "one", state, **({} if seed is None else {"seed": seed}))
     train(trained, optimizer, range(3))
     optimizer.save(tmp_path / "saved")

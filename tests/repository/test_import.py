@@ -179,8 +179,7 @@ def test_an_owner_that_nobody_takes_in_goes():
 
 def test_a_lent_tensor_at_the_end_of_the_interpreter(loaded):
     """Its owner is not touched any more."""
-    loaded(
-        """
+    program = """
 import torch
 from memascend import tensors as dlpack
 there = torch.zeros(8, dtype=torch.uint8)
@@ -190,7 +189,7 @@ one = Cycle()
 one.self, one.tensor = one, dlpack.lent(there.data_ptr(), 8, torch.device("cpu"), [there])
 torch.kept = one
 """
-    )
+    loaded(program, whole=True)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Forks programs from an interpreter that has already loaded torch.
 
 Loading torch and what an optimizer needs of it takes some seconds of a processor, more than most such programs.
-A program that depends on how its interpreter starts (its environment, what is imported first) or ends (how modules are
-taken apart) needs a new one.
+A program that depends on how its interpreter starts (its environment, what is imported first) needs a new one. Where a
+test asks how the interpreter ends, the program ends `whole`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Loaded:
         self._warnings = [word for option in warnings for word in ("-W", option)]
         self._process = None
 
-    def run(self, program, *arguments, env, timeout):
-        """Runs a program as `python -c` would, and waits for its end."""
+    def run(self, program, *arguments, env, timeout, whole=False):
+        """Runs a program as `python -c` would, and waits for its end; see `end` for one that is not `whole`."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
             wanted = {
@@ -63,6 +63,7 @@ class Loaded:
                 "arguments": arguments,
                 "folder": os.getcwd(),
                 "environment": env,
+                "whole": whole,
                 "out": str(out),
                 "err": str(err),
             }
@@ -165,7 +166,7 @@ if __name__ == "__main__":
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    # No program looks at it for garbage, which would copy it.
+    # What is loaded by now is not searched for garbage, which would copy its pages in each program.
     gc.collect()
     gc.freeze()
     wanted = forked()
@@ -173,8 +174,8 @@ if __name__ == "__main__":
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(wanted["program"], "<string>", "exec", dont_inherit=True), vars(sys.modules["__main__"]))  # noqa: S102
-        end()
-    except BaseException:
-        # The interpreter ends all by itself.
+        if not wanted["whole"]:
+            end()
+    finally:
+        # After an error, too, the interpreter takes apart what was loaded.
         gc.unfreeze()
-        raise

@@ -56,8 +56,8 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
     for run in list(RUNS):
         resources = session_of(run).run.resources
         # A fork must not ask the store: a thread that is not there may hold its locks.
-        is_over = resources.closed or resources.process.is_elsewhere
-        files = [] if is_over else [os.fspath(file) for file in resources.store.info()["devices"]]
+        is_passed_over = resources.closed or resources.process.is_elsewhere
+        files = [] if is_passed_over else [os.fspath(file) for file in resources.store.info()["devices"]]
         file = next((file for file in files for path in paths if _is_at(file, path)), None)
         if file is None:
             continue

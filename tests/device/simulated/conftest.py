@@ -23,7 +23,7 @@ def simulated(_on_it, tmp_path):
     """Calls `device.simulated.MODULE.FUNCTION(**arguments)` in a process of its own, and returns what it returned."""
     loaded, environment = _on_it
 
-    def call(function, *, env=None, status=0, timeout=100, **arguments):
+    def call(function, *, env=None, status=0, timeout=100, whole=False, **arguments):
         module, name = function.split(".")
         program = (
             "import json, sys\n"
@@ -31,9 +31,8 @@ def simulated(_on_it, tmp_path):
             f"found = {module}.{name}(**json.loads(sys.argv[1]))\n"
             "print('found: ' + json.dumps(found))\n"
         )
-        done = loaded.run(
-            program, json.dumps(arguments), env={**environment, "TMPDIR": str(tmp_path), **(env or {})}, timeout=timeout
-        )
+        env = {**environment, "TMPDIR": str(tmp_path), **(env or {})}
+        done = loaded.run(program, json.dumps(arguments), env=env, timeout=timeout, whole=whole)
         assert done.status == status, f"status {done.status}\n{done.out}\n{done.err}"
         lines = [line for line in done.out.splitlines() if line.startswith("found: ")]
         return json.loads(lines[-1].removeprefix("found: ")) if lines else done.out + done.err

@@ -164,7 +164,7 @@ def test_another_device_than_the_current_one(simulated, mode):
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
 def test_exit_without_close(simulated, backward):
     """Copies are under way when the interpreter ends."""
-    assert simulated("lives.left", backward=backward) == "fine"
+    assert simulated("lives.left", backward=backward, whole=True) == "fine"
 
 
 @pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])

@@ -88,7 +88,7 @@ ENDS = {
 def test_a_process_ends_as_it_would_without_us_and_keeps_what_was_committed(tmp_path, loaded, end):
     how, program, raised = ENDS[end]
     status = raised if isinstance(raised, int) else 1
-    said = loaded(BEGIN + program, tmp_path / "run.store", how, status=status)
+    said = loaded(BEGIN + program, tmp_path / "run.store", how, status=status, whole=True)
     assert said.count("Traceback") == (status == 1), said
     assert raised in said.splitlines()[-1] if status == 1 else said == ""
     with Store.open(tmp_path / "run.store") as store:
@@ -149,7 +149,7 @@ left.set()
 
 def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
     """Those of a call that was left by a second Ctrl-C, in a backward."""
-    said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "")
+    said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "", whole=True)
     assert "left: True" in said
     assert "alive: False" in said
 

@@ -1,7 +1,7 @@
 //! Fuzzes the catalog's parsers: each answers with what it found or what is wrong.
 //!
 //! `make fuzz` runs it for a minute, on a stable toolchain. What it finds is left beside this
-//! crate's `Cargo.toml` as `crash-*`; a bounded run over random bytes is in `rust/store/tests/damage.rs`.
+//! crate's `Cargo.toml` as `crash-*`; a bounded run over random bytes is in `rust/store/tests/stores/damage.rs`.
 
 #![no_main]
 
