@@ -43,7 +43,8 @@ class Remembering(Plain):
         super().__init__(*arguments)
         self.seen = []
 
-    def one(self, group, parameter, state):
+    def step(self, closure=None):
+        super().step()
         self.seen.append(object())
 
 
@@ -134,10 +135,7 @@ def made(kind):
     ("kind", "says"),
     [
         (Remembering, "its attribute 'seen'"),
-        (
-            own(lambda self, *_: vars(self).update(seen={1})),
-            "changes its attribute 'seen' to what is neither number nor",
-        ),
+        (own(lambda self, *_: vars(self).update(seen={1})), "attribute 'seen' to what is neither number nor text"),
         (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
         (functools.partial(Passing, reads_first=True), "depends on the others"),
         (

@@ -109,6 +109,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
         with pytest.raises(KeyboardInterrupt):
             begun(left, existing="previous")
     model, optimizer = begun(left)
+    assert optimizer.steps == 4
     assert same_states(everything(model, optimizer), expected)
     train(model, optimizer, [4])
     expected = everything(model, optimizer)
