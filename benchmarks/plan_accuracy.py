@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.train.cell.workload import WORKLOADS, configuration
-from memascend.cli.plan.answer import IMPORTS
+from memascend.plan.spare import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
 # The comfortable budget, and one that holds state in memory.

@@ -24,6 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import memascend.trainer
 from memascend.params.settling import Settling
+from memascend.plan.options import Options
+from memascend.session.decide import planned
 from memascend.trainer import Callback, by_layer
 
 STEPS, COUNT = 4, 3
@@ -148,7 +150,9 @@ def run(folder, model, trainer_of, *, layers, **given):
     `trainer_of(model, optimizer, callbacks)` makes it.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    given = {"storage": folder / f"{layers}.store", "gradients": "ssd", **given}
+    # A Trainer's default would keep all of it in RAM, and read nothing.
+    streamed = planned(model, optimizer, Options(gradients="ssd")).plan.budget
+    given = {"storage": folder / f"{layers}.store", "gradients": "ssd", "host_memory": streamed, **given}
     if not layers:
         model, optimizer = memascend.offload(model, optimizer, **given)
     trainer = trainer_of(model, optimizer, [] if layers else [Callback()])

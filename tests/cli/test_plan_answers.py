@@ -16,7 +16,8 @@ from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
 from memascend.text import bytes_shown
 
-MACHINE = ("--drive", "5,4", "--gpu", "4090")
+SMALLEST = ("--host-memory", "smallest")
+MACHINE = ("--drive", "5,4", "--gpu", "4090", *SMALLEST)
 
 
 def traced(config, sequences=1, length=128, loss="full", **options):
@@ -252,8 +253,14 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert parse_gpu("AMD Instinct MI300X").name == "MI300X"
     assert parse_gpu("100,10,5").link == 5e9
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
-        with pytest.raises(ConfigError, match=r"--gpu must be one of .*, 3080, 3080ti, 3090,"):
+        with pytest.raises(ConfigError, match=r"one of .*, 3080, 3080ti, 3090,"):
             parse_gpu(words)
+    # A near miss is met with names.
+    for words, near in (("4091", "4090"), ("rtx 5091", "5090"), ("h1000", "h100")):
+        with pytest.raises(ConfigError, match=f"did you mean .*{near}.* one of"):
+            parse_gpu(words)
+    with pytest.raises(ConfigError, match="that plan knows: it is one of"):
+        parse_gpu("voodoo 2")
     assert "READ,WRITE" in shown(capsys, config, "--drive", "5", status=1)
     assert "--gpu" in shown(capsys, config, "--fit", status=1)
     assert main(["plan", str(config), "--gpu", "4090", "--device", "cpu"]) == 1
@@ -290,9 +297,10 @@ def five(capsys, *words, status=0):
 def test_a_few_lines_decide(capsys):
     asked = (*EIGHT, "--length", 1024, "--accumulation-steps", 8, "--max-grad-norm", 1, "--examples", 10_000)
     lines = five(capsys, *asked)
-    title, step, memory, run, larger, trainer, loop = lines
+    title, step, memory, run, larger, command, trainer, loop = lines
     assert (title, lines[title]) == ("llama-8b, 8.03 B parameters, on RTX 4090", "fits")
     assert (step, memory, run, larger) == ("a step", "memory", "10,000 examples", "a larger step")
+    assert command == "write, on the command line"
     assert (trainer, loop) == ("write, for a Trainer", "write, in a loop")
     found = told(capsys, *asked)
     seconds, turns = (f"{found[what]['seconds_per_step']:.3g} s" for what in ("step", "one_after_the_other"))
@@ -318,6 +326,11 @@ def test_a_few_lines_decide(capsys):
         'memascend.trainer.offload(trainer, storage="/mnt/nvme/run", host_memory="48GiB")'
     )
     assert 'host_memory="48GiB", max_grad_norm=1.0' in lines[loop]
+    assert lines[command] == (
+        "memascend train --model path/to/llama-8b --data data.jsonl --output tuned --storage /mnt/nvme/run "
+        "--max_length 1024 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_grad_norm 1 "
+        "--gradient_checkpointing True --host_memory 48GiB"
+    )
     assert "linear_cross_entropy" in lines[loop]
     assert "linear_cross_entropy" not in five(capsys, *asked, "--loss", "full")[loop]
 
@@ -417,7 +430,7 @@ def test_what_cannot_be_is_said(capsys, words, says):
 
 
 def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
-    found = told(capsys, "qwen-1.5b", "--device", "cuda")
+    found = told(capsys, "qwen-1.5b", "--device", "cuda", *SMALLEST)
     assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
     lines = five(capsys, "qwen-1.5b", "--device", "cuda")
     title = "qwen-1.5b, 1.54 B parameters, on a GPU that is not named"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from memascend import storage as engines
 from memascend.errors import ConfigError
 from memascend.plan.memory_plan import Log, Requirements, make_plan
+from memascend.plan.spare import with_spare
 from memascend.storage import pending_file
 from memascend.text import expanded
 
@@ -151,7 +152,7 @@ def decided(facts: Facts) -> Decision:
             f"{', '.join(empty.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
             "into a module that has other parameters"
         )
-    plan = make_plan(_requirements(facts, sizes), budget=options.host_bytes, device_budget=options.device_bytes)
+    plan = _planned(facts, _requirements(facts, sizes))
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
         # Only a number that was asked for is rejected; by default the log is as long as the space allows.
         fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
@@ -160,6 +161,17 @@ def decided(facts: Facts) -> Decision:
             "disk space, or leave log_steps out"
         )
     return Decision(records=records, sizes=sizes, plan=plan)
+
+
+def _planned(facts: Facts, run: Requirements) -> Plan:
+    options = facts.options
+
+    def made(budget: int | None) -> Plan:
+        return make_plan(run, budget=budget, device_budget=options.device_bytes)
+
+    if options.spare is None:
+        return made(options.host_bytes)
+    return with_spare(made, options.spare.budget(on_host=not facts.staged))
 
 
 def _requirements(facts: Facts, sizes: engines.Sizes) -> Requirements:

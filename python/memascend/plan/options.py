@@ -7,10 +7,11 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memascend import memory
 from memascend.errors import ConfigError
+from memascend.plan.spare import Spare
 from memascend.text import paths_listed, refusal_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _UNITS = {
 # No memory needs an exponent of more than two digits.
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+# The words for `host_memory=`: what the machine can spare; or, as None, the smallest that keeps disk and compute busy.
+AUTO, SMALLEST = "auto", "smallest"
 # More steps would take too long to replay, and too much space.
 _LOG_STEPS_MAX = 4096
 _Path = str | os.PathLike[str]
@@ -66,7 +69,7 @@ class Options:
 
     storage: _Path | Sequence[_Path] | None = None
     existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"
-    host_memory: float | str | None = None
+    host_memory: float | str | Spare | None = None
     device: str | torch.device | None = None
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
     nonfinite: Literal["raise", "skip", "commit"] = "raise"
@@ -211,14 +214,21 @@ class Options:
 
         return None if self.master_dtype is None else torch.float32
 
+    @property
+    def spare(self) -> Spare | None:
+        """The machine whose spare memory is the budget; None: the budget is given, or the smallest good one."""
+        return (
+            Spare() if self.host_memory == AUTO else self.host_memory if isinstance(self.host_memory, Spare) else None
+        )
+
     @functools.cached_property
     def host_bytes(self) -> int | None:
-        """The budget of host memory in bytes; a percentage is taken at the first call; None: the plan chooses."""
-        if self.host_memory is None:
+        """The budget of host memory in bytes; a percentage is taken at the first call; None: none was given."""
+        if self.host_memory in (None, SMALLEST) or self.spare is not None:
             return None
         part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
         if part is None:
-            return parse_bytes(self.host_memory, "host_memory")
+            return parse_bytes(cast("float | str", self.host_memory), "host_memory")
         percent = float(part[1])
         if not 0 < percent <= 100:
             raise ConfigError(

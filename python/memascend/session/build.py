@@ -89,7 +89,13 @@ class Assembly:
             frames=residency.frames,
             gradients=gradients,
             buffers=subject.buffers,
-            metadata=Metadata(resources.store, subject.arithmetic, scale, schedule),
+            metadata=Metadata(
+                resources.store,
+                subject.arithmetic,
+                scale,
+                schedule,
+                None if subject.options.host_memory is None else plan.budget,
+            ),
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
         attachment = Attachment(subject.model, self._gates(residency), run)
@@ -104,7 +110,7 @@ class Assembly:
             edits=edits,
             saving=Saving(subject.model, run, newcomers, subject.sharding),
             attachment=attachment,
-            measurements=Measurements(run, self.decision),
+            measurements=Measurements(run, self.decision, mentions=subject.options.host_memory is None),
             accumulation=self._accumulation(gradients, residency),
             max_grad_norm=subject.options.max_grad_norm,
             nonfinite=subject.options.nonfinite,
@@ -118,7 +124,7 @@ class Assembly:
     def _grows(self) -> bool:
         """Whether memory beyond the plan may be taken: no budget was given."""
         options = self.subject.options
-        return (options.host_memory if self.resources.units.device is None else options.device_memory) is None
+        return (options.host_bytes if self.resources.units.device is None else options.device_bytes) is None
 
     @property
     def _device(self) -> torch.device:

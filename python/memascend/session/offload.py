@@ -30,6 +30,8 @@ from memascend.session.open_store import RUNS, FirstValues, begin_log, begin_pla
 from memascend.session.process_hooks import ProcessHooks
 from memascend.session.run import Resources
 from memascend.session.schedule import options_set
+from memascend.session.spare import Turn, agreed
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,8 +98,11 @@ def offload(  # noqa: PLR0913 - options are keywords
             where that run has another model or optimizer. "resume" starts a store where there is none. An empty file
             is rejected: what it held is lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
-            cgroup have now. None: the smallest that keeps disk and compute busy. The rest of a larger budget keeps
-            parameters with their state in RAM, the model's first ones first: they are read once, by this call.
+            cgroup have now. None or "smallest": the smallest that keeps disk and compute busy. "auto": the bytes that
+            the machine can spare, in whole GiB, divided among its ranks; on a CPU half of them, as torch needs memory
+            there, too. A resume with "auto" takes the budget of its store while that is free. None, "smallest" and
+            "auto" count as not given: a step that needs more gets it. The rest of a budget keeps parameters with their
+            state in RAM, the model's first ones first: they are read once, by this call.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. This call moves buffers;
             the loop moves batches, as without offloading. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": detected in the first
@@ -161,11 +166,11 @@ def offload(  # noqa: PLR0913 - options are keywords
         opened = devices.open_device(options.where)
         original = unwrapped(optimizer)
         sharding, options, earlier = begin(model, original, options, undo)
-        own = options
-        subject = exchange_of(sharding).together(
-            lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier)
-        )
-        offloaded = _offloaded(subject)
+        exchange, turn = exchange_of(sharding), Turn()
+        undo.callback(turn.end)
+        own = agreed(options, exchange, turn, on_host=opened is None)
+        subject = exchange.together(lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier))
+        offloaded = _offloaded(subject, turn)
         undo.pop_all()
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
@@ -174,8 +179,10 @@ def offload(  # noqa: PLR0913 - options are keywords
         _log.info(
             "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
         )
-    smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
-    _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, moves(offloaded.plan))
+    why = "" if options.host_bytes else ", the smallest that keeps disk and compute busy"
+    if own.spare is not None:
+        why = ", as this run had before" if own.spare.is_stored else ", of what this machine can spare"
+    _log.info("host_memory: %s%s; %s", bytes_shown(offloaded.plan.budget), why, moves(offloaded.plan))
     if subject.streamed:
         _log.info(
             "%d parameters of %s are not kept in RAM by any budget where no step is durable: only torch's own "
@@ -186,11 +193,11 @@ def offload(  # noqa: PLR0913 - options are keywords
     return model, offloaded
 
 
-def _offloaded(subject: Subject) -> OffloadedOptimizer:
+def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
     """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was."""
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
-        assembly = exchange.together(lambda: _prepared(subject, undo))
+        assembly = exchange.together(lambda: _prepared(subject, turn, undo))
         session, offloaded = assembly.run()
         # Any rejection has happened by now, with the newest commit intact.
         store = assembly.resources.store
@@ -217,7 +224,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
     return offloaded
 
 
-def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
+def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assembly:
     """Decide, and open the store with its first values; the model does not change."""
     sharding, exchange = subject.sharding, exchange_of(subject.sharding)
     decision, first = exchange.together(lambda: _decided(subject, undo))
@@ -233,7 +240,10 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> Assembly:
         undo.callback(store.forsake)
     # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
     exchange.together(store.check_log)
-    return exchange.together(lambda: _begun(subject, decision, first, store, undo))
+    engine = exchange.together(lambda: _engine(subject, decision.plan, store, undo))
+    # Most memory is taken now: other runs see what is left.
+    turn.end()
+    return exchange.together(lambda: _begun(subject, decision, first, (store, engine), undo))
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
@@ -244,11 +254,8 @@ def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, Fi
     return decision, first
 
 
-def _begun(
-    subject: Subject, decision: Decision, first: FirstValues, store: Store, undo: contextlib.ExitStack
-) -> Assembly:
-    """Fill a new store, or read the state of the run from an existing one."""
-    options, plan = subject.options, decision.plan
+def _engine(subject: Subject, plan: Plan, store: Store, undo: contextlib.ExitStack) -> Engine:
+    """Allocate the memory of the RAM tier, and of the engine with its chunks."""
     store.hold(plan.ram_tier, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -259,6 +266,19 @@ def _begun(
         threads=torch.get_num_threads(),
     )
     undo.callback(engine.close)
+    return engine
+
+
+def _begun(
+    subject: Subject,
+    decision: Decision,
+    first: FirstValues,
+    opened: tuple[Store, Engine],
+    undo: contextlib.ExitStack,
+) -> Assembly:
+    """Fill a new store, or read the state of the run from an existing one."""
+    options, plan = subject.options, decision.plan
+    store, engine = opened
     end_log(store, engine)
     if options.resumes:
         first.prepare(created=store.created)
@@ -276,7 +296,7 @@ def _begun(
     if not folders and not options.paths:
         # Beside the temporary store's own folder, which is gone.
         folders = [Path(store.info()["devices"][0]).parents[1]]
-    resources = _resources(subject, plan, (store, engine), folders, undo)
+    resources = _resources(subject, plan, opened, folders, undo)
     return Assembly(subject, decision, resources, given, folders[0] if folders else None)
 
 

@@ -47,6 +47,15 @@ if TYPE_CHECKING:
 RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
+def holds(run: OffloadedOptimizer, paths: Sequence[str]) -> str | None:
+    """The file of a store that a run of this process has open at one of the paths; None: it has none there."""
+    resources = session_of(run).run.resources
+    # A fork must not ask the store: a thread that is not there may hold its locks.
+    is_passed_over = resources.closed or resources.process.is_elsewhere
+    files = [] if is_passed_over else [os.fspath(file) for file in resources.store.info()["devices"]]
+    return next((file for file in files for path in paths if _is_at(file, path)), None)
+
+
 def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
     """Close the runs of this process that have the store open, with a warning; one that this call does not fit goes on.
 
@@ -54,11 +63,7 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
     """
     existing, paths = subject.options.existing, subject.options.paths or ()
     for run in list(RUNS):
-        resources = session_of(run).run.resources
-        # A fork must not ask the store: a thread that is not there may hold its locks.
-        is_passed_over = resources.closed or resources.process.is_elsewhere
-        files = [] if is_passed_over else [os.fspath(file) for file in resources.store.info()["devices"]]
-        file = next((file for file in files for path in paths if _is_at(file, path)), None)
+        file = holds(run, paths)
         if file is None:
             continue
         if existing not in ("resume", "replace"):
@@ -68,7 +73,7 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
                 errno=errno.EBUSY,
                 path=file,
             )
-        _require_fits(subject, records, resources.store)
+        _require_fits(subject, records, session_of(run).run.resources.store)
         unkept = ""
         try:
             run.close()

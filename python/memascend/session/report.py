@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from memascend.grads.microbatches import PartialSums
 from memascend.plan.decision import TorchBytes
-from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, table
+from memascend.plan.spare import Spare, faster
+from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 # Stages in which the training loop waits for units, for space for gradients, and for the rest of a step.
 WAITING = ("waiting for units", "handing on gradients", "step()")
+# The steps by which the gain of a larger budget is estimated.
+_MEASURED_STEPS = 2
+_log = logging.getLogger("memascend")
 # The drive bounds a run that waits for it in this part of its time.
 _WAITED_MUCH = 1 / 3
 
@@ -245,6 +250,11 @@ class Report:
             plt.close(figure)
 
 
+def _times(report: Report) -> tuple[float, float]:
+    """Seconds since `offload()` returned, and those in which the training loop waited."""
+    return report.seconds["wall"], sum(report.seconds[stage] for stage in WAITING)
+
+
 def _as_json(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
     return {
         "total": sum(owner.bytes for owner in owners.values()),
@@ -263,7 +273,8 @@ def _owners_table(title: str, owners: Mapping[str, Owner], total: Owner | None =
 class Measurements:
     """Collects the figures of a report."""
 
-    def __init__(self, run: Run, decision: Decision) -> None:
+    def __init__(self, run: Run, decision: Decision, *, mentions: bool = False) -> None:
+        """`mentions`: the log says once how much faster a step would be with the memory that is free."""
         self._run = run
         self._resources = run.resources
         self._planned = decision.plan
@@ -276,6 +287,9 @@ class Measurements:
         self._last: Report | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
+        # Whether a larger budget is to be mentioned; and the report after the first step.
+        self._mentions = mentions
+        self._first: Report | None = None
 
     def _counted(self) -> dict[str, Any]:
         resources = self._resources
@@ -299,6 +313,31 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self._kept_peak = max(self._kept_peak, self._kept())
+        if self._mentions:
+            self._mention_larger_budget()
+
+    def _mention_larger_budget(self) -> None:
+        """Log the gain of a larger budget, measured from the second step on: the first detects the loop's habits."""
+        report = self.report()
+        if self._first is None:
+            self._first = report
+            return
+        steps = report.steps - self._first.steps
+        if steps < _MEASURED_STEPS:
+            return
+        self._mentions = False
+        seconds, waited = (now - then for now, then in zip(_times(report), _times(self._first), strict=True))
+        if report.waited < _WAITED_MUCH:
+            return
+        on_host = self._resources.units.device is None
+        free = self.plan.budget + Spare().budget(on_host=on_host)
+        found = faster(self.plan, free, seconds / steps, waited / steps)
+        if found is not None:
+            budget, took = found
+            _log.info(
+                'host_memory="%s", which is free here, would make a step about %s instead of %s',
+                size_option(budget), seconds_shown(took), seconds_shown(seconds / steps),
+            )  # fmt: skip
 
     def own_figures(self) -> list[int]:
         """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""

@@ -135,7 +135,10 @@ _USER_BYTES_MAX = 64 << 10
 class Metadata:
     """What a commit has beside values and state, and the position of the run: its store, and the committed steps."""
 
-    def __init__(self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule) -> None:
+    def __init__(
+        self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule, budget: int | None
+    ) -> None:
+        """`budget`: of host memory, for a resume to which none is given; None: the smallest good one."""
         self._store = store
         # Known beforehand, as a fork must not ask the store: a thread that is not there may hold its locks.
         self._uuid: str = store.info()["uuid"]
@@ -147,7 +150,7 @@ class Metadata:
         # The optimizer's own dicts, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
-        self._constant = arithmetic.committed()
+        self._constant = {**arithmetic.committed(), **({"host_memory": budget} if budget else {})}
         self.scale = scale
         self.user_state: Any = store.user_state
         # Blocks of doors that ended since the last step: a trainer's resume runs them again.

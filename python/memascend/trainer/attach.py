@@ -16,6 +16,7 @@ from memascend.checkpoint.weights import sources_of
 from memascend.distributed.setup import candidates
 from memascend.errors import ConfigError, MemascendError, StorageError, UsageError
 from memascend.plan.decision import file_of
+from memascend.plan.options import AUTO
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
 from memascend.trainer import names
@@ -65,7 +66,7 @@ def offload(
             goes on; of a new one "torch", but "exact" under FSDP2, and where the option `max_grad_norm` is given.
         keep: names of attributes of the Trainer that each commit holds and a resume restores: numbers, texts, and
             containers of them, as a subclass collects them for its log. A warning names those that it lacks.
-        options: all others of `memascend.offload()`.
+        options: all others of `memascend.offload()`. Without `host_memory` it is "auto", what the machine can spare.
 
     Returns:
         The optimizer, as `memascend.offload()` returns it; it is the Trainer's from now on. None under FSDP2: there
@@ -87,6 +88,8 @@ def offload(
         clipping = _clipping(trainer, paths if continues else (), options)
     if clipping == "exact":
         options.setdefault("max_grad_norm", trainer.args.max_grad_norm or None)
+    if options.get("host_memory") is None:
+        options["host_memory"] = AUTO
     before, events = dict(vars(trainer)), dict(vars(trainer.callback_handler))
     try:
         options = {"device": str(trainer.args.device), **prepare_optimizer(trainer), **options}

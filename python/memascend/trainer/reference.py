@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,9 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
     given, rest = Options(**options), {}
     for name, parsed in _BUDGETS.items():
         total = getattr(given, parsed)
-        if total is not None and name in own:
+        if name == "host_memory" and given.spare is not None:
+            rest[name] = replace(given.spare, taken=own[name])
+        elif total is not None and name in own:
             # An error of the trained model's plan names the smallest that works.
             rest[name] = max(1, total - own[name])
     _log.info("the reference model takes %d bytes of host memory; the trained model has the rest", plan.budget)

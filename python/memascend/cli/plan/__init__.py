@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.shapes import SHAPES, positive, shape_named
+from memascend.cli.plan.shapes import ASSUMED_RAM, SHAPES, positive, shape_named
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
+
 _TOKENS, _LENGTH = 8192, 2048
 _EXAMPLES = 10_000
 # Without a word about the drive, it is assumed to be of this kind.
@@ -44,8 +45,10 @@ def _add_machine(add: Callable[..., Any]) -> None:
     drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {_DRIVE})"
     storage = "where the store would be; repeat it for several. Its free space and its speed are measured"
     endurance = "terabytes that may be written to the drives in their life"
+    ram = f"the RAM of the machine, as 64GB (default: that of this one; with --gpu, {ASSUMED_RAM} of another one)"
     ranks = "processes that shard the model (fully_shard); all figures are of one of them"
     add("--gpu", metavar="G", help=gpu)
+    add("--ram", metavar="B", help=ram)
     add("--drive", metavar="READ,WRITE", help=drive)
     add("--storage", metavar="P", action="append", help=storage)
     add("--endurance", metavar="TBW", type=_count, help=endurance)
@@ -65,7 +68,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     )
     examples = "of one pass over the data, each of --length tokens, whose hours and terabytes are counted (%(default)s)"
     add("--examples", metavar="N", type=_count, default=_EXAMPLES, help=examples)
-    add("--host-memory", metavar="B", help=f'the budget, as "32GiB" {smallest}')
+    add("--host-memory", metavar="B", help='the budget, as "32GiB" (default: what the machine can spare)')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
     add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
     add("--loss", choices=("full", "chunked"), default="chunked", help=loss)
@@ -117,7 +120,7 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
         return int(bool(found.problems))
     other = alternative(question) if found.problems else None
     proposal = propose(question, found)
-    print(text.brief(str(options.model), question, found, proposal, other, options.examples))
+    print(text.brief(options.model, question, found, proposal, other, options.examples))
     if options.verbose:
         head = f"{options.model}: {{parameters}}, described by {question.subject.by}; {options.optimizer}"
         print()
@@ -128,17 +131,21 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
 def ask(options: argparse.Namespace) -> Question:
     """The question of the command line; what it names is described and measured."""
     from memascend.cli.plan.answer import Question
-    from memascend.cli.plan.machine import drive_at, gpu_here, parse_drive, parse_gpu, product_flops
+    from memascend.cli.plan.machine import drive_at, gpu_here, machine_of, parse_drive, parse_gpu, product_flops
     from memascend.cli.storage import require_usable
-    from memascend.memory import limits
     from memascend.plan import decision
-    from memascend.plan.options import Options
+    from memascend.plan.options import AUTO, Options
+    from memascend.plan.spare import Spare
 
-    gpu = parse_gpu(options.gpu) if options.gpu is not None else gpu_here() if options.device != "cpu" else None
+    own = gpu_here() if options.device != "cpu" else None
+    gpu = own if options.gpu is None else parse_gpu(options.gpu)
     drive = None if options.drive is None else parse_drive(options.drive)
+    here = options.device == "cpu" or (gpu is None and options.device is None) or (gpu is not None and gpu == own)
+    machine, assumed = machine_of(options.ram, is_here=here, has_budget=options.host_memory not in (None, AUTO))
+    is_spare = options.host_memory in (None, AUTO)
     given = Options(
         storage=None if options.storage is None else tuple(options.storage),
-        host_memory=options.host_memory,
+        host_memory=Spare(machine=machine, processes=options.ranks) if is_spare else options.host_memory,
         device=options.device if gpu is None else options.device or "cuda",
         device_memory=options.device_memory,
         gradients=options.gradients,
@@ -172,7 +179,8 @@ def ask(options: argparse.Namespace) -> Question:
         drive=parse_drive(_DRIVE) if drive is None and not paths else drive,
         drive_assumed=drive is None and not paths,
         speeds=speeds,
-        ram=limits()["available"] if given.computes_on == "cpu" else None,
+        machine=machine,
+        machine_is="here" if here and options.ram is None else "assumed" if assumed else "given",
         free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
@@ -269,7 +277,9 @@ def _values(options: argparse.Namespace, question: Question, found: Answer) -> d
             "flops": trace.forward + trace.backward,
         },
         "host_bytes": found.host_bytes,
-        "host_free_bytes": question.ram,
+        "host_free_bytes": question.ram if question.machine_is == "here" else None,
+        "ram_bytes": None if question.machine is None else question.machine.total,
+        "ram_assumed": question.machine_is == "assumed",
         "device_bytes": found.device_bytes or None,
         "gpu": None if question.gpu is None else question.gpu.name,
         "processor_flops": question.processor,

@@ -23,7 +23,8 @@ from memascend.plan.cost import (
     update_seconds,
     ways,
 )
-from memascend.plan.decision import TorchBytes
+from memascend.plan.decision import TorchBytes, file_of, nearest
+from memascend.plan.spare import CONTEXT, IMPORTS
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
@@ -32,15 +33,13 @@ if TYPE_CHECKING:
     from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Loss, Subject, Trace
     from memascend.plan.cost import Network
+    from memascend.plan.decision import Decision
     from memascend.plan.options import Options
+    from memascend.plan.spare import HostMemory
     from memascend.plan.table import Plan, Way
 
 
 _TB = 10**12
-# Host memory of Python, torch and transformers without a model.
-IMPORTS = 740 << 20
-# What CUDA adds to it: its context, and libraries with their kernels (of an H100).
-CONTEXT = 700 << 20
 # The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
 _GAPS = 0.2
 # Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
@@ -61,7 +60,8 @@ class Question:
     drive_assumed: bool = False  # nobody has named or measured it
     speeds: Mapping[str, float] = field(default_factory=dict)  # of storage, in GB/s, where they were measured
     free: int | None = None  # free bytes of storage; None: no storage is named
-    ram: int | None = None  # bytes of RAM that this machine can spare; None: another one computes
+    machine: HostMemory | None = None  # that computes; None: not known
+    machine_is: Literal["here", "given", "assumed"] = "here"  # where its figures are from
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
@@ -70,6 +70,19 @@ class Question:
     loss: Loss = "chunked"
     sequences: int = 1  # of a micro-batch
     micro_batches: int = 1  # of a step
+
+    @property
+    def ram(self) -> int | None:
+        """Bytes of RAM that each process can have; None: not known."""
+        return None if self.machine is None else self.machine.available // self.ranks
+
+    def decision(self) -> Decision:
+        """The plan as `offload()` makes it; a CPU spares what torch does not take."""
+        options = self.options
+        if self.on_host and options.spare is not None and options.spare.torch_bytes is None:
+            taken = None if isinstance(self.trace, str) else self.torchs + self.gaps
+            options = replace(options, host_memory=replace(options.spare, torch_bytes=taken))
+        return self.subject.plan(options, self.ranks)
 
     @property
     def trace(self) -> Trace | str:
@@ -190,7 +203,7 @@ def beside(question: Question, plan: Plan) -> int:
 
 def answer(question: Question) -> Answer:
     """Plan as `offload()` does, and estimate the run on the machine."""
-    found = question.subject.plan(question.options, question.ranks)
+    found = question.decision()
     plan, trace = found.plan, question.trace
     # Each of several ranks also has the parameters that torch has gathered.
     gathered = 0 if found.network is None else found.network.gathered
@@ -270,15 +283,54 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
             f"are needed: give fewer tokens at once (--tokens), or --fit to find how many fit{_elsewhere(question)}"
         )
-    if question.ram is not None and ours + torchs > question.ram:
+    needed = ours + (torchs if question.on_host else 0)
+    if question.ram is not None and needed > question.ram:
+        is_here = question.machine_is == "here"
+        owner = (
+            f"each of {question.ranks} ranks" if question.ranks > 1 else "this machine" if is_here else "the machine"
+        )
+        fewer = "fewer tokens at once (--tokens) or " if question.on_host else ""
+        free, more = (" free", "free memory") if is_here else ("", "more --ram")
         found.append(
-            f"this machine has {bytes_shown(question.ram)} of RAM free, and {bytes_shown(ours + torchs)} are needed: "
-            "give fewer tokens at once (--tokens) or a smaller --host-memory, or free memory"
+            f"{owner} has {bytes_shown(question.ram)} of RAM{free}, and {bytes_shown(needed)} are needed: give "
+            f"{fewer}a smaller --host-memory, or {more}"
         )
     needed = plan.disk_bytes + question.scratch(plan)
     if question.free is not None and question.free < needed:
-        found.append(f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough")
+        found.append(
+            f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough; free "
+            f"{bytes_shown(needed - question.free)}{_removable(question)}, or give a larger drive{_smaller(question)}"
+        )
     return found
+
+
+# Files that are worth a word, and how many are named.
+_LARGE, _LISTED = 1 << 30, 3
+
+
+def _removable(question: Question) -> str:
+    """The largest files beside the store, which the user may not need any more."""
+    own = {file_of(path) for path in question.options.paths or ()}
+    folders = {nearest(file).resolve() for file in own}
+    files = []
+    with contextlib.suppress(OSError):
+        for folder in {one if one.is_dir() else one.parent for one in folders}:
+            files += [(one.stat().st_size, one) for one in folder.iterdir() if one.is_file() and one not in own]
+    named = [
+        f"{file} has {bytes_shown(size)}" for size, file in sorted(files, reverse=True)[:_LISTED] if size >= _LARGE
+    ]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _smaller(question: Question) -> str:
+    """The bytes of stores with moments in fewer bits."""
+    found = []
+    for state in ("bf16", "8bit") if question.options.state is None else ():
+        with contextlib.suppress(ConfigError, BudgetError):
+            other = replace(question, options=replace(question.options, state=state))
+            plan = other.decision().plan
+            found.append(f"--state {state}, {bytes_shown(plan.disk_bytes + other.scratch(plan))}")
+    return f", or a smaller store ({'; '.join(found)})" if found else ""
 
 
 def _elsewhere(question: Question) -> str:
@@ -297,7 +349,7 @@ def disk_seconds(question: Question, found: Answer) -> float | None:
 
 def planned(question: Question) -> Plan:
     """The plan as `offload()` makes it, before the way of its updates is known."""
-    return question.subject.plan(question.options, question.ranks).plan
+    return question.decision().plan
 
 
 def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
@@ -506,7 +558,7 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
         try:
-            asked.subject.plan(asked.options, asked.ranks)
+            asked.decision()
         except ConfigError:
             if state == question.options.state:
                 raise

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.shapes import positive
+from memascend.cli.plan.shapes import ASSUMED_RAM, positive
 from memascend.cli.storage import speeds_at
 from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
+from memascend.plan.options import parse_bytes
+from memascend.plan.spare import HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,6 +133,26 @@ DRIVES = {
 }
 
 
+# The number of names that an error proposes, and how similar they are at least.
+_NEAR_MAX, _NEAR = 3, 0.6
+
+
+def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[HostMemory | None, bool]:
+    """The memory of the machine of a plan, and whether it is assumed.
+
+    Args:
+        ram: `--ram`; None: not given.
+        is_here: the machine that computes is this one.
+        has_budget: the budget is given, so that nothing about the RAM of another machine has to be assumed.
+    """
+    if ram is None and is_here:
+        return HostMemory.here(), False
+    if ram is None and has_budget:
+        return None, False
+    total = parse_bytes(ram or ASSUMED_RAM, "--ram")
+    return HostMemory(total=total, available=total), ram is None
+
+
 def parse_gpu(text: str) -> Gpu:
     """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
     short = _short(text)
@@ -139,8 +162,11 @@ def parse_gpu(text: str) -> Gpu:
     try:
         tflops, memory, link = map(positive, text.split(","))
     except ValueError as error:
+        near = difflib.get_close_matches(short, [*CARDS, *_USUAL], n=_NEAR_MAX, cutoff=_NEAR)
+        hint = f"did you mean {' or '.join(near)}? It is" if near else "it is"
         raise ConfigError(
-            f"--gpu must be one of {', '.join([*CARDS, *_USUAL])}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, not {text!r}"
+            f"--gpu {text!r} is no GPU that plan knows: {hint} one of {', '.join([*CARDS, *_USUAL])}, or "
+            "TFLOPS,GB,PCIE_GB_S as 165,24,25"
         ) from error
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 

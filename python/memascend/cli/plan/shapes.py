@@ -241,6 +241,8 @@ _ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in 
 _NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
+# The RAM of a machine that is not this one, where it is not given.
+ASSUMED_RAM = "64GB"
 # No machine has a larger figure, in any of the units that options take.
 _FIGURE_MAX = 1e9
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_sec
 from memascend.cli.plan.machine import REACHED
 from memascend.cli.storage import mount_point
 from memascend.plan.cost import seconds
+from memascend.plan.options import AUTO
 from memascend.text import bytes_shown, counted, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _NO_BF16 = "; it has no units for bfloat16: with --dtype fp16"
 
 
 def brief(
-    name: str,
+    model: Path,
     question: Question,
     found: Answer,
     proposal: Proposal | None,
@@ -49,7 +51,7 @@ def brief(
 
     `proposal` is a larger step that takes less time in all; `other` is a run that fits where the asked one does not.
     """
-    title = f"{name}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
+    title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
     if found.problems:
         rows.append(("what fits", _what_fits(question, other)))
@@ -66,6 +68,8 @@ def brief(
     if proposal is not None:
         rows.append(("a larger step", _larger_step(question, proposal, examples)))
     if not found.problems:
+        if (command := _command(model, question)) is not None:
+            rows.append(("write, on the command line", command))
         rows.append(("write, for a Trainer", "; ".join(_trainers_lines(question))))
         rows.append(("write, in a loop", "; ".join(_lines(question))))
     return "\n".join(f"{what}: {words}" for what, words in rows)
@@ -103,7 +107,14 @@ def _bound(question: Question, found: Answer) -> str:
 def _memory_in_words(question: Question, found: Answer) -> str:
     parts = [f"{bytes_shown(found.host_bytes)} of RAM"]
     if question.ram is not None:
-        parts[0] += f" ({bytes_shown(question.ram)} are free here)"
+        ram = bytes_shown(question.ram)
+        each = " a rank" if question.ranks > 1 else ""
+        said = {
+            "here": f" ({ram}{each} are free here)",
+            "given": f" of {ram}{each}",
+            "assumed": f" of {ram}{each} (--ram)",
+        }
+        parts[0] += said[question.machine_is]
     if not question.on_host:
         of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
         parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")
@@ -208,10 +219,31 @@ def _options(question: Question, *without: str) -> list[str]:
     # offload() has the same defaults.
     for name, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
                           ("max_grad_norm", None), ("activations", "device"), ("state", None)):  # fmt: skip
-        value = getattr(options, name)
+        value = AUTO if name == "host_memory" and options.spare is not None else getattr(options, name)
         if value != default and name not in without:
             given.append(f"{name}={_as_python(value)}")
     return given
+
+
+def _command(model: Path, question: Question) -> str | None:
+    """The command line that trains so; None for several ranks, or where `memascend train` cannot train the model."""
+    options, trace = question.options, question.trace
+    if question.ranks > 1 or isinstance(trace, str):
+        return None
+    folder = model.parent if model.is_file() else model if model.exists() or "/" in str(model) else f"path/to/{model}"
+    words = ["memascend", "train", "--model", str(folder), "--data", "data.jsonl", "--output", "tuned"]
+    for path in options.paths or ["/mnt/nvme/run"]:
+        words += ["--storage", str(path)]
+    words += ["--max_length", str(question.length), "--per_device_train_batch_size", str(question.sequences)]
+    words += ["--gradient_accumulation_steps", str(question.micro_batches)]
+    words += ["--max_grad_norm", f"{options.max_grad_norm or 0:g}"]
+    words += ["--gradient_checkpointing", str(trace.recomputes)]
+    for option, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
+                            ("activations", "device"), ("state", None)):  # fmt: skip
+        value = getattr(options, option)
+        if value != default and not (option == "host_memory" and options.spare is not None):
+            words += [f"--{option}", str(value)]
+    return shlex.join(words)
 
 
 def _trainers_lines(question: Question) -> list[str]:
@@ -225,7 +257,9 @@ def _trainers_lines(question: Question) -> list[str]:
     if question.subject.dtype != "float32":
         # TRL loads float32 by default, and casts.
         given += ['model_init_kwargs={"dtype": "auto"}', "bf16=False"]
-    call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, 'max_grad_norm'))})"
+    # A Trainer takes what the machine can spare where no budget is given.
+    without = ("max_grad_norm", *(["host_memory"] if question.options.spare is not None else ()))
+    call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, *without))})"
     if question.options.accumulation_steps > 1 and question.ranks == 1 and not question.carries:
         layered = replace(question, options=replace(question.options, accumulation_steps=1))
         if answer(layered).problems:

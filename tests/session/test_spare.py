@@ -1,0 +1,281 @@
+"""Tests the budget that is taken where none is given: of the machine, beside other runs and ranks, and at a resume."""
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.chains import chain, offloaded
+from support.lives import environment, life
+from support.torchrun import command
+
+import memascend
+from memascend.plan import spare
+from memascend.plan.options import Options
+from memascend.plan.spare import HostMemory, Spare, faster
+from memascend.session.spare import Turn, agreed
+
+GIB = 1 << 30
+# Budgets of tests are whole MiB, and no machine is too small for them.
+SMALL = """
+from memascend.plan import spare
+spare._GIB, spare._MARGIN_MIN, spare.IMPORTS = 1 << 20, 0, 200 << 20
+"""
+
+
+def machine(total, available=None):
+    return HostMemory(total=int(total * GIB), available=int((total if available is None else available) * GIB))
+
+
+@pytest.mark.parametrize(
+    ("of", "options", "on_host", "budget"),
+    [
+        # An eighth stays free, and on a GPU a fifth is not registered.
+        (machine(64), {}, False, 51),
+        (machine(128), {"taken": 10 * GIB}, False, 92),
+        (machine(64, 30), {}, False, 28),
+        (machine(64), {"processes": 2}, False, 25),
+        # torch computes in the same memory: half, or what it does not need.
+        (machine(64), {}, True, 27),
+        (machine(64), {"torch_bytes": 20 * GIB}, True, 35),
+        # At least 2 GiB stay free.
+        (machine(8), {"torch_bytes": 0}, True, 5),
+        (machine(2), {"torch_bytes": 0}, True, 0),
+        (machine(64), {"agreed": 7}, False, 7),
+    ],
+)
+def test_a_machine_spares_what_it_does_not_need(of, options, on_host, budget):
+    found = Spare(machine=of, **options).budget(on_host=on_host)
+    assert found == (budget if "agreed" in options else budget * GIB)
+
+
+def test_a_cgroup_is_a_smaller_machine(monkeypatch):
+    limits = {"cgroup_limit": 3 * GIB, "available": 2 * GIB}
+    monkeypatch.setattr("memascend.memory.limits", lambda: limits)
+    assert HostMemory.here() == machine(3, 2)
+    limits["cgroup_limit"] = None
+    assert HostMemory.here().total > 3 * GIB
+
+
+@pytest.fixture
+def whole_mib(monkeypatch):
+    """Budgets are whole MiB, of 100 MiB that are free beside imports."""
+    monkeypatch.setattr(spare, "_GIB", 1 << 20)
+    monkeypatch.setattr(spare, "_MARGIN_MIN", 0)
+
+    def free(mib):
+        total = (mib << 20) + spare.IMPORTS
+        here = HostMemory(total=total * 8 // 7 + 8, available=total)
+        monkeypatch.setattr(HostMemory, "here", staticmethod(lambda: here))
+
+    free(100)
+    return free
+
+
+def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
+    caplog.set_level(logging.INFO, "memascend")
+    _, optimizer = offloaded(tmp_path / "a.store", host_memory="auto")
+    with optimizer:
+        plan = optimizer.plan
+        assert plan.host_peak <= plan.budget < plan.host_peak + (1 << 20)
+        assert not plan.larger
+        assert len(plan.ram_tier) == sum(len(unit.parameters) for unit in plan.units)
+    assert "of what this machine can spare" in caplog.text
+    # Less than the smallest good budget is not taken.
+    whole_mib(1)
+    _, optimizer = offloaded(tmp_path / "b.store", host_memory="auto")
+    with optimizer:
+        assert optimizer.plan.budget == optimizer.plan.comfortable
+
+
+def trained_once(path, **options):
+    # With its state and gradients, it has more than all budgets here.
+    model, optimizer = offloaded(path, chain(16, width=512), existing="resume", **options)
+    model(torch.randn(4, next(model.parameters()).shape[-1])).square().mean().backward()
+    optimizer.step()
+    budget = optimizer.plan.budget
+    optimizer.close()
+    return budget
+
+
+def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
+    caplog.set_level(logging.INFO, "memascend")
+    path = tmp_path / "run.store"
+    whole_mib(60)
+    first = trained_once(path, host_memory="auto")
+    assert first == 30 << 20
+    # Now more is free, or less: the budget of the store stands while it is to be had.
+    for free, kept in ((100, True), (32, True), (28, False)):
+        whole_mib(free)
+        caplog.clear()
+        assert (trained_once(path, host_memory="auto") == first) == kept
+        assert ("as this run had before" in caplog.text) == kept
+    whole_mib(100)
+    # A given one is a new preference, and the smallest good one is none.
+    given = trained_once(path, host_memory="31MiB")
+    assert trained_once(path) < given
+    assert trained_once(path, host_memory="auto") != given
+
+
+def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
+    path = tmp_path / "run.store"
+    model, optimizer = offloaded(path, chain(16, width=512), host_memory="auto")
+    budget = optimizer.plan.budget
+    whole_mib(60)
+    with pytest.warns(UserWarning, match="had this store open"):
+        again = offloaded(path, chain(16, width=512), existing="resume", host_memory="auto")[1]
+    with again:
+        assert again.plan.budget == budget
+    del model
+
+
+def test_runs_look_one_after_the_other():
+    """Each waits for the other's memory, at most as long as it is told."""
+    first, second, third = Turn(), Turn(), Turn()
+    first.wait(1)
+    waiting = threading.Thread(target=second.wait, args=(60,))
+    waiting.start()
+    # One that takes too long is not waited for.
+    third.wait(0.2)
+    third.end()
+    assert waiting.is_alive()
+    first.end()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    second.end()
+
+
+def test_ranks_take_what_all_of_them_have(monkeypatch):
+    """Two ranks on this host and one on another, which has little."""
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    said = iter([["here", "there", "here"], [None] * 3, None])
+
+    def everyone(mine):
+        others = next(said)
+        return [mine, 7 << 20, mine + 1] if others is None else others
+
+    exchange = SimpleNamespace(rank=0, everyone=everyone)
+    turn = Turn()
+    options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
+    turn.end()
+    assert options.spare == Spare(processes=2, agreed=7 << 20)
+    given = Options(host_memory="8MiB")
+    assert agreed(given, exchange, turn, on_host=True) is given
+
+
+def test_what_a_larger_budget_brings_is_said_once(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "memascend")
+    monkeypatch.setattr("memascend.session.report.faster", lambda *_: (40 * GIB, 74.0))
+    monkeypatch.setattr("memascend.session.report.Report.waited", 0.5)
+    words = 'host_memory="40GiB", which is free here, would make a step about 74 s instead of '
+    for options, count in (({}, 1), ({"host_memory": "64MiB"}, 0), ({"host_memory": "auto"}, 0)):
+        caplog.clear()
+        model, optimizer = offloaded(tmp_path / f"{count}{len(options)}.store", existing="replace", **options)
+        with optimizer:
+            for _ in range(6):
+                model(torch.randn(4, next(model.parameters()).shape[-1])).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert caplog.text.count(words) == count
+
+
+def test_a_larger_budget_saves_what_the_drive_takes():
+    moves = {budget: SimpleNamespace(total=total) for budget, total in ((10, 60), (20, 30), (40, 0))}
+    plan = SimpleNamespace(larger=moves, moved_bytes=100)
+    assert faster(plan, 9, 10.0, 8.0) is None
+    assert faster(plan, 25, 10.0, 8.0) == (20, 3.0)
+    # Compute bounds it from there on.
+    assert faster(plan, 40, 10.0, 6.0) == (40, 4.0)
+    assert faster(plan, 40, 10.0, 0.5) is None
+
+
+# --- processes ------------------------------------------------------------------------------
+
+RUN = (
+    SMALL
+    + """
+import os, sys, torch, memascend
+from memascend.plan.spare import Spare
+group, path, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
+if group:
+    open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+with torch.device("meta"):
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(64)))
+optimizer = torch.optim.AdamW(model.parameters())
+print("ready", flush=True)
+sys.stdin.readline()
+model, optimizer = memascend.offload(model, optimizer, storage=path, existing="resume", **options)
+print("budget", optimizer.plan.budget, flush=True)
+sys.stdin.readline()
+model(torch.randn(2, 1024)).square().mean().backward()
+optimizer.step()
+optimizer.close()
+print("done", flush=True)
+"""
+)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
+    """All of it goes to the first, were it alone; the kernel would kill one of two that both take it."""
+    first = cgroup / "memory.limit_in_bytes"
+    limit = 2000 << 20
+    (first if first.exists() else cgroup / "memory.max").write_text(str(limit))
+    start = [sys.executable, "-W", "ignore", "-c", RUN, str(cgroup)]
+    options = "{'host_memory': Spare(torch_bytes=250 << 20)}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment()}
+    budgets = []
+    with contextlib.ExitStack() as last_first:
+        runs = [
+            last_first.enter_context(subprocess.Popen([*start, str(tmp_path / str(number)), options], **pipes))
+            for number in range(2)
+        ]
+        for run in runs:
+            last_first.callback(run.kill)
+        for words in ("ready", "budget", "done"):
+            for run in runs:
+                line = run.stdout.readline()
+                assert line.startswith(words), (words, line, [one.poll() for one in runs])
+                budgets += [int(line.split()[1])] if words == "budget" else []
+            # Both go on at the same time.
+            for run in runs if words != "done" else ():
+                print(file=run.stdin, flush=True)
+        assert [run.wait(60) for run in runs] == [0, 0]
+    assert 0 < sum(budgets) < limit
+    assert max(budgets) > 700 << 20
+
+
+@pytest.mark.timeout(300)
+def test_ranks_divide_the_machine(tmp_path):
+    program = tmp_path / "ranks.py"
+    program.write_text(
+        SMALL
+        + """
+import torch, memascend
+from memascend.plan.spare import HostMemory
+HostMemory.here = staticmethod(lambda: HostMemory(total=800 << 20, available=800 << 20))
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(64)))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = memascend.offload(model, optimizer, storage="run", host_memory="auto")
+print("budget", optimizer.plan.budget >> 20, flush=True)
+optimizer.close()
+torch.distributed.destroy_process_group()
+"""
+    )
+    output = life(command(program), cwd=tmp_path)
+    # 700 MiB for both, without 200 of imports for each; half of it is torch's.
+    assert re.findall(r"budget (\d+)", output) == ["75", "75"], output
+
+
+def test_none_that_is_given_is_named(tmp_path):
+    with pytest.raises(memascend.ConfigError, match="host_memory is a number of bytes, or text"):
+        offloaded(tmp_path / "run.store", host_memory="all")
