@@ -31,9 +31,10 @@ from benchmarks.train.judge import loss_difference
 from benchmarks.train.launch import Launcher
 from memascend.cli import plan as planning
 from memascend.cli.plan.answer import answer, disk_seconds
-from memascend.cli.plan.machine import REACHED, drive_at, gpu_here, parse_gpu
+from memascend.cli.plan.machine import drive_at, parse_gpu
 from memascend.cli.plan.shapes import shape_named
 from memascend.errors import BudgetError
+from memascend.plan.hardware import REACHED, gpu_here
 from memascend.plan.options import parse_bytes
 from memascend.text import bytes_shown, seconds_shown, table
 

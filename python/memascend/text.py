@@ -100,6 +100,24 @@ def seconds_shown(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def duration_shown(seconds: float) -> str:
+    """A longer time in minutes, hours or days, with two digits; below a minute in seconds."""
+    hours = seconds / 3600
+    if seconds < 60:
+        return seconds_shown(seconds)
+    if hours < 1:
+        return f"{seconds / 60:,.2g} minutes"
+    return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
+
+
+def terabytes_shown(nbytes: int) -> str:
+    """Bytes as sellers of drives count them, in TB, GB or MB of powers of ten."""
+    tb = nbytes / 10**12
+    if tb >= 1:
+        return f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB"
+    return f"{tb * 1e3:.3g} GB" if tb >= 1e-3 else f"{tb * 1e6:.3g} MB"
+
+
 def listed(names: Sequence[str], separator: str = ", ") -> str:
     """The first ten names, and the number of further names."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""

@@ -12,12 +12,13 @@ from support.planned import shown, told
 
 from memascend.cli import main
 from memascend.cli.plan import builtin, model
-from memascend.cli.plan.machine import drive_at, gpu_here, parse_gpu, product_flops
+from memascend.cli.plan.machine import drive_at, parse_gpu
 from memascend.cli.plan.shapes import SHAPES, shape_named
 from memascend.cli.plan.subject import Batch
 from memascend.cli.storage import Speed
 from memascend.errors import ConfigError
 from memascend.plan.decision import TorchBytes
+from memascend.plan.hardware import gpu_here, product_flops
 from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
@@ -259,7 +260,7 @@ def test_a_card_without_bf16_is_said(capsys, config):
 
 def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     asked = []
-    monkeypatch.setattr("memascend.cli.plan.machine.product_flops", lambda kind: asked.append(kind) or 2e6)
+    monkeypatch.setattr("memascend.plan.hardware.product_flops", lambda kind: asked.append(kind) or 2e6)
     found = told(capsys, config, *SMALL)
     assert asked == ["bfloat16"]
     assert found["step"]["bound"] == "compute"
@@ -333,7 +334,7 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
 
 
 def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
-    monkeypatch.setattr("memascend.cli.plan.machine._has_device_file", lambda: True)
+    monkeypatch.setattr("memascend.plan.hardware._has_device_file", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=25 << 30))
     for name, card in (

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memascend.text import Progress, bytes_shown, table
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from memascend import storage
 
@@ -29,21 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
         action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "info":
+            action.add_argument("--verbose", action="store_true", help="list each tensor, and not groups of equal ones")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the action. Exit code 1 if the store is damaged."""
-    action = {"info": _info, "verify": _verify}[options.action]
-    return action(options.paths, as_json=options.json)
+    if options.action == "verify":
+        return _verify(options.paths, as_json=options.json)
+    return _info(options.paths, partial(_describe, as_json=options.json, verbose=options.verbose), quiet=options.json)
 
 
-def _info(paths: list[str], *, as_json: bool) -> int:
+def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet: bool) -> int:
     from memascend import storage
     from memascend.errors import StorageError
 
     try:
         with storage.Store.open(paths) as store:
-            _describe(store, as_json=as_json)
+            describe(store)
     except StorageError as error:
         try:
             looked_at = storage.look(paths)
@@ -51,19 +57,22 @@ def _info(paths: list[str], *, as_json: bool) -> int:
             raise error from None
         with looked_at as store:
             print(f"memascend store: {error}", file=sys.stderr)
-            if not as_json:
+            if not quiet:
                 print("this store cannot be opened as it is; the newest catalog in it that is whole says:")
-            _describe(store, as_json=as_json)
+            describe(store)
         return 1
     return 0
 
 
-def _describe(store: storage.Store, *, as_json: bool) -> None:
+def _describe(store: storage.Store, *, as_json: bool, verbose: bool) -> None:
     info, records = store.info(), store.records()
     if as_json:
         print(json.dumps({**info, "records": records}, indent=2))
         return
     print(f"{_summary(info, records)}\n")
+    if not verbose:
+        print(_groups(records))
+        return
     rows = [
         (
             record["name"],
@@ -76,6 +85,29 @@ def _describe(store: storage.Store, *, as_json: bool) -> None:
         for record in records
     ]
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
+
+
+# A number in the name of a tensor: that of a layer or an expert.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _groups(records: list[dict[str, Any]]) -> str:
+    """The tensors that are alike but for the numbers in their names, in a row for each kind."""
+    groups: dict[tuple[str, ...], int] = {}
+    for record in records:
+        row = (
+            _NUMBER.sub("*", record["name"]),
+            record["dtype"],
+            " x ".join(map(str, record["shape"])) or "scalar",
+            str(record["step"]),
+            ", ".join(f"{name} ({dtype})" for name, dtype, _ in record["state"]) or "none",
+        )
+        groups[row] = groups.get(row, 0) + 1
+    states = {row[-1] for row in groups}
+    shown = [(row[0], str(count), *row[1:4], *(row[4:] if len(states) > 1 else ())) for row, count in groups.items()]
+    common = "" if len(states) > 1 else f"\n\nstate of each: {states.pop()}" if states else ""
+    head = ("tensors", "count", "dtype", "shape", "updates", *(["state"] if len(states) > 1 else []))
+    return f"{table(head, shown)}{common}"
 
 
 def _summary(info: dict[str, Any], records: list[dict[str, Any]]) -> str:

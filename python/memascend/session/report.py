@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,8 @@ import torch
 from memascend.grads.microbatches import PartialSums
 from memascend.plan.decision import TorchBytes
 from memascend.plan.spare import Spare, faster
-from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, size_option, table
+from memascend.session.history import History, draw
+from memascend.text import bytes_shown, seconds_shown, size_option, table
 
 if TYPE_CHECKING:
     import os
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-_MIB = 1 << 20
 # Stages in which the training loop waits for units, for space for gradients, and for the rest of a step.
 WAITING = ("waiting for units", "handing on gradients", "step()")
 # The steps by which the gain of a larger budget is estimated.
@@ -81,6 +80,7 @@ class Report:
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
+    history: History = field(default_factory=History)  # of each step
     ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
 
     @property
@@ -217,8 +217,8 @@ class Report:
                 rows.append((direction, kind, bytes_shown(nbytes), "" if once else bytes_shown(nbytes // self.steps)))
         return table(("storage", "kind", "bytes", "for each step"), rows)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the most host memory of each owner, beside that of the same training in memory without activations.
+    def plot(self, path: str | os.PathLike[str] = "training.png") -> None:
+        """Draw the loss (where a Trainer logs it), seconds and GB/s of each step, and the host memory of each owner.
 
         Args:
             path: of the picture; its suffix gives the format.
@@ -226,28 +226,7 @@ class Report:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        plt = open_pyplot()
-        bars = {
-            "memascend": {name: owner.peak for name, owner in self.owners.items()},
-            "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(self.in_memory).items()},
-        }
-        figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-        try:
-            for bar, parts in bars.items():
-                below = 0.0
-                for name, nbytes in parts.items():
-                    axis.bar(bar, nbytes / _MIB, bottom=below, label=f"{name}: {bytes_shown(nbytes)}", width=0.6)
-                    below += nbytes / _MIB
-            axis.axhline(
-                self.budget / _MIB, color=IN_MEMORY, linestyle=":", label=f"budget: {bytes_shown(self.budget)}"
-            )
-            axis.set_ylabel("MiB of host memory")
-            figure.legend(loc="outside right upper")
-            where = Path(path).expanduser()
-            where.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(where, dpi=110)
-        finally:
-            plt.close(figure)
+        draw(self, path)
 
 
 def _times(report: Report) -> tuple[float, float]:
@@ -285,6 +264,9 @@ class Measurements:
         # The most that was kept in p.grad until step().
         self._kept_peak = 0
         self._last: Report | None = None
+        self.history = History()
+        # The end of the last step, and the bytes that were moved until then.
+        self._ended: tuple[float, int] | None = None
         # As exchanged in the last step.
         self._all_ranks: AllRanks | None = None
         # Whether a larger budget is to be mentioned; and the report after the first step.
@@ -311,7 +293,12 @@ class Measurements:
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
-        self._step_seconds += time.perf_counter() - began
+        now = time.perf_counter()
+        self._step_seconds += now - began
+        store = self._resources.store.counters()
+        before, self._ended = self._ended, (now, store["read_bytes"] + store["written_bytes"])
+        if before is not None:
+            self.history.add(self._run.metadata.step, now - before[0], self._ended[1] - before[1])
         self._kept_peak = max(self._kept_peak, self._kept())
         if self._mentions:
             self._mention_larger_budget()
@@ -380,6 +367,7 @@ class Measurements:
             deferred_to=self._run.residency.units.settling.way,
             units=dict(self._run.residency.units.counters),
             in_memory=self._in_memory,
+            history=self.history,
             ranks=self._all_ranks,
             **self._on_device(),
         )

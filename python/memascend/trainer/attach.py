@@ -22,15 +22,18 @@ from memascend.storage import commits, look
 from memascend.trainer import names
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.description import description, of_ranks, require_same
+from memascend.trainer.display import Display
+from memascend.trainer.forecast import forecast
 from memascend.trainer.kept import packed
 from memascend.trainer.position import decoded
 from memascend.trainer.reference import offload_both
-from memascend.trainer.resume import Resume, position_log
+from memascend.trainer.resume import Resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from memascend.session.optimizer import OffloadedOptimizer
+    from memascend.trainer.forecast import Forecast
 
 _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
@@ -120,6 +123,8 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
             for parameter in () if model is None else model.parameters():
                 parameter.data = parameter.data.clone()
 
+    expected = forecast(trainer, options)
+
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
         for group in optimizer.param_groups:
@@ -129,7 +134,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:
-            _attach(trainer, offloaded, resume)
+            _attach(trainer, offloaded, resume, expected)
         except MemascendError:
             offloaded.close()
             raise
@@ -144,7 +149,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     return begin()
 
 
-def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
+def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume, expected: Forecast | None) -> None:
     """Let the Trainer train with this optimizer, from the store's position on."""
     metadata = session_of(optimizer).run.metadata
     kept = None
@@ -152,7 +157,6 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         kept = decoded(metadata.position, "the store")
         require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
-        position_log.warning("the training goes on after step %d", kept["step"])
         if kept.get("left_out"):
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     elif metadata.step:
@@ -162,8 +166,9 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         )
     callback = Attached(resume)
     callback.attach(optimizer)
+    resume.display = Display(resume, expected)
     # Before those that report the log.
-    trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.callback_handler.callbacks[:0] = [callback, resume.display]
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
     if not resume.clips_exactly:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
     from memascend.session.session import Session
 
-__all__ = ["Callback", "is_streamed", "offloaded_optimizer"]
+__all__ = ["Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
 
@@ -91,7 +91,7 @@ class Callback(TrainerCallback):
     def attach(self, optimizer: Any) -> None:
         """Report on the optimizer of this Trainer."""
         self._session = session_of(offloaded_optimizer(optimizer))
-        self._before = _counted(self._session.report())
+        self._before = counted_in(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         """Take over the writing of checkpoints."""
@@ -147,8 +147,12 @@ class Callback(TrainerCallback):
         logs: dict[str, Any] = others["logs"]
         if self._session is None or "loss" not in logs:
             return
-        report = self._session.report()
-        then, now = self._before, _counted(report)
+        report, losses = self._session.report(), self._session.measurements.history.losses
+        # At first also those before a resume.
+        for line in state.log_history[-1:] if losses else state.log_history:
+            if "loss" in line and "step" in line:
+                losses[int(line["step"])] = float(line["loss"])
+        then, now = self._before, counted_in(report)
         self._before = now
         if report.advice and not self._advised:
             _log.warning(report.advice)
@@ -182,7 +186,7 @@ class Callback(TrainerCallback):
                 )
 
 
-def _counted(report: Report) -> tuple[int, int, float]:
+def counted_in(report: Report) -> tuple[int, int, float]:
     """Bytes read and written by the training, and its seconds of waiting."""
     # offload() itself wrote the first values.
     written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")

@@ -14,6 +14,7 @@ from memascend.plan.decision import file_of
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.offload import offload
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
     except BudgetError as error:
         share = sum(own[name] for name in rest)
         raise BudgetError(
-            f"{error}; the reference model takes {share} bytes beside it, which are in the budget, too",
+            f"{error}; the reference model takes {bytes_shown(share)} beside it, which are in the budget, too",
             smallest=error.smallest + share,
         ) from error
     try:
@@ -78,7 +79,8 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
         elif total is not None and name in own:
             # An error of the trained model's plan names the smallest that works.
             rest[name] = max(1, total - own[name])
-    _log.info("the reference model takes %d bytes of host memory; the trained model has the rest", plan.budget)
+    taken = bytes_shown(plan.budget)
+    _log.info("the reference model takes %s of host memory; the trained model has the rest", taken)
     return own, rest
 
 

@@ -34,7 +34,7 @@ from memascend.session.optimizer import session_of
 from memascend.text import replaced
 from memascend.trainer import names
 from memascend.trainer.by_layer import Steps
-from memascend.trainer.callback import is_streamed
+from memascend.trainer.callback import counted_in, is_streamed
 from memascend.trainer.description import require_same, require_same_arguments
 from memascend.trainer.feed import Feed
 from memascend.trainer.kept import Watch
@@ -45,10 +45,13 @@ if TYPE_CHECKING:
 
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.session.session import Session
+    from memascend.trainer.display import Display
 
 _log = logging.getLogger("memascend")
-# Says where a training goes on: warnings are shown where no logging is configured. The command line has its own words.
-position_log = logging.getLogger("memascend.trainer.position")
+# Fewer steps say little about the next ones.
+_FEW_STEPS = 3
+# How the names of tokens end in a batch.
+_IDS = "input_ids"
 # Stands for a checkpoint to the Trainer's loop.
 _FROM_STORE = "the store"
 
@@ -86,8 +89,13 @@ class Resume:
         self._ended: dict[str, Any] = {}
         self._norm: float | None = None
         self._steps = None if trainer.is_fsdp_enabled else Steps(trainer)
-        self._start, self._seconds_before = 0.0, 0.0
+        self._start, self._seconds_before, self._written_before = 0.0, 0.0, 0
+        # Seconds of a step so far; None: there are too few.
+        self.seconds_of_step: float | None = None
+        # The tokens of all batches of this process.
+        self.tokens = 0
         self._trains = False
+        self.display: Display | None = None
         self._own: dict[str, Callable[..., Any]] = {}
         for name in names.METHODS:
             if hasattr(self, name):
@@ -104,10 +112,28 @@ class Resume:
     def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
         """Train with this optimizer, from the position `kept` on, if there is one."""
         self._optimizer, self._kept = optimizer, kept
-        self._seconds_before = 0.0 if kept is None else kept["seconds"]
+        if kept is not None:
+            self._seconds_before, self._written_before = kept["seconds"], kept.get("written", 0)
+            self.seconds_of_step = kept["seconds"] / kept["step"] if kept["step"] >= _FEW_STEPS else None
         self._best = None if kept is None else kept.get("best")
         session = self._session
         session.edits.repeat(session.run.metadata.blocks if kept is None else None)
+
+    @property
+    def written(self) -> int:
+        """Bytes that the whole training has written, with those of its earlier processes."""
+        return self._written_before + counted_in(self._session.report())[1]
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        """Those of the Trainer."""
+        found: Sequence[Any] = self._trainer.callback_handler.callbacks
+        return found
+
+    @property
+    def data(self) -> Any:
+        """The examples of the training."""
+        return self._trainer.train_dataset
 
     def begin_late(self, begin: Callable[[], object]) -> None:
         """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
@@ -138,6 +164,7 @@ class Resume:
             "groups": [options_of(group) for group in self._optimizer.param_groups],
             "norm": self._norm,
             "seconds": self._seconds_before + time.monotonic() - self._start,
+            "written": self.written,
         }
         return encoded(taken)
 
@@ -165,6 +192,8 @@ class Resume:
                 )
             raise
         self._end_training()
+        if self.display is not None:
+            self.display.end()
         return result
 
     def _require_here(self, folder: Any) -> None:
@@ -399,6 +428,7 @@ class Resume:
         self._norm = None
         self._passed += self._group
         self._group = len(found[0])
+        self.tokens += sum(map(_tokens_of, found[0]))
         if self._steps is not None:
             self._steps.begin(found[0])
         return found
@@ -548,6 +578,18 @@ class Resume:
                     # What an evaluation left gathered would not be loaded as shards.
                     module.reshard()
             set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def _tokens_of(batch: Any) -> int:
+    """The tokens of a batch without padding, where it says so; 0 for a batch that has none."""
+    if not hasattr(batch, "items"):
+        return 0
+    count = 0
+    for name, ids in batch.items():
+        if name.endswith(_IDS) and isinstance(ids, torch.Tensor):
+            mask = batch.get(name.removesuffix(_IDS) + "attention_mask")
+            count += ids.numel() if mask is None or mask.shape != ids.shape else int(mask.sum())
+    return count
 
 
 def _newest(folder: str) -> Any:

@@ -131,9 +131,10 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
 def ask(options: argparse.Namespace) -> Question:
     """The question of the command line; what it names is described and measured."""
     from memascend.cli.plan.answer import Question
-    from memascend.cli.plan.machine import drive_at, gpu_here, machine_of, parse_drive, parse_gpu, product_flops
+    from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
     from memascend.plan import decision
+    from memascend.plan.hardware import gpu_here, product_flops
     from memascend.plan.options import AUTO, Options
     from memascend.plan.spare import Spare
 

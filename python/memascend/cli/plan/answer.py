@@ -7,7 +7,6 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from memascend.cli.plan.machine import REACHED
 from memascend.cli.plan.subject import Batch
 from memascend.errors import BudgetError, ConfigError
 from memascend.plan.cost import (
@@ -24,16 +23,17 @@ from memascend.plan.cost import (
     ways,
 )
 from memascend.plan.decision import TorchBytes, file_of, nearest
+from memascend.plan.hardware import ENDURANCE_PER_TB, REACHED
 from memascend.plan.spare import CONTEXT, IMPORTS
 from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from memascend.cli.plan.machine import Gpu
     from memascend.cli.plan.subject import Loss, Subject, Trace
     from memascend.plan.cost import Network
     from memascend.plan.decision import Decision
+    from memascend.plan.hardware import Gpu
     from memascend.plan.options import Options
     from memascend.plan.spare import HostMemory
     from memascend.plan.table import Plan, Way
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _TB = 10**12
 # The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
 _GAPS = 0.2
-# Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
-ENDURANCE_PER_TB = 600
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import ENDURANCE_PER_TB, answer, beside, disk_seconds, forecast_of, moved, total
-from memascend.cli.plan.machine import REACHED
+from memascend.cli.plan.answer import answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.storage import mount_point
 from memascend.plan.cost import seconds
+from memascend.plan.hardware import ENDURANCE_PER_TB, REACHED
 from memascend.plan.options import AUTO
-from memascend.text import bytes_shown, counted, seconds_shown, size_option, table
+from memascend.text import bytes_shown, counted, duration_shown, seconds_shown, size_option, table, terabytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,17 +171,8 @@ def _changes(question: Question, other: Question) -> str:
 
 
 def _total_in_words(run: Total) -> str:
-    took = "" if run.seconds is None else f"{_hours(run.seconds)}, "
-    tb = run.written / 10**12
-    written = f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB" if tb >= 1 else f"{tb * 1000:,.3g} GB"
-    return f"{counted(run.steps, 'step')}, {took}{written} written"
-
-
-def _hours(took: float) -> str:
-    hours = took / 3600
-    if hours < 1:
-        return f"{took / 60:,.2g} minutes"
-    return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
+    took = "" if run.seconds is None else f"{duration_shown(run.seconds)}, "
+    return f"{counted(run.steps, 'step')}, {took}{terabytes_shown(run.written)} written"
 
 
 def _what_fits(question: Question, found: tuple[Question, Answer] | None) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import itertools
+import os
+import socket
 from argparse import ArgumentError
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -16,7 +20,8 @@ if TYPE_CHECKING:
 
 # The kinds of training, and how the names of TRL's classes begin.
 KINDS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}
-_ALIASES = {"model": "model_name_or_path", "data": "dataset_name", "output": "output_dir"}
+_MODEL = "model_name_or_path"
+_ALIASES = {"model": _MODEL, "data": "dataset_name", "output": "output_dir"}
 _LISTS = ("dataset_name", "eval", "storage")
 # TRL's own defaults would change results in silence, and write again what the store has.
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
@@ -79,20 +84,21 @@ def parse(words: Sequence[str]) -> Command:
     if kind not in KINDS:
         raise ArgumentError(None, f"a training is one of {', '.join(KINDS)}, not {kind!r}")
     given = _by_name(words)
-    try:
-        import datasets  # noqa: F401
-        import trl
-    except ImportError as error:
-        raise ConfigError(f"{error.name} is not installed: {how_to_install('train')}") from error
+    lacking = next((name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None), None)
+    if lacking is not None:
+        raise ConfigError(f"{lacking} is not installed: {how_to_install('train')}")
+    config = _in_file(given.pop("config")[-1]) if "config" in given else {}
+    needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
+    if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
+        raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+    # Importing TRL takes long, and a mistaken name is known before.
+    require_model(str([*given.get(_MODEL, ()), config.get(_MODEL)][0]))
+    import trl
 
     class Parser(trl.TrlParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ArgumentError(None, message)
 
-    config = _in_file(given.pop("config")[-1]) if "config" in given else {}
-    needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
-    if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
-        raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
     kinds = (trl.ScriptArguments, getattr(trl, f"{KINDS[kind]}Config"), trl.ModelConfig, trl.DatasetMixtureConfig)
     own: list[Any] = [(name, list[str], field(default_factory=list)) for name in ("storage", "eval")]
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
@@ -158,3 +164,54 @@ def _in_file(path: str) -> dict[str, Any]:
     for name in found.keys() & {*_LISTS}:
         found[name] = [expanded(str(one)) for one in (found[name] if isinstance(found[name], list) else [found[name]])]
     return found
+
+
+# How similar a folder's path is to a mistaken one.
+_NEAR = 0.7
+_CONFIG = "config.json"
+# The folders of models that are compared at most.
+_FOLDERS_MAX = 1000
+
+
+def require_model(name: str) -> None:
+    """Reject at once a model that is no folder, and no model of the hub that can be had."""
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).is_file() for file in (_CONFIG, "adapter_config.json")):
+            raise ConfigError(f"--model {name} has no {_CONFIG}: give the folder of a model of transformers")
+        return
+    if path.exists():
+        raise ConfigError(f"--model {name} is a file: give the folder that it is in")
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    is_path = name.startswith((".", "/"))
+    try:
+        if not is_path and isinstance(try_to_load_from_cache(name, _CONFIG), str):
+            return
+    except HFValidationError:
+        is_path = True
+    near = difflib.get_close_matches(name, _model_folders(path), 1, _NEAR)
+    if near or is_path:
+        hint = f": did you mean {near[0]}?" if near else ""
+        hub = "" if is_path else f" (the hub's model of this name is taken once `hf download {name}` got it)"
+        raise ConfigError(f"--model {name} does not exist{hint}{hub}")
+    if any(key.lower().endswith("_proxy") for key in os.environ):
+        # Behind a proxy names cannot be looked up here.
+        return
+    host = constants.ENDPOINT.partition("://")[2].partition("/")[0].partition(":")[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ConfigError(
+            f"--model {name} is no folder here and not in the cache of the hub, and {host} cannot be reached: {error}"
+        ) from error
+
+
+def _model_folders(path: Path) -> list[str]:
+    """The folders of models beside a mistaken path, or beside its folder where that is the mistake."""
+    above = path.parent if path.parent.is_dir() else path.parent.parent
+    if not above.is_dir():
+        return []
+    found = itertools.chain(above.glob(f"*/{_CONFIG}"), above.glob(f"*/*/{_CONFIG}"))
+    return [str(file.parent) for file in itertools.islice(found, _FOLDERS_MAX)]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import numpy as np
+import pyarrow.compute
 import transformers
 from trl import get_dataset
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -298,3 +300,23 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
         for token, (start, end) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
     ]
     return {"input_ids": tokens["input_ids"], "labels": labels}
+
+
+def token_counts(data: Any) -> Any:
+    """The tokens of each example that TRL has prepared, as an array; None where its columns are not known.
+
+    Of a pair, those of its longer answer, with the prompt.
+    """
+    names = set(data.column_names)
+
+    def lengths(column: str) -> Any:
+        # Arrow has the lengths without the tokens.
+        found = data.with_format("arrow").select_columns([column])[:][column]
+        return np.asarray(pyarrow.compute.list_value_length(found))
+
+    if "input_ids" in names:
+        return lengths("input_ids")
+    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in names]
+    if "prompt_ids" not in names or not answers:
+        return None
+    return lengths("prompt_ids") + np.maximum.reduce([lengths(name) for name in answers])

@@ -8,7 +8,6 @@ import datetime as dt
 import functools
 import inspect
 import json
-import logging
 import os
 import re
 import signal
@@ -28,24 +27,27 @@ from memascend.checkpoint.files import file_errors
 from memascend.cli.plan.model import trace
 from memascend.cli.plan.subject import Batch
 from memascend.cli.train.arguments import KINDS, OFFLOAD
-from memascend.cli.train.data import read
+from memascend.cli.train.data import read, token_counts
 from memascend.errors import ConfigError, MemascendError
-from memascend.plan.options import Options
+from memascend.plan.options import AUTO, Options
+from memascend.plan.spare import Spare
 from memascend.session.decide import planned
 from memascend.session.optimizer import session_of
 from memascend.text import bytes_shown
 from memascend.trainer.attach import prepare_optimizer
 from memascend.trainer.callback import offloaded_optimizer
-from memascend.trainer.resume import position_log
+from memascend.trainer.display import Display
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.cli.plan.subject import Loss
+    from memascend.cli.plan.subject import Loss, Trace
     from memascend.cli.train.arguments import Command
 
 # Calls in chat templates that insert the date; their formats are literals.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# The picture of a run, beside its log.
+_PICTURE = "training.png"
 # When the run began, and of which store and step the saved model is.
 _RECORD = "memascend-train.json"
 
@@ -59,20 +61,37 @@ def train(command: Command) -> int:
     record = json.loads(file.read_text()) if file.exists() else {"began": dt.datetime.now().astimezone().isoformat()}
     with _stop_reported(own.existing) as made:
         with _unchanged(file.parent) if own.dry_run else contextlib.nullcontext():
-            trainer = _made(command, dt.datetime.fromisoformat(record["began"]))
+            trainer, words = _made(command, dt.datetime.fromisoformat(record["began"]))
             if own.dry_run:
                 _print_plan(trainer, command.kind, options)
                 return 0
         made.append(trainer)
-        position_log.setLevel(logging.ERROR)
+        if options.host_memory in (None, AUTO):
+            chosen["host_memory"] = _spare(trainer, command.kind, options)
         trainers.offload(trainer, storage=own.storage, **chosen)
-        # Before the one that draws the progress bar.
-        trainer.callback_handler.callbacks.insert(0, _StartReport())
+        for display in filter(lambda one: isinstance(one, Display), trainer.callback_handler.callbacks):
+            display.examples = words
         with file_errors(file.parent, "cannot be written (no step is lost: give the same command again)"):
             _write(trainer, file, record)
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
             _save(trainer, file, record)
     return 0
+
+
+def _spare(trainer: Any, kind: str, options: Options) -> Spare:
+    """The machine's spare memory: on a CPU, as far as it is known, less what torch needs."""
+    if options.computes_on != "cpu":
+        return Spare()
+    found = _traced(trainer, kind, options)
+    if isinstance(found, str):
+        return Spare()
+    # By layer each micro-batch keeps its own checkpoints.
+    more = (trainer.args.gradient_accumulation_steps - 1) * found.kept
+    return Spare(torch_bytes=int(_GAPS * (found.peak + more)))
+
+
+# The heap keeps gaps between torch's allocations.
+_GAPS = 1.2
 
 
 @contextlib.contextmanager
@@ -91,6 +110,8 @@ def _print_plan(trainer: Any, kind: str, options: Options) -> None:
     found = prepare_optimizer(trainer)
     if options.state is None and found:
         options = dataclasses.replace(options, **found)
+    if options.host_memory in (None, AUTO):
+        options = dataclasses.replace(options, host_memory=_spare(trainer, kind, options))
     trainer.create_optimizer()
     print(planned(trainer.model, trainer.optimizer, options, trainer.args.world_size).plan)
     print(f"\n{_torchs_memory(trainer, kind, options)}")
@@ -112,17 +133,23 @@ def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
     )
 
 
+def _traced(trainer: Any, kind: str, options: Options) -> Trace | str:
+    """A micro-batch of the Trainer; or why it is not known."""
+    if not getattr(trainer.args, "max_length", None):
+        return "it is not known without --max_length"
+    if trainer.args.world_size > 1:
+        return "it is counted on one rank alone"
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
+    return trace(model, batch, recomputes=trainer.args.gradient_checkpointing)
+
+
 def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
     """What torch takes of a micro-batch beside the plan, in words."""
-    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
-    if not getattr(trainer.args, "max_length", None):
-        return "torch's memory is not known without --max_length"
-    if trainer.args.world_size > 1:
-        return "torch's memory is counted on one rank alone"
-    batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
-    found = trace(model, batch, recomputes=trainer.args.gradient_checkpointing)
+    found = _traced(trainer, kind, options)
     if isinstance(found, str):
         return f"torch's memory is not counted: {found}"
+    batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
     losses = {"full": "with the logits of all tokens", "chunked": "with a chunked loss", "score": "with scores"}
     return (
         f"beside it torch takes {bytes_shown(found.peak)} for a micro-batch of {batch.sequences} x {batch.length:,} "
@@ -182,18 +209,8 @@ def _terminate(process: int, *_: object) -> None:
     os._exit(Terminated.exit_code)
 
 
-class _StartReport(transformers.TrainerCallback):
-    """Prints at which step the training goes on."""
-
-    def on_train_begin(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Compare the committed steps with those of the whole run."""
-        steps = offloaded_optimizer(others.get("optimizer")).steps
-        if state.is_local_process_zero and 0 < steps < state.max_steps:
-            print(f"memascend train: goes on after step {steps} of {state.max_steps}", file=sys.stderr)
-
-
-def _made(command: Command, began: dt.datetime) -> Any:
-    """TRL's Trainer, with the model of the folder."""
+def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
+    """TRL's Trainer, with the model of the folder, and its examples in words."""
     model, args = command.model, command.training
     name = model.model_name_or_path
     if Path(name).resolve() == Path(args.output_dir).resolve():
@@ -232,28 +249,46 @@ def _made(command: Command, began: dt.datetime) -> Any:
         raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
     tokenizer.chat_template = template
     _require_exact(trainer)
-    _report_dropped(trainer, "data", examples, trainer.train_dataset)
-    _report_dropped(trainer, "eval", held_out, trainer.eval_dataset)
-    return trainer
+    words = _examples_in_words(trainer, command.kind, examples)
+    _require_some(trainer, "eval", held_out, trainer.eval_dataset)
+    return trainer, words
 
 
-def _report_dropped(trainer: Any, option: str, given: Any, kept: Any) -> None:
-    """Print how many examples TRL dropped; reject data of which it dropped all."""
+def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
+    """Reject data of which TRL dropped all examples; returns how many it dropped, in words, or ""."""
     if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
         # A stream has no length, and packing drops none.
-        return
+        return ""
     dropped, count = len(given) - len(kept), len(given)
     if not dropped:
-        return
+        return ""
     length = f"--max_length {trainer.args.max_length}"
     is_whole = isinstance(trainer.args, trl.RewardConfig)
     reason = f"is longer than {length}" if is_whole else f"has no token with a loss within {length}"
-    why = f"each {reason}: give a larger one, or shorter examples"
     if count == dropped:
-        raise ConfigError(f"no example of --{option} is left: {why}")
-    trainer.accelerator.print(
-        f"memascend train: {dropped} of {count} examples of --{option} are dropped: {why}", file=sys.stderr
-    )
+        raise ConfigError(f"no example of --{option} is left: each {reason}: give a larger one, or shorter examples")
+    return f"{dropped:,} dropped of {count:,}: each {reason}"
+
+
+def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
+    """The examples that are trained: kept, cut and dropped; None for a stream."""
+    dropped = _require_some(trainer, "data", given, trainer.train_dataset)
+    if isinstance(given, datasets.IterableDataset):
+        return None
+    kept, longest = trainer.train_dataset, getattr(trainer.args, "max_length", None)
+    if getattr(trainer.args, "packing", False):
+        return f"{len(given):,}, packed into {len(kept):,} rows of --max_length {longest}"
+    words = [f"{len(kept):,} kept", *([dropped] if dropped else [])]
+    lengths = None if longest is None else token_counts(kept)
+    if lengths is not None:
+        # Shorter rows were cut by TRL already; of pairs the collator cuts them.
+        is_cut = kind != "sft"
+        count = int((lengths > longest).sum() if is_cut else (lengths == longest).sum())
+        what = (
+            f"cut to --max_length {longest}" if is_cut else f"fill --max_length {longest}, to which longer ones are cut"
+        )
+        words[1:1] = [f"{count:,} {what}"] if count else []
+    return "; ".join(words)
 
 
 def _require_exact(trainer: Any) -> None:
@@ -295,6 +330,12 @@ def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
         # A record without its model would pass for a whole one.
         os.sync()
         _write(trainer, file, record | {"saved": made})
+        if trainer.is_world_process_zero():
+            with contextlib.suppress(ConfigError):
+                # Without matplotlib there is none.
+                optimizer.report().plot(file.parent / _PICTURE)
     done = "this run is finished" if is_there else "the training is done"
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
+    if Path(file.parent, _PICTURE).exists():
+        trainer.accelerator.print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
     optimizer.close()

@@ -1,0 +1,174 @@
+"""Knows hardware: GPUs by their names, kinds of drives, the GPU of this machine, and its speed in products."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memascend.plan.cost import Drive
+
+_GB, _GIB, _TB = 10**9, 1 << 30, 10**12
+# The part of a GPU's dense 16-bit peak, or of a processor's speed in one product, that training of large blocks
+# reaches: large products alone reach 0.7 and more of a GPU's peak, but operations between them are bound by memory.
+REACHED = 0.5
+# Memory of a card that CUDA, its libraries and gaps of the allocator take.
+_CONTEXT = 1 << 30
+# Bytes a second of 16 lanes in one direction; the specification has 15.8, 31.5 and 63 GB/s.
+_PCIE_3, _PCIE_4, _PCIE_5 = 12e9, 25e9, 50e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The figures of a GPU."""
+
+    name: str
+    tflops: float  # peak, in 10**12 operations a second
+    nbytes: int  # memory
+    link: float  # bytes a second, each way
+    bf16: bool = True  # whether its peak is one of bf16, too
+
+    @property
+    def usable(self) -> int:
+        """Memory for tensors."""
+        return max(0, self.nbytes - _CONTEXT)
+
+    @property
+    def flops(self) -> float:
+        """Operations a second in training."""
+        return self.tflops * _TB * REACHED
+
+
+# The peak is of dense bf16 products with sums in fp32: half of the figure with sparsity. On GeForce cards since Ampere
+# it is twice the peak of fp32 (cores x 2 x boost clock).
+_CARDS = (
+    # NVIDIA T4, V100 and Turing GPU Architecture: data sheets and whitepaper. Peaks of fp16: none has units for bf16.
+    Gpu("T4", 65, 15 * _GIB, _PCIE_3, bf16=False),  # 16 GiB, of which error correction takes one
+    Gpu("V100 16 GB", 125, 16 * _GIB, _PCIE_3, bf16=False),
+    Gpu("V100 32 GB", 125, 32 * _GIB, _PCIE_3, bf16=False),
+    Gpu("RTX 2080 Ti", 53.8, 11 * _GIB, _PCIE_3, bf16=False),
+    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2; others by their cores and clocks
+    Gpu("RTX 3060", 25.5, 12 * _GIB, _PCIE_4),
+    Gpu("RTX 3060 Ti", 32.4, 8 * _GIB, _PCIE_4),
+    Gpu("RTX 3070", 40.6, 8 * _GIB, _PCIE_4),
+    Gpu("RTX 3070 Ti", 43.5, 8 * _GIB, _PCIE_4),
+    Gpu("RTX 3080", 59.5, 10 * _GIB, _PCIE_4),
+    Gpu("RTX 3080 Ti", 68.2, 12 * _GIB, _PCIE_4),
+    Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
+    Gpu("RTX 3090 Ti", 80, 24 * _GIB, _PCIE_4),
+    # NVIDIA Ada GPU Architecture, whitepaper V2; others by their cores and clocks. The smaller ones have 8 lanes.
+    Gpu("RTX 4060", 30.2, 8 * _GIB, _PCIE_4 / 2),
+    Gpu("RTX 4060 Ti 8 GB", 44.1, 8 * _GIB, _PCIE_4 / 2),
+    Gpu("RTX 4060 Ti 16 GB", 44.1, 16 * _GIB, _PCIE_4 / 2),
+    Gpu("RTX 4070", 58.3, 12 * _GIB, _PCIE_4),
+    Gpu("RTX 4070 Super", 71, 12 * _GIB, _PCIE_4),
+    Gpu("RTX 4070 Ti", 80.2, 12 * _GIB, _PCIE_4),
+    Gpu("RTX 4070 Ti Super", 88.2, 16 * _GIB, _PCIE_4),
+    Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
+    Gpu("RTX 4080 Super", 104.4, 16 * _GIB, _PCIE_4),
+    Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
+    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1; others by their cores and clocks
+    Gpu("RTX 5060", 38.4, 8 * _GIB, _PCIE_5 / 2),
+    Gpu("RTX 5060 Ti 8 GB", 47.4, 8 * _GIB, _PCIE_5 / 2),
+    Gpu("RTX 5060 Ti 16 GB", 47.4, 16 * _GIB, _PCIE_5 / 2),
+    Gpu("RTX 5070", 61.7, 12 * _GIB, _PCIE_5),
+    Gpu("RTX 5070 Ti", 87.9, 16 * _GIB, _PCIE_5),
+    Gpu("RTX 5080", 112.6, 16 * _GIB, _PCIE_5),
+    Gpu("RTX 5090", 209, 32 * _GIB, _PCIE_5),
+    # NVIDIA RTX A4000, A5000, A6000, 6000 Ada and Pro 6000 Blackwell, L4, L40, L40S: data sheets
+    Gpu("RTX A4000", 76.7, 16 * _GIB, _PCIE_4),
+    Gpu("RTX A5000", 111.1, 24 * _GIB, _PCIE_4),
+    Gpu("RTX A6000", 154.8, 48 * _GIB, _PCIE_4),
+    Gpu("RTX 6000 Ada", 364, 48 * _GIB, _PCIE_4),
+    Gpu("RTX Pro 6000", 503.8, 96 * _GIB, _PCIE_5),
+    Gpu("L4", 121, 24 * _GIB, _PCIE_4),
+    Gpu("L40", 181, 48 * _GIB, _PCIE_4),
+    Gpu("L40S", 362, 48 * _GIB, _PCIE_4),
+    # NVIDIA A10, A10G, A40, A100, H100, H200 and HGX B200: data sheets
+    Gpu("A10", 125, 24 * _GIB, _PCIE_4),
+    Gpu("A10G", 70, 24 * _GIB, _PCIE_4),
+    Gpu("A40", 149.7, 48 * _GIB, _PCIE_4),
+    Gpu("A100 40 GB", 312, 40 * _GIB, _PCIE_4),
+    Gpu("A100 80 GB", 312, 80 * _GIB, _PCIE_4),
+    Gpu("H100 SXM", 989, 80 * _GIB, _PCIE_5),
+    Gpu("H100 PCIe", 756, 80 * _GIB, _PCIE_5),
+    Gpu("H200", 989, 141 * _GB, _PCIE_5),
+    Gpu("B200", 2250, 180 * _GB, _PCIE_5),
+    # AMD Instinct MI210, MI300X and MI325X: data sheets
+    Gpu("MI210", 181, 64 * _GB, _PCIE_4),
+    Gpu("MI300X", 1307, 192 * _GB, _PCIE_5),
+    Gpu("MI325X", 1307, 256 * _GB, _PCIE_5),
+)
+
+
+def short_name(name: str) -> str:
+    """A name as it is looked up: "RTX 4060 Ti 16 GB" as "4060ti16"."""
+    plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|rtx|\s|-)*", "", name.lower())
+    return re.sub(r"[\s_-]+|gi?b$", "", plain)
+
+
+CARDS = {short_name(card.name): card for card in _CARDS}
+# Of cards with several sizes of memory or plugs, the one that a name without them means: drivers name some 8 and 16 GB
+# cards alike, and no owner of the smaller one should be told that a model fits.
+USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
+# Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
+ENDURANCE_PER_TB = 600
+# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). They are somewhat
+# below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO
+# (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
+DRIVES = {
+    "gen3": Drive(read=3e9, write=2e9),
+    "gen4": Drive(read=5e9, write=4e9),
+    "gen5": Drive(read=10e9, write=8e9),
+}
+
+
+# What drivers add to the name of a card: its plug, its memory, its edition. A laptop's is another card.
+_MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
+
+
+def gpu_here() -> Gpu | None:
+    """The GPU of this machine by the name that its driver gives; None without one, or where its figures are not known.
+
+    Whether there is one is seen without torch, whose import takes seconds.
+    """
+    if not _has_device_file():
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    short, nbytes = short_name(torch.cuda.get_device_name()), torch.cuda.get_device_properties(0).total_memory
+    same = (name for name in (*CARDS, *USUAL) if short.startswith(name) and _MAKE.fullmatch(short[len(name) :]))
+    known = max(same, key=len, default=None)
+    return None if known is None else replace(CARDS[USUAL.get(known, known)], nbytes=nbytes)
+
+
+def _has_device_file() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+# The side of the measured product, as large as those of a block, and the seconds of its repetitions.
+_SIDE, _SECONDS = 1024, 0.3
+
+
+def product_flops(dtype: str) -> float:
+    """Operations a second of this processor in a product of matrices of this type, on all threads of torch."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+
+    # As layers compute: of some types the product with a matrix that is not transposed is many times slower.
+    product = torch.nn.functional.linear
+    # The program's own random numbers stay where they are.
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.rand(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
+    # The first one loads and maps what the others find.
+    product(first, second)
+    shortest, began = float("inf"), time.perf_counter()
+    while shortest == float("inf") or time.perf_counter() - began < _SECONDS:
+        before = time.perf_counter()
+        product(first, second)
+        shortest = min(shortest, time.perf_counter() - before)
+    return 2 * _SIDE**3 / shortest

@@ -1,0 +1,84 @@
+"""Keeps the figures of each step of a run, and draws them: loss, seconds, drive, memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memascend.text import IN_MEMORY, OURS, bytes_shown, open_pyplot
+
+if TYPE_CHECKING:
+    import os
+    from typing import Any
+
+    from memascend.session.report import Report
+
+_MIB = 1 << 20
+# A picture shows no more points; of longer runs each second one is dropped, again and again.
+_POINTS_MAX = 10_000
+
+
+@dataclass
+class History:
+    """Figures of committed steps: of all, or of long runs of some at equal distances."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # from the end of the step before
+    moved: list[int] = field(default_factory=list)  # bytes read and written in that time
+    losses: dict[int, float] = field(default_factory=dict)  # by step, as a Trainer logs them
+
+    def add(self, step: int, seconds: float, moved: int) -> None:
+        """Add a step."""
+        for points, point in ((self.steps, step), (self.seconds, seconds), (self.moved, moved)):
+            points.append(point)  # type: ignore[arg-type]
+        if len(self.steps) > _POINTS_MAX:
+            del self.steps[::2], self.seconds[::2], self.moved[::2]
+
+
+def draw(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draw a report: the loss, seconds and GB/s of each step, and the most host memory of each owner.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    plt = open_pyplot()
+    history = report.history
+    lines = [
+        ("loss", [*history.losses], [*history.losses.values()]),
+        ("seconds a step", history.steps, history.seconds),
+        ("drive, GB/s", history.steps, [n / 1e9 / s for n, s in zip(history.moved, history.seconds, strict=True)]),
+    ]
+    lines = [line for line in lines if line[1]]
+    figure, axes = plt.subplots(len(lines) + 1, 1, figsize=(8, 2 * len(lines) + 3), layout="constrained")
+    panels = [axes] if not lines else list(axes)
+    try:
+        for axis, (label, steps, values) in zip(panels, lines, strict=False):
+            axis.plot(steps, values, color=OURS, marker="." if len(steps) < 50 else "")
+            axis.set_ylabel(label)
+            axis.set_xlabel("step")
+            if label != "loss":
+                axis.set_ylim(bottom=0)
+        _draw_memory(panels[-1], report)
+        where = Path(path).expanduser()
+        where.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(where, dpi=110)
+    finally:
+        plt.close(figure)
+
+
+def _draw_memory(axis: Any, report: Report) -> None:
+    """Host memory by owner, beside that of the same training in memory without activations."""
+    bars = {
+        "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(report.in_memory).items()},
+        "memascend": {name: owner.peak for name, owner in report.owners.items()},
+    }
+    for bar, parts in bars.items():
+        left = 0.0
+        for name, nbytes in parts.items():
+            if nbytes:
+                axis.barh(bar, nbytes / _MIB, left=left, label=f"{name}: {bytes_shown(nbytes)}", height=0.6)
+                left += nbytes / _MIB
+    axis.axvline(report.budget / _MIB, color=IN_MEMORY, linestyle=":", label=f"budget: {bytes_shown(report.budget)}")
+    axis.set_xlabel("MiB of host memory")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize="small")

@@ -1,0 +1,195 @@
+"""Shows a training in the terminal: a header at its start, figures of each step, and totals at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from memascend.plan.decision import nearest
+from memascend.plan.hardware import ENDURANCE_PER_TB
+from memascend.plan.spare import HostMemory
+from memascend.session.optimizer import session_of
+from memascend.text import bytes_shown, counted, duration_shown, seconds_shown, terabytes_shown
+from memascend.trainer.callback import counted_in, offloaded_optimizer
+
+if TYPE_CHECKING:
+    from memascend.session.optimizer import OffloadedOptimizer
+    from memascend.trainer.forecast import Forecast
+    from memascend.trainer.resume import Resume
+
+# The remaining time follows the seconds of so many last steps.
+_RECENT = 10
+_TB = 10**12
+# A smaller share of a drive's life is shown as less than this.
+_LEAST_SHARE = 1e-4
+
+
+class Display(TrainerCallback):
+    """Prints to standard error on the first rank, unless the Trainer's `log_level` is above "warning"."""
+
+    def __init__(self, resume: Resume, forecast: Forecast | None) -> None:
+        self.examples: str | None = None  # the examples in words; None: their number is shown
+        self._resume, self._forecast = resume, forecast
+        self._optimizer: OffloadedOptimizer | None = None
+        self._silent = True
+        # At the end of the last step, or the begin of the first: the time, bytes moved, seconds of waiting, tokens.
+        self._last: tuple[float, int, float, int] | None = None
+        self._recent: list[float] = []
+        self._line = ""
+        self._first_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """Print the header."""
+        self._optimizer = offloaded_optimizer(others.get("optimizer"))
+        self._silent = not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING
+        self._first_step = self._optimizer.steps
+        if not self._silent:
+            _print(self._header(others["model"], args, state))
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        """Begin to measure; a step that is repeated by a resume has no such event."""
+        if self._last is None:
+            self._last = self._now()
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Measure the step; a progress bar shows the figures behind it."""
+        if self._last is None or self._silent:
+            return
+        now, then = self._now(), self._last
+        self._last = now
+        took, moved, waited, tokens = (after - before for after, before in zip(now, then, strict=True))
+        self._recent = [*self._recent[-_RECENT + 1 :], took]
+        took = max(took, 1e-9)
+        speed = f"{tokens * args.world_size / took:,.0f} tokens/s, " if tokens else ""
+        drive = f"drive {moved / took / 1e9:.2f} GB/s, waited for it {min(1.0, waited / took):.0%} of the time"
+        left = (state.max_steps - state.global_step) * sum(self._recent) / len(self._recent)
+        self._line = f"{seconds_shown(took)} a step, {speed}{drive}"
+        if (bar := self._bar()) is not None:
+            # A bar shows the remaining time itself.
+            bar.set_postfix_str(f"{speed}{drive}", refresh=False)
+        self._line += f", {duration_shown(left)} left" if left else ""
+
+    def on_log(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
+        """Print the figures of the last step where there is no bar."""
+        if self._line and not self._silent and "loss" in others["logs"] and self._bar() is None:
+            _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
+
+    def end(self) -> None:
+        """Print the totals of this process; `train()` has returned."""
+        assert self._optimizer is not None
+        steps = self._optimizer.steps - self._first_step
+        if self._silent or not steps:
+            return
+        session = session_of(self._optimizer)
+        report = session.report()
+        written = counted_in(report)[1]
+        whole = self._resume.written
+        life = ""
+        if (size := _drive_bytes(self._optimizer)) is not None:
+            warranted = -(-size // _TB) * ENDURANCE_PER_TB * _TB
+            share = whole / warranted
+            shown = f"{share:.2%}" if share >= _LEAST_SHARE else f"less than {_LEAST_SHARE:.2%}"
+            life = f"; {shown} of the {terabytes_shown(warranted)} that a consumer drive of this size is warranted for"
+        took = duration_shown(report.seconds["wall"])
+        earlier = f" ({terabytes_shown(whole)} with the earlier starts)" if whole > written else ""
+        _print(f"memascend: {counted(steps, 'step')} in {took}: {terabytes_shown(written)} written{earlier}{life}")
+
+    def _now(self) -> tuple[float, int, float, int]:
+        assert self._optimizer is not None
+        read, written, waited = counted_in(session_of(self._optimizer).report())
+        return time.perf_counter(), read + written, waited, self._resume.tokens
+
+    def _bar(self) -> Any:
+        """The Trainer's progress bar, if it has one."""
+        bars = (getattr(callback, "training_bar", None) for callback in self._resume.callbacks)
+        return next((bar for bar in bars if hasattr(bar, "set_postfix_str")), None)
+
+    def _header(self, model: Any, args: Any, state: Any) -> str:
+        assert self._optimizer is not None
+        done, steps = self._optimizer.steps, state.max_steps
+        title = f"a new run of {counted(steps, 'step')}"
+        if done >= steps:
+            title = f"this run is finished: step {done} of {steps}"
+        elif done:
+            title = f"resuming at step {done + 1} of {steps}"
+        rows = [
+            ("model", _model_in_words(model)),
+            ("device", _device_in_words(args.device)),
+            ("RAM", self._ram_in_words()),
+            ("drive", self._drive_in_words()),
+            ("examples", self.examples or self._examples_in_words()),
+            ("steps", self._steps_in_words(args, steps, done)),
+        ]
+        return "\n".join([f"memascend: {title}", *(f"  {name:<9} {words}" for name, words in rows)])
+
+    def _ram_in_words(self) -> str:
+        assert self._optimizer is not None
+        plan, here = self._optimizer.plan, HostMemory.here()
+        tier = f", with {counted(len(plan.ram_tier), 'parameter')} kept in RAM" if plan.ram_tier else ""
+        free = f"{bytes_shown(here.available)} free of {bytes_shown(here.total)}"
+        return f"{bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}{tier}; {free}"
+
+    def _drive_in_words(self) -> str:
+        assert self._optimizer is not None
+        files = session_of(self._optimizer).run.resources.store.info()["devices"]
+        plain = [Path(file) for file in files if not Path(file).is_block_device()]
+        systems = {nearest(file).stat().st_dev: nearest(file) for file in plain}
+        free = sum(shutil.disk_usage(place).free for place in systems.values())
+        there = f"; {bytes_shown(free)} free" if plain else ""
+        return f"{bytes_shown(self._optimizer.plan.storage_bytes)} in {', '.join(map(os.fspath, files))}{there}"
+
+    def _examples_in_words(self) -> str:
+        data = self._resume.data
+        return f"{len(data):,}" if hasattr(data, "__len__") else "a stream"
+
+    def _steps_in_words(self, args: Any, steps: int, done: int) -> str:
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        found = f"{steps:,} of {counted(size, 'example')}"
+        left, forecast = steps - done, self._forecast
+        if left <= 0:
+            return found
+        if forecast is None:
+            return found
+        written = f"{terabytes_shown(left * forecast.written)} written"
+        if (before := self._resume.seconds_of_step) is not None:
+            return f"{found}; {duration_shown(left * before)} left, as the steps before took, and {written}"
+        if forecast.seconds is None:
+            return f"{found}; {written}; the hours show after the first of them"
+        return f"{found}; {duration_shown(left * forecast.seconds)} and {written}, predicted for {forecast.assumed}"
+
+
+def _model_in_words(model: Any) -> str:
+    parameters = list(model.parameters())
+    count, trained = (sum(one.numel() for one in parameters if one.requires_grad or of_all) for of_all in (True, False))
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    kinds = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters}))
+    of_them = "all trained" if trained == count else f"{trained:,} trained"
+    return f"{type(model).__name__}{f' of {name}' if name else ''}: {count:,} parameters, {of_them}; {kinds}"
+
+
+def _device_in_words(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"this processor, {counted(torch.get_num_threads(), 'thread')}"
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{torch.cuda.get_device_name(device)}: {bytes_shown(free)} free of {bytes_shown(total)}"
+
+
+def _drive_bytes(optimizer: OffloadedOptimizer) -> int | None:
+    """The size of the drives, as their file systems give it; None where a store is a device of its own."""
+    files = [Path(file) for file in session_of(optimizer).run.resources.store.info()["devices"]]
+    if any(file.is_block_device() for file in files):
+        return None
+    systems = {nearest(file).stat().st_dev: nearest(file) for file in files}
+    return sum(shutil.disk_usage(place).total for place in systems.values())
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""Predicts a Trainer's steps before the first one: their seconds, and the bytes that they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.plan.cost import Work, assumed_host, fastest, seconds, ways
+from memascend.plan.hardware import DRIVES, REACHED, gpu_here, product_flops
+from memascend.plan.options import Options
+from memascend.session.decide import planned
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Operations of one token and parameter: in a forward, in a backward, and where a forward is repeated for it.
+_FORWARD, _BACKWARD, _RECOMPUTED = 2, 4, 2
+# The kind of drive that is assumed.
+_DRIVE = "gen4"
+# Rows of data by which the tokens of an example are estimated.
+_ROWS = 200
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of a training, as it is predicted."""
+
+    written: int  # bytes that it writes
+    seconds: float | None  # None: the tokens or the processor are not known
+    assumed: str  # the speeds
+
+
+def forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast | None:
+    """Predict a step with these options of `offload()`; None under FSDP2, where shards are made within `train()`."""
+    if trainer.is_fsdp_enabled:
+        return None
+    args, model = trainer.args, trainer.model
+    given = Options(**options)
+    count = args.gradient_accumulation_steps
+    if given.gradients == "auto" and (count > 1 or args.max_grad_norm):
+        given = replace(given, gradients="ssd")
+    plan = planned(model, trainer.optimizer, given).plan
+    on_host = given.computes_on == "cpu"
+    gpu = None if on_host else gpu_here()
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    speed, whose = None, ""
+    if gpu is not None:
+        speed, whose = gpu.flops, f"{REACHED:.0%} of the {gpu.name}'s peak"
+    elif on_host and dtype in ("bfloat16", "float16", "float32"):
+        found = product_flops(dtype)
+        speed, whose = found * REACHED, f"{REACHED:.0%} of this processor's {found / 1e9:,.0f} GFLOPS"
+    length = _tokens_of_example(trainer)
+    tokens = None if length is None else length * args.per_device_train_batch_size
+    operations = 0.0 if tokens is None else tokens * _parameters_of_token(model)
+    backward = _BACKWARD + (_RECOMPUTED if args.gradient_checkpointing else 0)
+    work = Work(
+        forward=_FORWARD * operations / (speed or 1.0), backward=backward * operations / (speed or 1.0), backwards=count
+    )
+    drive = DRIVES[_DRIVE]
+    host = assumed_host(None if gpu is None else gpu.link, shared=on_host)
+    steps = ways(plan, work, drive, host)
+    way = fastest(steps)
+    plan = plan.repeated(count - 1).by(way)
+    return Forecast(
+        written=sum(plan.written_bytes.values()),
+        seconds=None if tokens is None or speed is None else seconds(steps[way]),
+        assumed=f"a drive of {drive.read / 1e9:g} and {drive.write / 1e9:g} GB/s, {whose}",
+    )
+
+
+def _parameters_of_token(model: Any) -> float:
+    """The parameters with which each token is computed: of experts, as many as are chosen."""
+    config = getattr(model, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    number = next((value for name in names if (value := getattr(config, name, None))), None)
+    part = chosen / number if chosen and number else 1.0
+    sizes = ((name, parameter.numel()) for name, parameter in model.named_parameters())
+    return float(sum(size * (part if ".experts." in name else 1.0) for name, size in sizes))
+
+
+def _tokens_of_example(trainer: Any) -> float | None:
+    """The tokens of an example on average, in the first rows of the data; None: the data do not say.
+
+    Only data that draw no random numbers when they are read are looked at.
+    """
+    data: Any = trainer.train_dataset
+    is_table = type(data).__module__.startswith("datasets.") and getattr(data, "format", {}).get("type") != "custom"
+    if not (is_table or isinstance(data, list)) or not hasattr(data, "__len__") or not len(data):
+        return None
+    found = []
+    for number in range(min(_ROWS, len(data))):
+        row = data[number]
+        ids = [value for name, value in row.items() if name.endswith("_ids")] if isinstance(row, dict) else []
+        found.append(sum(len(one) for one in ids if hasattr(one, "__len__")))
+    length = sum(found) / len(found)
+    longest = getattr(trainer.args, "max_length", None)
+    return min(length, longest) if length and longest else length or None
