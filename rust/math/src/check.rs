@@ -8,11 +8,14 @@
 
 use std::{
     cmp::Ordering::{Equal, Greater, Less},
+    hint::black_box,
+    num::Wrapping,
+    ops::Neg,
     sync::{Mutex, PoisonError},
 };
 
 use crate::{
-    Element, Error, Exec, Floats, FloatsMut, Result, Squares,
+    Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, Squares,
     element::for_type,
     exec::Work,
     simd::Kernel,
@@ -22,13 +25,13 @@ use crate::{
 /// Elements whose squares are summed in float64 before the sum of all grows by them.
 const BLOCK: usize = 2048;
 /// Sums in float64 that run side by side, one for so many columns of a block.
-const LANES: usize = 16;
-/// The same of magnitudes, which are half as wide.
-const RANGE_LANES: usize = 32;
+const LANES: usize = 32;
+/// Elements that are taken at a time.
+const GROUP: usize = 4 * LANES;
 /// A lane adds 2 to the power of this.
 const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
-/// Bits of a float64's significand.
-const DOUBLE_BITS: i32 = 53;
+/// Bits of a float64's fraction.
+const FRACTION: i32 = 52;
 
 const INFINITY: u32 = 0x7F80_0000;
 
@@ -68,7 +71,7 @@ pub fn check_and_unscale(data: FloatsMut<'_>, factor: f32, exec: Exec) -> Result
 }
 
 #[expect(clippy::float_cmp, reason = "exactly one means that there is nothing to multiply")]
-fn scaled<T: Element>(data: &mut [T], factor: f32, exec: Exec) -> Check {
+fn scaled<T: Columns>(data: &mut [T], factor: f32, exec: Exec) -> Check {
     pass(if factor == 1.0 { Data::Read(data) } else { Data::Scale(data, factor) }, exec)
 }
 
@@ -78,7 +81,7 @@ enum Data<'a, T> {
     Scale(&'a mut [T], f32),
 }
 
-fn pass<T: Element>(data: Data<'_, T>, exec: Exec) -> Check {
+fn pass<T: Columns>(data: Data<'_, T>, exec: Exec) -> Check {
     let found = Mutex::new((0, Squares::ZERO));
     exec.run(data, BLOCK, |simd, part| {
         let (peak, squares) = simd.run(part);
@@ -95,7 +98,7 @@ fn pass<T: Element>(data: Data<'_, T>, exec: Exec) -> Check {
     Check { nonfinite: peak >= INFINITY, squares }
 }
 
-impl<T: Element> Work for Data<'_, T> {
+impl<T: Columns> Work for Data<'_, T> {
     fn len(&self) -> usize {
         match self {
             Self::Read(data) => data.len(),
@@ -117,7 +120,7 @@ impl<T: Element> Work for Data<'_, T> {
     }
 }
 
-impl<T: Element> Kernel for Data<'_, T> {
+impl<T: Columns> Kernel for Data<'_, T> {
     /// Bits of the largest magnitude, and the sum of squares where that is finite.
     type Output = (u32, Squares);
 
@@ -153,7 +156,7 @@ struct Sum {
 impl Sum {
     /// Adds at most a block; what is missing of one counts as zeros.
     #[inline(always)]
-    fn add<T: Element>(&mut self, data: &[T]) {
+    fn add<T: Columns>(&mut self, data: &[T]) {
         if let Ok(block) = data.try_into() {
             self.add_block(block);
         } else {
@@ -164,28 +167,34 @@ impl Sum {
     }
 
     #[inline(always)]
-    fn add_block<T: Element>(&mut self, block: &[T; BLOCK]) {
+    fn add_block<T: Columns>(&mut self, block: &[T; BLOCK]) {
         let Survey { mut peak, low, squares } = survey(block);
         self.peak = self.peak.max(peak);
         if self.peak >= INFINITY {
             return;
         }
-        let mut all = true;
+        let mut all = exponent(low) >= T::LEAST;
         while peak > 0 {
             if exponent(peak) - exponent(low) <= narrow::<T>() {
-                let lanes = if all { squares } else { up_to(block, peak) };
-                self.squares.add(units(&lanes, grid::<T>(exponent(low))));
+                let power = grid::<T>(exponent(low));
+                let from = origin(power + 2 * T::SCALE);
+                self.squares.add(if all {
+                    gained(&squares.map(|sum| sum + from), from, power)
+                } else {
+                    up_to(block, peak, power)
+                });
                 return;
             }
             let least = (exponent(peak) - wide::<T>()).max(1);
             let floor = if least == 1 { 0 } else { least.unsigned_abs() << 23 };
-            let apart = if all && low >= floor {
-                in_two::<T, true>(block, floor, peak)
+            let parts = if all && low >= floor {
+                in_two::<T, true>(block, low, peak)
             } else {
                 in_two::<T, false>(block, floor, peak)
             };
-            self.squares.add(units(&apart.upper, apart.last));
-            self.squares.add(units(&apart.lower, grid::<T>(least)));
+            for part in parts {
+                self.squares.add(part);
+            }
             // What is so small beside the largest that it has no place in the same float64 comes by itself.
             peak = if low < floor { peak_below(block, floor) } else { 0 };
             all = false;
@@ -196,13 +205,13 @@ impl Sum {
 /// How far below the largest exponent of a block the smallest may be for lanes to hold sums of squares without
 /// rounding: with e and E the exponents, squares are multiples of the grid of e, and below 2^(2E + 2).
 const fn narrow<T: Element>() -> i32 {
-    (DOUBLE_BITS - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
+    (FRACTION - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
 
-/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 7 - 53), as a lane adds 2^7 of them,
+/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 6 - 52), as a lane adds 2^6 of them,
 /// and what is left of it, at most g / 2.
 const fn wide<T: Element>() -> i32 {
-    (2 * DOUBLE_BITS - 2 * LANE_BITS + 1 - 2 * T::PRECISION).div_euclid(2)
+    FRACTION - LANE_BITS - T::PRECISION
 }
 
 /// The power of two that all squares of an exponent or a larger one are multiples of.
@@ -210,12 +219,23 @@ const fn grid<T: Element>(exponent: i32) -> i32 {
     2 * (exponent - 127) - 2 * (T::PRECISION - 1)
 }
 
-/// What lanes hold, which are multiples of a power of two, as a number of those.
+/// The float64 of which the last bit is 2 to the power of `power`, and whose other bits are zero. Sums that begin with it
+/// are whole numbers of that bit.
 #[inline(always)]
-fn units(lanes: &[f64; LANES], power: i32) -> (i64, i32) {
-    let scale = power_of_two(-power);
-    #[expect(clippy::cast_possible_truncation, reason = "whole numbers of at most 53 bits")]
-    (lanes.iter().map(|lane| (lane * scale) as i64).sum(), power)
+fn origin(power: i32) -> f64 {
+    power_of_two(power + FRACTION)
+}
+
+/// What lanes have gained since they were `from`, of which the last bit stands for a power of two.
+#[inline(always)]
+fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
+    let mut sums = [0_i64; 8];
+    for lanes in lanes.as_chunks::<8>().0 {
+        for (sum, lane) in sums.iter_mut().zip(lanes) {
+            *sum += lane.to_bits().wrapping_sub(from.to_bits()).cast_signed();
+        }
+    }
+    (sums.iter().sum(), power)
 }
 
 /// The exponent field of a magnitude, of which that of denormals is 1.
@@ -235,31 +255,51 @@ struct Survey {
 }
 
 #[inline(always)]
-fn survey<T: Element>(block: &[T; BLOCK]) -> Survey {
-    let mut peaks = [0_u32; RANGE_LANES];
-    // One less, so that zero is the largest.
-    let mut lows = [u32::MAX; RANGE_LANES];
+fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
+    let mut peaks = [T::Key::default(); LANES];
+    // Negative, so that zero is no candidate.
+    let mut lows = [T::Key::default(); LANES];
     let mut squares = [0.0_f64; LANES];
-    for group in block.as_chunks::<RANGE_LANES>().0 {
-        let mut values = [0.0_f32; RANGE_LANES];
-        for lane in 0..RANGE_LANES {
-            values[lane] = group[lane].magnitude();
-            let bits = values[lane].to_bits();
-            peaks[lane] = peaks[lane].max(bits);
-            lows[lane] = lows[lane].min(bits.wrapping_sub(1));
-        }
-        if narrow::<T>() >= 0 {
-            for half in values.as_chunks::<LANES>().0 {
-                for lane in 0..LANES {
-                    let value = f64::from(half[lane]);
-                    squares[lane] = value.mul_add(value, squares[lane]);
-                }
+    for group in block.as_chunks::<GROUP>().0 {
+        for values in group.as_chunks::<LANES>().0 {
+            for lane in 0..LANES {
+                let key = values[lane].key();
+                peaks[lane] = peaks[lane].max(key);
+                lows[lane] = lows[lane].max(-key);
             }
         }
+        if narrow::<T>() >= 0 {
+            add_squares(&mut squares, &T::column::<0>(group));
+            add_squares(&mut squares, &T::column::<1>(group));
+            add_squares(&mut squares, &T::column::<2>(group));
+            add_squares(&mut squares, &T::column::<3>(group));
+        }
     }
-    let peak = peaks.iter().fold(0, |a, &b| a.max(b));
-    let low = lows.iter().fold(u32::MAX, |a, &b| a.min(b));
-    Survey { peak, low: low.wrapping_add(1), squares }
+    Survey { peak: T::bits(largest(peaks)), low: T::bits(-largest(lows)), squares }
+}
+
+/// LLVM extracts and compares every element one by one where it knows what follows: hence the box.
+#[inline(always)]
+fn largest<K: Copy + Default + Ord>(keys: [K; LANES]) -> K {
+    black_box(keys.iter().fold(K::default(), |a, &b| a.max(b)))
+}
+
+#[inline(always)]
+fn add_squares(sums: &mut [f64; LANES], values: &[f64; LANES]) {
+    for lane in 0..LANES {
+        sums[lane] = values[lane].mul_add(values[lane], sums[lane]);
+    }
+}
+
+#[inline(always)]
+fn add_parts([uppers, lowers]: &mut [[f64; LANES]; 2], values: &[f64; LANES]) {
+    for lane in 0..LANES {
+        let value = values[lane];
+        let sum = value.mul_add(value, uppers[lane]);
+        let part = sum - uppers[lane];
+        uppers[lane] = sum;
+        lowers[lane] += value.mul_add(value, -part);
+    }
 }
 
 /// Bits of the largest magnitude below `end`.
@@ -269,43 +309,145 @@ fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
     bits.fold(0, |peak, bits| peak.max(if bits < end { bits } else { 0 }))
 }
 
-/// The sums of the squares of magnitudes up to `peak`.
+/// The sum of the squares of magnitudes up to `peak`, which are multiples of a power of two.
 #[inline(always)]
-fn up_to<T: Element>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
-    let mut squares = [0.0_f64; LANES];
+fn up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
+    let from = origin(power);
+    let mut squares = [from; LANES];
     for group in block.as_chunks::<LANES>().0 {
         for lane in 0..LANES {
-            let value = group[lane].magnitude();
-            let value = f64::from(if value.to_bits() <= peak { value } else { 0.0 });
+            let value = inside(group[lane], 0, peak);
             squares[lane] = value.mul_add(value, squares[lane]);
         }
     }
-    squares
+    gained(&squares, from, power)
 }
 
-/// Sums of squares of which each was divided in two.
-struct Apart {
-    upper: [f64; LANES],
-    lower: [f64; LANES],
-    /// The power of two that the upper parts are multiples of.
-    last: i32,
-}
-
+/// The sums of squares of which each was divided in two.
 #[inline(always)]
-fn in_two<T: Element, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> Apart {
-    let last = 2 * (exponent(peak) - 127) + 2 + LANE_BITS - DOUBLE_BITS;
-    // Of what is between it and a third more or less that is the last bit.
-    let large = 1.5 * power_of_two(last + DOUBLE_BITS - 1);
-    let mut apart = Apart { upper: [0.0; LANES], lower: [0.0; LANES], last };
-    for group in block.as_chunks::<LANES>().0 {
-        for lane in 0..LANES {
-            let value = group[lane].magnitude();
-            let inside = ALL || (value.to_bits() >= floor && value.to_bits() <= peak);
-            let value = f64::from(if inside { value } else { 0.0 });
-            let part = value.mul_add(value, large) - large;
-            apart.upper[lane] += part;
-            apart.lower[lane] += value.mul_add(value, -part);
+fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
+    let scale = if ALL { 2 * T::SCALE } else { 0 };
+    let (coarse, fine) = (2 * (exponent(peak) - 127) + 2 + LANE_BITS - FRACTION, grid::<T>(exponent(floor)));
+    // The lower parts have either sign: between it and a third more or less the last bit is the same.
+    let (upper, lower) = (origin(coarse + scale), 1.5 * origin(fine + scale));
+    let mut sums = [[upper; LANES], [lower; LANES]];
+    for group in block.as_chunks::<GROUP>().0 {
+        if ALL {
+            add_parts(&mut sums, &T::column::<0>(group));
+            add_parts(&mut sums, &T::column::<1>(group));
+            add_parts(&mut sums, &T::column::<2>(group));
+            add_parts(&mut sums, &T::column::<3>(group));
+        } else {
+            for elements in group.as_chunks::<LANES>().0 {
+                add_parts(&mut sums, &elements.map(|value| inside(value, floor, peak)));
+            }
         }
     }
-    apart
+    [gained(&sums[0], upper, coarse), gained(&sums[1], lower, fine)]
+}
+
+/// A magnitude, or zero where it is outside of a range.
+#[inline(always)]
+fn inside<T: Element>(value: T, floor: u32, peak: u32) -> f64 {
+    let value = value.magnitude();
+    f64::from(if value.to_bits() >= floor && value.to_bits() <= peak { value } else { 0.0 })
+}
+
+/// An element as the inner loops take it, in few and cheap operations.
+trait Columns: Element {
+    /// Bits of a magnitude.
+    type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
+    /// Columns have 2 to the power of this times the elements.
+    const SCALE: i32;
+    /// The least exponent that columns have right; the square of zero is lost in them beside that of such a number.
+    const LEAST: i32;
+
+    fn key(self) -> Self::Key;
+
+    /// The bits of the magnitude in fp32.
+    fn bits(key: Self::Key) -> u32;
+
+    /// A fourth of a group in float64, of any sign; infinities and NaNs may become any value.
+    fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES];
+}
+
+impl Columns for f32 {
+    type Key = Wrapping<u32>;
+    const SCALE: i32 = 0;
+    const LEAST: i32 = 1;
+
+    #[inline(always)]
+    fn key(self) -> Self::Key {
+        Wrapping(self.abs().to_bits())
+    }
+
+    #[inline(always)]
+    fn bits(key: Self::Key) -> u32 {
+        key.0
+    }
+
+    #[inline(always)]
+    fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
+        group.as_chunks().0[K].map(f64::from)
+    }
+}
+
+impl Columns for Bf16 {
+    type Key = Wrapping<u16>;
+    // From a bias of 127 to 768, which has no bit in common with an exponent.
+    const SCALE: i32 = 768 - 1023 + 127;
+    // Zero becomes 2^-255. Of its square 2^6 are 2^-504: less than half of the last bit of 2^-446, the square of this.
+    const LEAST: i32 = 32;
+
+    #[inline(always)]
+    fn key(self) -> Self::Key {
+        Wrapping(self.0 & 0x7FFF)
+    }
+
+    #[inline(always)]
+    fn bits(key: Self::Key) -> u32 {
+        Self(key.0).magnitude().to_bits()
+    }
+
+    #[inline(always)]
+    fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
+        spread::<_, K, 7>(group, 768)
+    }
+}
+
+impl Columns for F16 {
+    type Key = Wrapping<u16>;
+    const SCALE: i32 = 992 - 1023 + 15;
+    const LEAST: i32 = 1;
+
+    #[inline(always)]
+    fn key(self) -> Self::Key {
+        Wrapping(self.0 & 0x7FFF)
+    }
+
+    #[inline(always)]
+    fn bits(key: Self::Key) -> u32 {
+        Self(key.0).magnitude().to_bits()
+    }
+
+    #[inline(always)]
+    fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
+        // Twice as large and less the bit in front, a zero or a denormal is right, and any other is larger than before.
+        spread::<_, K, 10>(group, 992).map(|value| {
+            let denormal = value.mul_add(2.0, -power_of_two(-30));
+            if denormal < value { denormal } else { value }
+        })
+    }
+}
+
+/// 16-bit floats with F bits of fraction in float64, without their signs, their exponents on another bias. Each word of
+/// four gives one: a shift and a mask, where widening takes shuffles, of which Intel's processors do one a cycle. Zeros and
+/// denormals come out as if they had the bit in front that others have.
+#[inline(always)]
+fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: u64) -> [f64; LANES] {
+    const { assert!(size_of::<T>() == 2) };
+    // SAFETY: as many bytes, which may lie at any address and have any value.
+    let words = unsafe { group.as_ptr().cast::<[u64; LANES]>().read_unaligned() };
+    let (up, down) = ((52 - F).saturating_sub(16 * K), (16 * K).saturating_sub(52 - F));
+    words.map(|word| f64::from_bits(word << up >> down & 0x7FFF << (52 - F) | bias << 52))
 }

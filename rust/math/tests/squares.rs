@@ -134,6 +134,24 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
     }
 }
 
+/// One or two numbers among zeros, which lanes may take for something very small.
+#[test]
+fn zeros_add_nothing() {
+    for low in (0..254).step_by(3) {
+        for apart in [0, 5, 15, 16, 38, 60] {
+            let bits = [low << 7 | 1, (low + apart).min(254) << 7 | 0x55].map(|bits: u16| bits | 0x8000);
+            for (first, second) in [(0, 2047), (700, 732), (2047, 0)] {
+                let mut values = vec![Bf16(0x8000); 2048];
+                (values[first], values[second]) = (Bf16(bits[0]), Bf16(bits[1]));
+                for exec in execs() {
+                    let found = check(Floats::Bf16(&values), exec);
+                    assert_eq!(Whole::from_sum(&found.squares), Whole::of(&values), "{bits:x?} {exec:?}");
+                }
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
     #[test]

@@ -40,6 +40,10 @@ const GROUPS: &[Group] = &[
             ("read 2 B", |d, _, threads| memory::read(&d.grad, threads)),
             ("check bf16", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.grad), exec))),
             ("check f16", |d, exec, _| _ = black_box(check(Floats::F16(&d.half), exec))),
+            // Too far apart for one sum, as gradients often are.
+            ("check bf16, wide range", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.wide), exec))),
+            // Slow wherever a processor's arithmetic meets denormals of fp32, above all on Intel's.
+            ("check f16, denormals", |d, exec, _| _ = black_box(check(Floats::F16(&d.tiny), exec))),
         ],
     },
     Group {
@@ -141,6 +145,8 @@ struct Data {
     grad: Buffer<Bf16>,
     out: Buffer<Bf16>,
     half: Buffer<F16>,
+    wide: Buffer<Bf16>,
+    tiny: Buffer<F16>,
     rest: Buffer<u16>,
     first: Buffer<Bf16>,
     second: Buffer<Bf16>,
@@ -167,6 +173,8 @@ impl Data {
             maximize: false,
             seed: 0,
         };
+        let mut wide = Buffer::new(len, 15, Bf16(0x3C00));
+        wide.iter_mut().step_by(100).for_each(|value| *value = Bf16(0x3000));
         Self {
             p: Buffer::new(len, 0, 0.25),
             m: Buffer::new(len, 1, 0.01),
@@ -175,6 +183,8 @@ impl Data {
             grad: Buffer::new(len, 4, Bf16(0x3C00)),
             out: Buffer::new(len, 5, Bf16(0)),
             half: Buffer::new(len, 6, F16(0x3C00)),
+            wide,
+            tiny: Buffer::new(len, 16, F16(0x0155)),
             rest: Buffer::new(len, 7, 0x1234),
             first: Buffer::new(len, 8, Bf16(0x3C00)),
             second: Buffer::new(len, 9, Bf16(0x3C00)),
