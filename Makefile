@@ -227,7 +227,7 @@ clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of thes
 
 .PHONY: docs
 docs: .venv-docs/synced ## The site of the documents, in target/site, checked as a reader would see it
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/python docs/make_site.py
 	.venv-docs/bin/python docs/check_site.py
 
 .PHONY: test-simulated
@@ -368,5 +368,5 @@ notes: ## Print CHANGELOG's section of this version
 
 .PHONY: clean
 clean: ## Remove everything that the commands made
-	rm -rf $(VENV) .venv-* target dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/memascend/*.so
+	rm -rf $(VENV) .venv-* .cache target dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/memascend/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Checks the built site as a reader would see it: `python docs/check_site.py` after mkdocs, with a line for each fault.
+"""Checks the site that make_site.py made as a reader would see it: `python docs/check_site.py` prints each fault.
 
 Raw markup, lost headings, dead links and anchors (also into the repository), pictures without words or wider than their
 column, and what is fetched from elsewhere are faults; then the exit code is 1.
@@ -59,6 +59,8 @@ class Page(HTMLParser):
             self.headings.append("")
         if tag in ("p", "li", "td", "th", "div", *_HEADINGS):
             self.prose += "\n"
+        if tag == "pre":
+            self.code += "\n"
         if tag not in _VOID:
             self._open.append((tag, told.get("class", "")))
 

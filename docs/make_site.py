@@ -1,0 +1,62 @@
+"""Makes the site of the documents with Zensical: `python docs/make_site.py` writes target/site.
+
+First it copies the pages, with links to the repository instead of links out of docs/, and the pictures of benchmarks.
+Zensical makes HTML of them. At last names in code get places to break, and no page asks GitHub for anything.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks/results"
+PAGES, SITE = ROOT / "target/pages", ROOT / "target/site"
+REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
+# Pictures of benchmarks, and other links of a page that leave the folder of the documents.
+_PICTURE = re.compile(r"(!\[[^\]]*\]\()\.\./benchmarks/results/([\w-]+\.png)\)")
+_OUTSIDE = re.compile(r"(\]\()\.\./([^)#]+)")
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+_CODE = re.compile(r"<code\b.*?</code>", re.DOTALL)
+_TEXT = re.compile(r"(?<=>)[^<]+")
+_OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
+_JOINT = re.compile(r"(?<=[\w)\]])[._=,/(]+(?=[A-Za-z&{])")
+
+
+def copy_pages() -> None:
+    """Write the pages, drawings, pictures and the style to where Zensical reads them."""
+    for folder in (PAGES, SITE):
+        shutil.rmtree(folder, ignore_errors=True)
+    PAGES.mkdir(parents=True)
+    for page in DOCS.glob("*.md"):
+        # A phone's column is too narrow for several panels, so a picture of results opens by itself.
+        text = _PICTURE.sub(r"[\1\2)](\2)", page.read_text(encoding="utf-8"))
+        (PAGES / page.name).write_text(_OUTSIDE.sub(rf"\1{REPOSITORY}\2", text), encoding="utf-8")
+    for path in (DOCS / "site.css", *RESULTS.glob("*.png")):
+        shutil.copy(path, PAGES)
+    shutil.copytree(DOCS / "drawings", PAGES / "drawings", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+
+
+def finish(html: str) -> str:
+    """Keep options on one line, let names in tables break at joints, and have no page ask GitHub for its stars."""
+    html = _in_code(_OPTION, r'<span class="option">\g<0></span>', html)
+    html = _CELL.sub(lambda cell: _in_code(_JOINT, r"\g<0><wbr>", cell[0]), html)
+    return html.replace('data-md-component="source"', "")
+
+
+def _in_code(pattern: re.Pattern[str], put: str, html: str) -> str:
+    """`html` with the pattern replaced in the texts of its code."""
+    return _CODE.sub(lambda code: _TEXT.sub(lambda text: pattern.sub(put, text[0]), code[0]), html)
+
+
+if __name__ == "__main__":
+    copy_pages()
+    # What an earlier build cached may be older than a docstring.
+    build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    if subprocess.run(build, cwd=ROOT, check=False).returncode:
+        sys.exit(1)
+    for made in SITE.rglob("*.html"):
+        made.write_text(finish(made.read_text(encoding="utf-8")), encoding="utf-8")
