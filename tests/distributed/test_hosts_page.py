@@ -1,4 +1,4 @@
-"""Runs every command of docs/hosts.md as it stands, on hosts that are network namespaces."""
+"""Runs every command of docs/hosts.md as it stands, and docs/gpus.md's program, on hosts that are network namespaces."""
 
 import contextlib
 import json
@@ -15,8 +15,9 @@ from support.torchrun import Hosts
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/hosts.md").read_text()
-(PROGRAM,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GPUS, PAGE = ((DOCS / name).read_text() for name in ("gpus.md", "hosts.md"))
+(PROGRAM,) = re.findall(r"^```py\n(.*?)^```", GPUS, re.DOTALL | re.MULTILINE)
 # The page's blocks of commands, in its order.
 NAMES = ("start", "train", "addresses", "slurm", "drives", "replicas", "restarts", "fewer", "checkpoint")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
@@ -110,7 +111,7 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     # A batch of 8 for each rank: a step has the same examples in one process.
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(32)]
     write_rows(folder / "rows.jsonl", rows)
-    (folder / "fsdp.json").write_text(re.search(r"`fsdp\.json` has `(.*?)`", PAGE)[1])
+    (folder / "fsdp.json").write_text(re.search(r"`([^`]*)` into `fsdp\.json`", GPUS)[1])
     (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_GPUS)
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     end(start(hosts, "train", PYTHONPATH=path))

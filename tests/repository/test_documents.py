@@ -35,7 +35,7 @@ KINDS = {
 RUN_ELSEWHERE = {
     "README.md": "clients/test_recipes.py",
     "docs/trainers.md": "clients/test_recipes.py",
-    "docs/hosts.md": "distributed/test_hosts_page.py",
+    "docs/gpus.md": "distributed/test_hosts_page.py",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -14,7 +14,7 @@ from support.lives import Running
 
 __all__ = ["CONFIG", "Hosts", "as_if_on_gpus", "command"]
 
-# As docs/hosts.md has it.
+# As docs/gpus.md has it.
 CONFIG = """
 distributed_type: FSDP
 fsdp_config:
