@@ -195,6 +195,17 @@ def test_readmes_links_work_from_a_package_index():
     assert all(link.startswith("https://") for link in links)
 
 
+def test_no_two_pages_name_the_same_storage():
+    """A reader tries several pages in one folder, and a store of another page's model is rejected."""
+    path = re.compile(r"""(?:\bstorage(?:=|: )|--storage |Store\.create\()["']?([\w/{][\w./{}-]*[a-z}/])\b""")
+    pages = {}
+    for page in PAGES:
+        for storage in set(path.findall(page.read_text())) - {"options.storage"}:
+            assert storage not in pages, f"{name(page)} and {pages[storage]} use {storage}"
+            pages[storage] = name(page)
+    assert len(pages) > 20
+
+
 def test_the_site_has_every_page():
     listed = re.findall(r"([\w-]+\.md)", (ROOT / "zensical.toml").read_text())
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
