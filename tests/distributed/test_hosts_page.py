@@ -1,4 +1,4 @@
-"""Runs every command of docs/hosts.md as it stands, and docs/gpus.md's program, on hosts that are network namespaces."""
+"""Runs every command of docs/hosts.md as it stands, and the program of docs/gpus.md, on hosts made of namespaces."""
 
 import contextlib
 import json
@@ -86,6 +86,13 @@ def saved(hosts):
 def begun_at(output):
     """The first step after a start."""
     return int(re.findall(r"begins at step (\d+)", output)[-1])
+
+
+def test_one_host_with_several_ranks_has_the_bits_of_one_process(hosts, alone):
+    (line,) = re.findall(r"^```bash\n(.*)\n```$", GPUS, re.MULTILINE)
+    end([hosts.start(0, line)])
+    assert saved(hosts) == alone
+    assert len(list((hosts.folder_of(0, "nvme0") / "gpus").iterdir())) == 4
 
 
 def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
