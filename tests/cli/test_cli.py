@@ -17,7 +17,8 @@ import memascend
 from memascend import nvme
 from memascend.cli import _in_own_words, _ran, main
 from memascend.cli.demo import Settings, Side, row_shown
-from memascend.cli.train.arguments import OFFLOAD, parse
+from memascend.cli.store import _groups
+from memascend.cli.train.arguments import OFFLOAD, parse, require_model
 from memascend.errors import MemascendError
 from memascend.plan.options import parse_bytes
 from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table
@@ -336,6 +337,62 @@ def test_help_lists_what_is_not_trls(capsys, words):
     out = capsys.readouterr().out
     assert all(f"--{name}" in out for name in (*OFFLOAD, "eval", "columns", "dry_run"))
     assert "`trl sft --help`" in out
+
+
+def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
+    def record(name, shape=(2, 3), state="exp_avg", step=4):
+        return {"name": name, "dtype": "float32", "shape": shape, "step": step, "state": [(state, "float32", 1)]}
+
+    layers = [record(f"layers.{layer}.experts.{expert}.weight") for layer in range(3) for expert in range(2)]
+    head, _, *rows, _, state = _groups([*layers, record("layers.0.norm"), record("out.1", ())]).splitlines()
+    assert head.split() == ["tensors", "count", "dtype", "shape", "updates"]
+    assert [row.split()[:2] for row in rows] == [
+        ["layers.*.experts.*.weight", "6"],
+        ["layers.*.norm", "1"],
+        ["out.*", "1"],
+    ]
+    assert state == "state of each: exp_avg (float32)"
+    # Another shape, number of updates or state is another row.
+    others = [record("a.1"), record("a.2", (3,)), record("a.3", step=5), record("a.4", state="momentum")]
+    head, _, *rows = _groups(others).splitlines()
+    assert head.endswith("state")
+    assert len(rows) == 4
+    assert _groups([]).splitlines()[0].startswith("tensors")
+
+
+def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
+    """Without a word to the hub, where a folder was meant or there is no network."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.chdir(tmp_path)
+    for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    looked: list[str] = []
+
+    def without_network(host, *_):
+        looked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", without_network)
+    for name in ("small/model", "models/qwen-0.5b"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        require_model(name)
+    for wrong, says in (
+        ("smal/model", r"--model smal/model does not exist: did you mean small/model\? \(.*hf download smal/model"),
+        ("models/qwen-0.6b", "did you mean models/qwen-0.5b"),
+        ("./nothing", "--model ./nothing does not exist$"),
+        ("a/b/c", "--model a/b/c does not exist$"),
+        ("small", "--model small has no config.json"),
+        ("small/model/config.json", "is a file"),
+    ):
+        with pytest.raises(MemascendError, match=says):
+            require_model(wrong)
+    assert looked == []
+    with pytest.raises(MemascendError, match=r"not in the cache of the hub, and huggingface.co cannot be reached"):
+        require_model("owner/another-name")
+    assert looked == ["huggingface.co"]
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "config.json")
+    require_model("owner/another-name")
 
 
 def test_without_trl_it_says_what_to_install():

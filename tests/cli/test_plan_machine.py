@@ -333,6 +333,45 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     assert "not enough" in told(capsys, *words, status=1)["problems"][0]
 
 
+def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
+    words = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048)
+    plain, given = told(capsys, *words), told(capsys, *words, "--ram", "128GB")
+    assert (plain["ram_bytes"], plain["ram_assumed"]) == (64 * 10**9, True)
+    assert (given["ram_bytes"], given["ram_assumed"]) == (128 * 10**9, False)
+    assert plain["plan"]["budget"] == 47 << 30
+    assert given["plan"]["budget"] == 95 << 30
+    assert given["step"]["seconds_per_step"] < plain["step"]["seconds_per_step"]
+    # It is that of a computer, which two ranks share.
+    assert told(capsys, *words, "--ranks", 2)["plan"]["budget"] < 24 << 30
+    # A budget that is given is no question of the RAM, unless that is given, too.
+    assert told(capsys, *words, "--host-memory", "90GiB")["ram_bytes"] is None
+    problem = told(capsys, *words, "--host-memory", "90GiB", "--ram", "64GB", status=1)["problems"][0]
+    assert "the machine has 59.6 GiB of RAM, and " in problem
+    out = shown(capsys, *words)
+    assert "GiB of RAM of 59.6 GiB (--ram), " in out
+    assert 'host_memory="auto"' in out
+    assert "--host_memory" not in out
+
+
+def test_a_drive_without_room_says_what_frees_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("memascend.cli.plan.answer._LARGE", 1000)
+    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 50 << 30)
+    monkeypatch.setattr("memascend.cli.plan.machine.drive_at", lambda _: (None, {}))
+    (tmp_path / "old.store").write_bytes(bytes(2000))
+    (tmp_path / "notes.txt").write_bytes(bytes(10))
+    words = ("qwen-3b", "--gpu", "4090", "--drive", "5,4", "--storage", tmp_path / "run.store")
+    problem = told(capsys, *words, status=1)["problems"][0]
+    said = re.fullmatch(
+        r"the store needs ([\d.]+) GiB, and 50 GiB are free: not enough; free ([\d.]+) GiB \((\S+) has 1.95 KiB\), or "
+        r"give a larger drive, or a smaller store \(--state bf16, ([\d.]+) GiB; --state 8bit, ([\d.]+) GiB\)",
+        problem,
+    )
+    needed, missing, file, half, eighth = said.groups()
+    assert float(missing) == pytest.approx(float(needed) - 50, abs=0.2)
+    assert file == str(tmp_path / "old.store")
+    assert float(needed) > float(half) > float(eighth)
+
+
 def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
     monkeypatch.setattr("memascend.plan.hardware._has_device_file", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -411,7 +411,7 @@ def test_examples_that_are_dropped_are_counted(folder, capsys, kind):
     write_rows(folder / "long.jsonl", [*short, *rows])
     assert main(["train", kind, *words(folder, "--max_length", 48, "--dry_run", rows="long.jsonl")]) == 0
     why = f"each {'is longer than' if kind == 'reward' else 'has no token with a loss within'} --max_length 48"
-    assert f"memascend train: 1 of 3 examples of --data are dropped: {why}" in capsys.readouterr().err
+    assert f"examples: 2 kept; 1 dropped of 3: {why}" in capsys.readouterr().out
     write_rows(folder / "long.jsonl", rows)
     assert main(["train", kind, *words(folder, "--max_length", 48, rows="long.jsonl")]) == 1
     assert f"memascend train: no example of --data is left: {why}" in capsys.readouterr().err

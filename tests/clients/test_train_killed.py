@@ -90,9 +90,10 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
 def test_a_stop_names_the_committed_step_and_the_restart_goes_on_there(tmp_path):
     prepare(tmp_path, torch.float32)
     more, step = "logging_steps: 1\nlr_scheduler_type: constant", None
-    for place, stop, status in (("'loss'", signal.SIGINT, 130), ("goes on after", signal.SIGTERM, 143)):
+    for place, stop, status in (("'loss'", signal.SIGINT, 130), ("resuming at", signal.SIGTERM, 143)):
         said = run(tmp_path, "own", more, kill=(place,), after=0.2, by=stop, ends=status).splitlines()
-        assert step is None or f"memascend train: goes on after step {step} of {STEPS}" in said
+        title = f"a new run of {STEPS} steps" if step is None else f"resuming at step {step + 1} of {STEPS}"
+        assert f"memascend: {title}" in said
         with look([tmp_path / "own.store"]) as store:
             step = store.step
         assert said[-1] == (

@@ -58,6 +58,8 @@ def test_info(tmp_path, capsys):
     assert re.search(r"^buffers +1$", summary, re.MULTILINE)
     assert "22 parameters" not in summary
     assert len(records.splitlines()) == 2 + 23
+    assert main(["store", "info", "--verbose", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.split("\n\n")[1].splitlines()) == 2 + 23
     assert "3 x 1741" in output
     assert main(["store", "info", str(tmp_path / "none")]) == 1
 

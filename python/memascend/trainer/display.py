@@ -57,7 +57,8 @@ class Display(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Begin to measure; a step that is repeated by a resume has no such event."""
         if self._last is None:
-            self._last = self._now()
+            began, moved, waited, tokens = self._now()
+            self._last = began, moved, waited, tokens - self._resume.tokens_of_step
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Measure the step; a progress bar shows the figures behind it."""

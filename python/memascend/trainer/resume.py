@@ -92,8 +92,8 @@ class Resume:
         self._start, self._seconds_before, self._written_before = 0.0, 0.0, 0
         # Seconds of a step so far; None: there are too few.
         self.seconds_of_step: float | None = None
-        # The tokens of all batches of this process.
-        self.tokens = 0
+        # The tokens of all batches of this process, and those of the step that is being made.
+        self.tokens, self.tokens_of_step = 0, 0
         self._trains = False
         self.display: Display | None = None
         self._own: dict[str, Callable[..., Any]] = {}
@@ -428,7 +428,8 @@ class Resume:
         self._norm = None
         self._passed += self._group
         self._group = len(found[0])
-        self.tokens += sum(map(_tokens_of, found[0]))
+        self.tokens_of_step = sum(map(_tokens_of, found[0]))
+        self.tokens += self.tokens_of_step
         if self._steps is not None:
             self._steps.begin(found[0])
         return found

@@ -63,7 +63,7 @@ def train(command: Command) -> int:
         with _unchanged(file.parent) if own.dry_run else contextlib.nullcontext():
             trainer, words = _made(command, dt.datetime.fromisoformat(record["began"]))
             if own.dry_run:
-                _print_plan(trainer, command.kind, options)
+                _print_plan(trainer, command.kind, options, words)
                 return 0
         made.append(trainer)
         if options.host_memory in (None, AUTO):
@@ -106,7 +106,7 @@ def _unchanged(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _print_plan(trainer: Any, kind: str, options: Options) -> None:
+def _print_plan(trainer: Any, kind: str, options: Options, examples: str | None) -> None:
     found = prepare_optimizer(trainer)
     if options.state is None and found:
         options = dataclasses.replace(options, **found)
@@ -115,6 +115,8 @@ def _print_plan(trainer: Any, kind: str, options: Options) -> None:
     trainer.create_optimizer()
     print(planned(trainer.model, trainer.optimizer, options, trainer.args.world_size).plan)
     print(f"\n{_torchs_memory(trainer, kind, options)}")
+    if examples is not None:
+        print(f"examples: {examples}")
     print("this was a dry run: nothing was changed")
 
 
@@ -250,8 +252,8 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
     tokenizer.chat_template = template
     _require_exact(trainer)
     words = _examples_in_words(trainer, command.kind, examples)
-    _require_some(trainer, "eval", held_out, trainer.eval_dataset)
-    return trainer, words
+    held = _require_some(trainer, "eval", held_out, trainer.eval_dataset)
+    return trainer, f"{words}; of --eval {held}" if words and held else words
 
 
 def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:

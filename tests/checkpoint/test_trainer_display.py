@@ -1,0 +1,133 @@
+"""Tests the header, the figures of each step and the totals that a Trainer's training shows, and its forecast."""
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from support.trained_program import Drawn, made, rows, started
+
+import memascend.trainer
+from memascend.plan import hardware
+from memascend.trainer.forecast import _parameters_of_token, forecast
+from memascend.trainer.position import RandomNumbers
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+# Of 50 rows, 2 at once and 4 batches a step: 7 steps an epoch.
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def is_fast(monkeypatch):
+    """The speed of the processor is not measured each time."""
+    monkeypatch.setattr(hardware, "_SECONDS", 0.0)
+
+
+def shown(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(("memascend", "  "))]
+
+
+def test_a_header_says_what_runs_and_where_it_goes_on(tmp_path, capsys):
+    started(tmp_path, end=5)
+    title, *header = shown(capsys)[:7]
+    assert title == f"memascend: a new run of {STEPS} steps"
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in header}
+    assert list(said) == ["model", "device", "RAM", "drive", "examples", "steps"]
+    assert re.fullmatch(r"Qwen2ForCausalLM: [\d,]+ parameters, all trained; float32", said["model"])
+    assert said["device"] == "this processor, 1 thread"
+    assert re.fullmatch(
+        r"[\d.]+ MiB of a budget of 1 GiB, with \d+ parameters kept in RAM; [\d.]+ GiB free of [\d.]+ GiB", said["RAM"]
+    )
+    assert str(tmp_path / "store") in said["drive"]
+    assert said["examples"] == "50"
+    assert re.fullmatch(
+        rf"{STEPS} of 8 examples; [\d.]+ (ms|s) and [\d.]+ [GM]B written, predicted for a drive of 5 and 4 GB/s, "
+        r"50% of this processor's [\d,]+ GFLOPS",
+        said["steps"],
+    )
+    started(tmp_path, end=9)
+    title, *header = shown(capsys)[:7]
+    assert title == f"memascend: resuming at step 6 of {STEPS}"
+    assert " left, as the steps before took, and " in header[-1]
+    started(tmp_path)
+    capsys.readouterr()
+    # A run that is over does not begin again.
+    started(tmp_path)
+    assert shown(capsys)[0] == f"memascend: this run is finished: step {STEPS} of {STEPS}"
+
+
+def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys):
+    started(tmp_path, end=7)
+    lines = [line for line in shown(capsys) if line.startswith("memascend: step")]
+    drive = r"drive [\d.]+ GB/s, waited for it \d+% of the time"
+    figures = rf"[\d.]+ m?s a step, [\d,]+ tokens/s, {drive}, [\d.]+ (m?s|minutes) left"
+    assert len(lines) == 2
+    for line, step in zip(lines, (3, 6), strict=True):
+        assert re.fullmatch(rf"memascend: step {step} of {STEPS}: {figures}", line), line
+    trainer = started(tmp_path)
+    end = shown(capsys)[-1]
+    assert re.fullmatch(
+        r"memascend: 7 steps in [\d.]+ s: [\d.]+ MB written \([\d.]+ MB with the earlier starts\); less than 0.01% "
+        r"of the [\d,]+ TB that a consumer drive of this size is warranted for",
+        end,
+    )
+    # The picture has the losses of both processes.
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    report = trainer.optimizer.optimizer.report()
+    assert report.history.losses == losses
+    assert report.history.steps == list(range(9, STEPS + 1))
+    assert len(report.history.seconds) == len(report.history.moved) == STEPS - 8
+
+
+class Bar(transformers.TrainerCallback):
+    """As the Trainer's own has one."""
+
+    def __init__(self):
+        self.said = []
+        self.training_bar = SimpleNamespace(set_postfix_str=lambda words, refresh: self.said.append((words, refresh)))
+
+
+def test_a_bar_has_the_figures_behind_it(tmp_path, capsys):
+    bar = Bar()
+    started(tmp_path, bar, end=3)
+    assert len(bar.said) == 3
+    assert all(re.fullmatch(r"[\d,]+ tokens/s, drive [\d.]+ GB/s, waited for it .*", words) for words, _ in bar.said)
+    assert not any(line.startswith("memascend: step") for line in shown(capsys))
+
+
+def test_a_trainer_that_is_to_be_silent_is_silent(tmp_path, capsys):
+    started(tmp_path, log_level="error", max_steps=3)
+    assert shown(capsys) == []
+
+
+@pytest.mark.parametrize("kind", ["drawn", "list"])
+def test_a_forecast_disturbs_nothing(tmp_path, kind):
+    """Neither the random numbers of the process nor those of data that draw: bits would change."""
+    dice = random.Random(1)
+    trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
+    trainer.create_optimizer()
+    before = RandomNumbers.now().said(), dice.getstate()
+    found = forecast(trainer, {"storage": str(tmp_path / "store")})
+    assert before == (RandomNumbers.now().said(), dice.getstate())
+    assert (found.seconds is None) == (kind == "drawn")
+    # Gradients of four micro-batches wait for their sum, and updates for the norm: each is written, with the values.
+    trained = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert found.written > 3 * trained
+
+
+def test_tokens_are_counted_without_padding():
+    tokens = memascend.trainer.resume._tokens_of
+    ids = torch.ones(2, 3, dtype=torch.long)
+    assert tokens({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}) == 3
+    assert tokens({"chosen_input_ids": ids, "rejected_input_ids": ids, "label": ids}) == 12
+    assert tokens(ids) == tokens({}) == 0
+
+
+def test_the_chosen_experts_of_a_model_compute_a_token():
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"w": torch.nn.Linear(10, 10, bias=False)})})
+    model = torch.nn.ModuleDict({"mlp": model, "head": torch.nn.Linear(10, 1, bias=False)})
+    assert _parameters_of_token(model) == 110
+    model.config = SimpleNamespace(num_experts=4, num_experts_per_tok=1)
+    assert _parameters_of_token(model) == 35
