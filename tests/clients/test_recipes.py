@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# README's, and those of the page of Trainers, each with the title above it.
+# Those of the page of Trainers, each with the title above it.
 PAGE = (ROOT / "docs/trainers.md").read_text()
-README = (ROOT / "README.md").read_text()
-RECIPES = RECIPE.findall(README) + RECIPE.findall(PAGE)
+RECIPES = RECIPE.findall(PAGE)
+# What README changes in a script.
+DIFFERENCE = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,6 +52,20 @@ def test_a_recipe_runs(recipe, folder):
     run(recipe, folder)
 
 
+@pytest.mark.parametrize("kept", ["+ ", "- "], ids=["offloaded", "in memory"])
+def test_readmes_difference_is_between_two_scripts_that_train(folder, kept):
+    (folder / "chats.jsonl").write_text((folder / "small/data/messages_eval.jsonl").read_text())
+    script = "".join(line[1:] for line in DIFFERENCE.splitlines(keepends=True) if line[:1] in kept or line == "\n")
+    for theirs, ours in (
+        ("Qwen/Qwen2.5-7B-Instruct", "small/model"), ("/mnt/nvme/", ""), ("per_device_train_batch_size=32",
+        "per_device_train_batch_size=2, max_steps=3, use_cpu=True, report_to='none'"),
+    ):  # fmt: skip
+        assert theirs in script or (theirs == "/mnt/nvme/" and kept == "- ")
+        script = script.replace(theirs, ours)
+    run(script, folder)
+    assert (folder / "sft.store").exists() or kept == "- "
+
+
 def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, server):
     (recipe,) = (recipe for title, recipe in RECIPES if "GRPO" in title)
     run(recipe, folder, ROLLOUTS=server)
@@ -67,4 +82,4 @@ def test_each_kind_of_training_has_one():
     kinds = titles[titles.index("Preferences (DPO)") : of_programs]
     kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
     assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]
-    assert len(RECIPES) == (README + PAGE).count("\n```py\n")
+    assert len(RECIPES) == PAGE.count("\n```py\n")
