@@ -60,6 +60,7 @@ def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, m
     monkeypatch.setattr(processor, "measure", lambda *_: PROCESSOR)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
     asked = ("--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
+    asked = (*asked, "--host-memory", "default")
 
     def told(*words):
         assert processor.main([str(config), *asked, *words, "--json"]) == 0

@@ -16,8 +16,8 @@ from memascend.errors import ConfigError
 from memascend.plan.cost import Drive
 from memascend.text import bytes_shown
 
-SMALLEST = ("--host-memory", "smallest")
-MACHINE = ("--drive", "5,4", "--gpu", "4090", *SMALLEST)
+DEFAULT = ("--host-memory", "default")
+MACHINE = ("--drive", "5,4", "--gpu", "4090", *DEFAULT)
 
 
 def traced(config, sequences=1, length=128, loss="full", **options):
@@ -430,7 +430,7 @@ def test_what_cannot_be_is_said(capsys, words, says):
 
 
 def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
-    found = told(capsys, "qwen-1.5b", "--device", "cuda", *SMALLEST)
+    found = told(capsys, "qwen-1.5b", "--device", "cuda", *DEFAULT)
     assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
     lines = five(capsys, "qwen-1.5b", "--device", "cuda")
     title = "qwen-1.5b, 1.54 B parameters, on a GPU that is not named"

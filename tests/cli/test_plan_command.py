@@ -71,7 +71,7 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
     config = written(tmp_path, name)
     smallest = told(capsys, config, "--gradients", "fused")["plan"]["smallest"]
     plans = {budget: told(capsys, config, "--gradients", "fused", *given)["plan"] for budget, given in (
-        (smallest, ("--host-memory", smallest)), (None, ("--host-memory", "smallest")),
+        (smallest, ("--host-memory", smallest)), (None, ("--host-memory", "default")),
     )}  # fmt: skip
     for budget, plan in plans.items():
         torch.manual_seed(0)
@@ -95,17 +95,17 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
 
 def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
     config = written(tmp_path, "Qwen2")
-    smallest = ("--host-memory", "smallest")
-    plain = told(capsys, config, *smallest)
-    clipped = told(capsys, config, "--max-grad-norm", "1.0", *smallest)
+    default = ("--host-memory", "default")
+    plain = told(capsys, config, *default)
+    clipped = told(capsys, config, "--max-grad-norm", "1.0", *default)
     assert "gradients" in clipped["plan"]["written_bytes"]
     assert "gradients" not in plain["plan"]["written_bytes"]
     assert clipped["steps_per_100_tb_written"] < plain["steps_per_100_tb_written"]
-    at_speed = ("--gpu", "4090", "--drive", "gen4", *smallest, "--max-grad-norm", "1.0")
+    at_speed = ("--gpu", "4090", "--drive", "gen4", *default, "--max-grad-norm", "1.0")
     step, plain_step = (told(capsys, config, *words)["step"] for words in (at_speed, at_speed[:6]))
     assert plain_step["seconds_per_step"] < step["seconds_per_step"]
     assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
-    half = told(capsys, config, "--dtype", "bf16", *smallest)
+    half = told(capsys, config, "--dtype", "bf16", *default)
     assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]
     # Values and gradients of 2 bytes, a master and two moments of 4.
     assert half["in_memory_bytes"] == 16 * half["model"]["parameters"]
@@ -141,7 +141,7 @@ def test_a_path_that_does_not_exist_is_shown_with_its_drive(capsys, tmp_path):
 
 def test_less_ram_than_this_processor_needs_is_a_named_problem(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
-    needed = told(capsys, config, "--device", "cpu", "--host-memory", "smallest")["host_bytes"]
+    needed = told(capsys, config, "--device", "cpu", "--host-memory", "default")["host_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
         limits = {"available": free, "cgroup_limit": None}
         monkeypatch.setattr("memascend.memory.limits", lambda limits=limits: limits)
@@ -224,7 +224,7 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
     (tmp_path / "deep.json").write_text(json.dumps(deep))
     hosts = []
     for name in ("config.json", "deep.json"):
-        plan = told(capsys, tmp_path / name, "--device", "cuda:1", "--host-memory", "smallest")["plan"]
+        plan = told(capsys, tmp_path / name, "--device", "cuda:1", "--host-memory", "default")["plan"]
         assert plan["device_peak"] == sum(plan["device"].values()) <= plan["device_budget"]
         assert {"unit staging", "gradient windows"} <= plan["host"].keys()
         hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})

@@ -310,7 +310,7 @@ def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monk
 
 def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     words = config, "--drive", "5,4", "--tokens", 65_536, "--length", 256, "--accumulation-steps", 8
-    words = *words, "--host-memory", "smallest"
+    words = *words, "--host-memory", "default"
     here = told(capsys, *words, "--gpu", "165,24,25")
     kept = here["torch"]["kept_bytes"]
     card = "--gpu", f"165,{(here['device_bytes'] - 3 * kept + (1 << 30)) / 1e9},25"

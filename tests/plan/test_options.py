@@ -9,6 +9,7 @@ import torch
 
 from memascend import ConfigError, offload
 from memascend.plan.options import Options, parse_bytes
+from memascend.plan.spare import Spare
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
     assert (options.paths, options.host_bytes, options.unit_names) == ((str(tmp_path),), 1 << 20, ("a", "b"))
     assert Options(storage=[Path("/a"), "/b"]).paths == ("/a", "/b")
     assert (Options().paths, Options().host_bytes, Options().unit_names) == (None, None, None)
+    words = [Options(host_memory=word) for word in ("auto", "default", None)]
+    assert [(one.host_bytes, one.spare) for one in words] == [(None, Spare()), (None, None), (None, None)]
     monkeypatch.setattr("memascend.memory.limits", lambda: {"available": 1000})
     assert Options(host_memory="12.5 %").host_bytes == 125
 

@@ -28,8 +28,9 @@ _UNITS = {
 # No memory needs an exponent of more than two digits.
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-# The words for `host_memory=`: what the machine can spare; or, as None, the smallest that keeps disk and compute busy.
-AUTO, SMALLEST = "auto", "smallest"
+# The words for `host_memory=`: the bytes that the machine can spare; or, as without the option, the smallest budget
+# that keeps disk and compute busy.
+AUTO, DEFAULT = "auto", "default"
 # More steps would take too long to replay, and too much space.
 _LOG_STEPS_MAX = 4096
 _Path = str | os.PathLike[str]
@@ -224,7 +225,7 @@ class Options:
     @functools.cached_property
     def host_bytes(self) -> int | None:
         """The budget of host memory in bytes; a percentage is taken at the first call; None: none was given."""
-        if self.host_memory in (None, SMALLEST) or self.spare is not None:
+        if self.host_memory in (None, DEFAULT) or self.spare is not None:
             return None
         part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
         if part is None:

@@ -98,9 +98,9 @@ def offload(  # noqa: PLR0913 - options are keywords
             where that run has another model or optimizer. "resume" starts a store where there is none. An empty file
             is rejected: what it held is lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
-            cgroup have now. None or "smallest": the smallest that keeps disk and compute busy. "auto": the bytes that
+            cgroup have now. None or "default": the smallest that keeps disk and compute busy. "auto": the bytes that
             the machine can spare, in whole GiB, divided among its ranks; on a CPU half of them, as torch needs memory
-            there, too. A resume with "auto" takes the budget of its store while that is free. None, "smallest" and
+            there, too. A resume with "auto" takes the budget of its store while that is free. None, "default" and
             "auto" count as not given: a step that needs more gets it. The rest of a budget keeps parameters with their
             state in RAM, the model's first ones first: they are read once, by this call.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. This call moves buffers;

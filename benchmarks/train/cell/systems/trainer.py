@@ -51,7 +51,9 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
         )  # fmt: skip
     # What it prints would be taken for an answer.
     trainer.remove_callback(PrinterCallback)
+    # Streamed, as by offload(): a Trainer would take the RAM of the machine.
     options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
+    options.setdefault("host_memory", "default")
     optimizer = memascend.trainer.offload(
         trainer, storage=storage / "memascend.store", existing="replace", device=work.device, **options
     )
