@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 # A page on a telephone shows a picture 400 pixels wide: its letters are as large as those of the text beside it.
 _FONT = {"font.size": 11, "axes.titlesize": 12}
+# Of a picture that is one of few on a page, so that it is read at a glance.
+_HEADLINE = {
+    "font.size": 14, "axes.titlesize": 16, "axes.titleweight": "bold", "lines.linewidth": 3.5, "lines.markersize": 9,
+    "axes.titlepad": 14,
+}  # fmt: skip
 _LEGEND_COLUMNS = 2
 # Curves' names stand at their ends, so far apart, in parts of the height.
 _APART = 0.16
@@ -128,6 +133,34 @@ def lines(
     _saved(path, title, figure, 0)
 
 
+def headline(
+    path: Path, title: str, units: tuple[str, str], series: Mapping[str, Sequence[tuple[float, float]]]
+) -> None:
+    """Draw few curves from zero as a PNG whose letters a telephone shows as large as those of its page.
+
+    The name of each system stands at its end, with the last value.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    plt = open_pyplot()
+    with plt.rc_context(_HEADLINE):
+        figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+        ends: list[tuple[float, str, str]] = []
+        for name, words, colour in _styled(series):
+            places, values = zip(*series[name], strict=True)
+            axes.plot(places, values, marker="o", color=colour, clip_on=False)
+            ends.append((values[-1], f"{words.partition(',')[0]}\n{values[-1]:.2g} {units[1]}", colour))
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(units[0])
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        _named_at_the_end(axes, ends)
+        _saved(path, "", figure, 0)
+
+
 def _named_at_the_end(axes: Any, ends: list[tuple[float, str, str]]) -> None:
     """Each (value, words, colour) right of the curves at its height, or where its neighbours leave it a place."""
     ends = sorted(ends)
@@ -149,7 +182,8 @@ def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _saved(path: Path, title: str, figure: Any, series: int) -> None:
-    figure.suptitle(textwrap.fill(title, _TITLE), fontsize=_FONT["axes.titlesize"])
+    if title:
+        figure.suptitle(textwrap.fill(title, _TITLE), fontsize=_FONT["axes.titlesize"])
     if series:
         figure.legend(loc="outside lower center", ncols=min(series, _LEGEND_COLUMNS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

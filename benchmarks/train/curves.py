@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.show import lines
+from benchmarks.show import headline, lines
 from benchmarks.train.cell.workload import WORKLOADS, Workload
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class Curve:
     systems: tuple[str, ...]
     places: tuple[tuple[float, Workload, dict[str, Any]], ...]
     seconds: bool = False
+    # The systems of a picture that says one thing, with a title for it; without, the picture has all.
+    headline: tuple[str, ...] = ()
+    says: str = ""
 
 
 _SYSTEMS = ("torch", "memascend", "zero-infinity", "zero-offload")
@@ -51,6 +54,8 @@ CURVES = {
             (round(WORKLOADS[name].parameters / 1e6, 1), WORKLOADS[name], {})
             for name in ("4M-1x128", "25M-1x128", "125M-1x128", "500M-1x128")
         ),
+        headline=("torch", "zero-infinity", "memascend"),
+        says="Host memory that training adds, in GB",
     ),
     "context": Curve(
         title="Host memory that training adds, by length of a sequence (25 M, bf16, activation checkpointing)",
@@ -101,5 +106,8 @@ def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list
         series = {system: [(x, y * scale) for x, of, y, *_ in rows if of == system] for system in curve.systems}
         spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}
         along = curve.along.replace("M parameters", "millions of parameters")
+        if curve.headline:
+            headline(picture, curve.says, (along, "GB"), {name: series[name] for name in curve.headline})
+            return
         drawn = {name: points for name, points in series.items() if points}
         lines(picture, curve.title, (along, unit), drawn, spread if curve.seconds else {})
