@@ -230,6 +230,11 @@ docs: .venv-docs/synced ## The site of the documents, in target/site, checked as
 	.venv-docs/bin/python docs/make_site.py
 	.venv-docs/bin/python docs/check_site.py
 
+.PHONY: drawings
+drawings: .venv-clients/installed ## Draw the pictures of docs/drawings anew; the terminal is recorded, a minute
+	$(BIN)/python docs/drawings/draw.py
+	.venv-clients/bin/python docs/drawings/terminal.py
+
 .PHONY: test-simulated
 test-simulated: setup ## The order of all that a GPU does, on a simulated CUDA, which is compiled first
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m simulated tests/device

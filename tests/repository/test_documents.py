@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,17 @@ def test_the_drawings_are_those_of_their_script(tmp_path):
     for which in ("places", "step", "commit"):
         drawn[which]().save(tmp_path / f"{which}.svg")
         assert (tmp_path / f"{which}.svg").read_bytes() == (ROOT / f"docs/drawings/{which}.svg").read_bytes()
+
+
+def test_the_recorded_terminal_is_of_its_script():
+    """Whoever changes what is typed records it again."""
+    script = runpy.run_path(str(ROOT / "docs/drawings/terminal.py"))
+    drawing = (ROOT / "docs/drawings/terminal.svg").read_text()
+    shown = [unescape(re.sub("<.*?>", "", text)) for text in re.findall("<text.*?</text>", drawing)]
+    assert f"<title>{script['TITLE']}</title>" in drawing
+    first, second = (at for at, line in enumerate(shown) if line == "$ " + script["COMMAND"])
+    assert shown[1:first] == script["SETTINGS"].splitlines()
+    resumed = f"memascend: resuming at step {script['KILLED_AFTER'] + 1} of {script['STEPS']}"
+    assert (shown[first + 1], shown[second - 1], shown[second + 1]) == (
+        f"memascend: a new run of {script['STEPS']} steps", "Killed", resumed
+    )  # fmt: skip

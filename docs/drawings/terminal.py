@@ -1,0 +1,185 @@
+"""Records a killed and resumed `memascend train`: `python docs/drawings/terminal.py` writes terminal.svg beside it.
+
+Trains the model of examples/small_model.py in a shell on a pseudo-terminal, kills it with SIGKILL within a step, and
+types the same command again. The drawing has what the terminal showed, but for lines that `_shown()` leaves out, and
+waits at most a second for each. It needs what `memascend train` needs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import textwrap
+import time
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, LOGGED = 12, 3
+SETTINGS = f"""\
+model: small/model
+data: small/data/messages.jsonl
+output: tuned
+storage: tune.store
+host_memory: 64MiB
+max_steps: {STEPS}
+logging_steps: {LOGGED}
+disable_tqdm: true
+"""
+COMMAND = "memascend train --config tune.yaml"
+# The step after which a further one is interrupted, at this part of its time.
+KILLED_AFTER, KILLED_AT = 6, 0.5
+TITLE = f"memascend train is killed by kill -9 within step {KILLED_AFTER + 1}; the same command resumes at that step"
+# The line of the bytes written, which is longer than what it says here.
+TOTALS = f"memascend: {STEPS - KILLED_AFTER} steps in "
+
+PROMPT = "$ "
+PATIENCE = 600.0
+# Of the headers: what the first start shows, and what is new in the second.
+ROWS = (("model", "RAM"), ("steps",))
+
+# As wide as the widest drawing of a page, so that a phone shows the letters at three quarters of their size.
+WIDTH, MARGIN, BAR, LINE, SIZE = 480, 12, 28, 18, 14
+COLUMNS = 54
+SHORTEST, LONGEST = 0.12, 1.0
+FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
+GROUND, EDGE, INK, QUIET = "#161b22", "#57606a", "#e6edf3", "#9da7b3"
+COLOURS = {"$": "#7ee787", "Killed": "#ff7b72", "memascend:": "#79c0ff", "the training": "#7ee787"}
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Shell:
+    """A shell on a pseudo-terminal; `lines` has each line that it showed, with the second in which it came."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lines: list[tuple[float, str]] = []
+        self._rest = ""
+        self._pid, self._terminal = pty.fork()
+        if self._pid == 0:
+            os.chdir(folder)
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            # One thread waits for no other where the machine has more to do.
+            told = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+            os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], told)  # noqa: S606
+        # Lines are broken by the drawing alone.
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 500, 0, 0))
+        self.wait()
+
+    def type(self, command: str) -> None:
+        """Enter a line."""
+        os.write(self._terminal, f"{command}\n".encode())
+
+    def wait(self, text: str | None = None) -> str:
+        """Read until a line has the text, which is returned, or until the next prompt."""
+        seen, until = len(self.lines), time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            self._rest += os.read(self._terminal, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
+            *whole, self._rest = self._rest.split("\n")
+            now = time.monotonic()
+            self.lines += [(now, _ESCAPES.sub("", line).rsplit("\r", 1)[-1]) for line in whole]
+            found = next((line for _, line in self.lines[seen:] if text is not None and text in line), None)
+            if found is not None or (text is None and self._rest.endswith(PROMPT)):
+                return found or ""
+        raise TimeoutError(f"the terminal did not show {text or PROMPT!r}:\n{self._rest}")
+
+    def kill_its_program(self) -> None:
+        """Kill what the shell runs, as the system does."""
+        (child,) = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the shell, and what it may run."""
+        os.close(self._terminal)
+        os.waitpid(self._pid, 0)
+
+
+def record(folder: Path) -> list[tuple[float, str]]:
+    """What the terminal showed of a run that was killed and started again."""
+    made = [sys.executable, str(ROOT / "examples/small_model.py"), "small"]
+    subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    (folder / "tune.yaml").write_text(SETTINGS)
+    shell = Shell(folder)
+    try:
+        shell.type("cat tune.yaml")
+        shell.wait()
+        shell.type(COMMAND)
+        line = shell.wait(f"memascend: step {KILLED_AFTER} of {STEPS}: ")
+        value, unit = re.search(r": ([\d.]+) (ms|s) a step", line).groups()  # type: ignore[union-attr]
+        time.sleep(KILLED_AT * float(value) * {"ms": 1e-3, "s": 1}[unit])
+        shell.kill_its_program()
+        shell.wait()
+        shell.type(COMMAND)
+        shell.wait(f"memascend: resuming at step {KILLED_AFTER + 1} of {STEPS}")
+        shell.wait()
+    finally:
+        shell.close()
+    return shell.lines
+
+
+def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Commands and their files, and of the training its own lines: no progress of libraries, no dictionaries."""
+    kept, start = [], -1
+    settings = SETTINGS.splitlines()
+    for second, line in lines:
+        start += line.startswith("memascend: ") and ("new run" in line or "resuming" in line)
+        is_row = line.startswith("  ") and line.split(maxsplit=1)[0] in ROWS[max(start, 0)]
+        is_own = line.startswith(("memascend: ", "the training is done")) and not line.startswith(TOTALS)
+        if is_row or is_own or line in settings or line.startswith((PROMPT, "Killed")):
+            kept.append((second, line))
+    return kept
+
+
+def draw(lines: list[tuple[float, str]]) -> str:
+    """An SVG in which the lines appear one after the other; without animation all of them are there."""
+    rows, at, before = [], 0.0, lines[0][0]
+    for second, line in lines:
+        at += min(max(second - before, SHORTEST), LONGEST)
+        before = second
+        # What hangs over stands below the words of a row of the header.
+        hanging = " " * (12 if line.startswith("  ") else 2)
+        # A value stays with its unit.
+        joined = re.sub(r"(?<=\d) (?=[A-Za-z])", "\u00a0", line)
+        broken = textwrap.wrap(joined, COLUMNS, subsequent_indent=hanging)
+        rows += [(at, row.replace("\u00a0", " "), line) for row in broken]
+    height = BAR + LINE * len(rows) + MARGIN
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{TITLE}">',
+        f"<title>{TITLE}</title>",
+        "<style>",
+        f"text {{ font: {SIZE}px {FONT}; white-space: pre }}",
+        "@keyframes appear { from { opacity: 0 } }",
+        "@media (prefers-reduced-motion: no-preference) { text { animation: appear 0.1s backwards } }",
+        "</style>",
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{GROUND}" stroke="{EDGE}"/>',
+        *(f'<circle cx="{MARGIN + 6 + 18 * n}" cy="16" r="5" fill="{EDGE}"/>' for n in range(3)),
+    ]
+    for number, (second, row, line) in enumerate(rows):
+        start = next((start for start in COLOURS if row.startswith(start)), "")
+        bright = start if start == "memascend:" else row if start else ""
+        words = f'<tspan fill="{COLOURS.get(start)}">{escape(bright)}</tspan>' if bright else ""
+        words += escape(row[len(bright) :])
+        ink = QUIET if line.startswith("  ") else INK
+        place = f'x="{MARGIN}" y="{BAR + LINE * number + SIZE}" xml:space="preserve"'
+        parts.append(f'<text {place} fill="{ink}" style="animation-delay:{second:.2f}s">{words}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Record and draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = record(Path(folder))
+    Path(__file__).with_suffix(".svg").write_text(draw(_shown(lines)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
