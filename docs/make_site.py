@@ -1,7 +1,7 @@
 """Makes the site of the documents with Zensical: `python docs/make_site.py` writes target/site.
 
-First it copies the pages, with links to the repository instead of links out of docs/, and the pictures of benchmarks.
-Zensical makes HTML of them. At last names in code get places to break, and no page asks GitHub for anything.
+First it copies the pages, with links to the repository instead of links out of docs/, the pictures of benchmarks, and
+llms.txt. Zensical makes HTML of them. At last names in code get places to break, and no page asks GitHub for anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def copy_pages() -> None:
         # A phone's column is too narrow for several panels, so a picture of results opens by itself.
         text = _PICTURE.sub(r"[\1\2)](\2)", page.read_text(encoding="utf-8"))
         (PAGES / page.name).write_text(_OUTSIDE.sub(rf"\1{REPOSITORY}\2", text), encoding="utf-8")
-    for path in (DOCS / "site.css", *RESULTS.glob("*.png")):
+    for path in (DOCS / "site.css", ROOT / "llms.txt", *RESULTS.glob("*.png")):
         shutil.copy(path, PAGES)
     shutil.copytree(DOCS / "drawings", PAGES / "drawings", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
 

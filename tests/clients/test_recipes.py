@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Those of the page of Trainers, each with the title above it.
+# That of AGENTS.md, and those of the page of Trainers, each with the title above it.
 PAGE = (ROOT / "docs/trainers.md").read_text()
-RECIPES = RECIPE.findall(PAGE)
+AGENTS = (ROOT / "AGENTS.md").read_text()
+RECIPES = RECIPE.findall(AGENTS) + RECIPE.findall(PAGE)
 # What README changes in a script.
 DIFFERENCE = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 
@@ -82,4 +83,4 @@ def test_each_kind_of_training_has_one():
     kinds = titles[titles.index("Preferences (DPO)") : of_programs]
     kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
     assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]
-    assert len(RECIPES) == PAGE.count("\n```py\n")
+    assert all(len(RECIPE.findall(text)) == text.count("\n```py\n") > 0 for text in (AGENTS, PAGE))

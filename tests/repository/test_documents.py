@@ -19,7 +19,7 @@ from memascend.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
 PICTURES = "https://raw.githubusercontent.com/memascend/memascend/main/"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "llms.txt", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [
     *PAGES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
@@ -37,6 +37,7 @@ KINDS = {
 }
 RUN_ELSEWHERE = {
     "README.md": "clients/test_recipes.py",
+    "AGENTS.md": "clients/test_recipes.py",
     "docs/trainers.md": "clients/test_recipes.py",
     "docs/gpus.md": "distributed/test_hosts_page.py",
 }
@@ -168,7 +169,7 @@ def test_every_example_runs_as_it_says(example, tmp_path):
         assert all("/site-packages/" in line for line in told), done.stderr
 
 
-CALLERS = ["README.md", "CONTRIBUTING.md", "SECURITY.md", ".ci/run", ".github/workflows/release.yml"]
+CALLERS = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", ".ci/run", ".github/workflows/release.yml"]
 
 
 @pytest.mark.parametrize("document", CALLERS)
