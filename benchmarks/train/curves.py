@@ -107,7 +107,7 @@ def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list
         spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}
         along = curve.along.replace("M parameters", "millions of parameters")
         if curve.headline:
-            headline(picture, curve.says, (along, "GB"), {name: series[name] for name in curve.headline})
+            headline(picture, curve.says, (along, "GB"), {of: series[of] for of in curve.headline if series[of]})
             return
         drawn = {name: points for name, points in series.items() if points}
         lines(picture, curve.title, (along, unit), drawn, spread if curve.seconds else {})
