@@ -7,7 +7,7 @@ plugin=$(python -c 'import memascend; print(memascend.__path__[0])')/integration
 swift sft \
     --external_plugins "$plugin" \
     --optimizer memascend \
-    --optim_args storage=run.store,host_memory=8GiB \
+    --optim_args storage=run.store \
     --model model \
     --model_type llama \
     --template chatml \

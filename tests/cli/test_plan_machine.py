@@ -362,8 +362,9 @@ def test_a_drive_without_room_says_what_frees_it(capsys, tmp_path, monkeypatch):
     words = ("qwen-3b", "--gpu", "4090", "--drive", "5,4", "--storage", tmp_path / "run.store")
     problem = told(capsys, *words, status=1)["problems"][0]
     said = re.fullmatch(
-        r"the store needs ([\d.]+) GiB, and 50 GiB are free: not enough; free ([\d.]+) GiB \((\S+) has 1.95 KiB\), or "
-        r"give a larger drive, or a smaller store \(--state bf16, ([\d.]+) GiB; --state 8bit, ([\d.]+) GiB\)",
+        r"the store needs ([\d.]+) GiB, and 50 GiB are free: not enough by ([\d.]+) GiB \((\S+) has 1.95 KiB\): "
+        r"free so many, or give a larger drive, or a smaller store \(--state bf16, ([\d.]+) GiB; --state 8bit, "
+        r"([\d.]+) GiB\)",
         problem,
     )
     needed, missing, file, half, eighth = said.groups()

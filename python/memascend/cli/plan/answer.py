@@ -296,8 +296,9 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
     needed = plan.disk_bytes + question.scratch(plan)
     if question.free is not None and question.free < needed:
         found.append(
-            f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough; free "
-            f"{bytes_shown(needed - question.free)}{_removable(question)}, or give a larger drive{_smaller(question)}"
+            f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough by "
+            f"{bytes_shown(needed - question.free)}{_removable(question)}: free so many, or give a larger drive"
+            f"{_smaller(question)}"
         )
     return found
 

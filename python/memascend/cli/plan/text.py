@@ -54,7 +54,7 @@ def brief(
     title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
     if found.problems:
-        rows.append(("what fits", _what_fits(question, other)))
+        rows.append(("what fits", _what_fits(question, found, other)))
     if found.seconds is None:
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
@@ -175,7 +175,9 @@ def _total_in_words(run: Total) -> str:
     return f"{counted(run.steps, 'step')}, {took}{terabytes_shown(run.written)} written"
 
 
-def _what_fits(question: Question, found: tuple[Question, Answer] | None) -> str:
+def _what_fits(question: Question, asked: Answer, found: tuple[Question, Answer] | None) -> str:
+    if found is None and question.free is not None and len(asked.problems) == 1 and question.free < asked.disk_bytes:
+        return "no store of this model, in any format of the state: give a larger drive"
     if found is None:
         return "not one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
     other, its = found
