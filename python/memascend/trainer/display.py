@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # The remaining time follows the seconds of so many last steps.
 _RECENT = 10
 _TB = 10**12
+# Slower drives, in GB/s, are shown with three decimals.
+_FAST = 0.1
 # A smaller share of a drive's life is shown as less than this.
 _LEAST_SHARE = 1e-4
 
@@ -70,7 +72,10 @@ class Display(TrainerCallback):
         self._recent = [*self._recent[-_RECENT + 1 :], took]
         took = max(took, 1e-9)
         speed = f"{tokens * args.world_size / took:,.0f} tokens/s, " if tokens else ""
-        drive = f"drive {moved / took / 1e9:.2f} GB/s, waited for it {min(1.0, waited / took):.0%} of the time"
+        rate = moved / took / 1e9
+        drive = (
+            f"drive {rate:.{2 if rate >= _FAST else 3}f} GB/s, waited for it {min(1.0, waited / took):.0%} of the time"
+        )
         left = (state.max_steps - state.global_step) * sum(self._recent) / len(self._recent)
         self._line = f"{seconds_shown(took)} a step, {speed}{drive}"
         if (bar := self._bar()) is not None:
