@@ -11,6 +11,7 @@ from support.trained_program import Drawn, made, rows, started
 
 import memascend.trainer
 from memascend.plan import hardware
+from memascend.trainer.callback import FIGURES
 from memascend.trainer.forecast import _parameters_of_token, forecast
 from memascend.trainer.position import RandomNumbers
 
@@ -69,7 +70,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
     trainer = started(tmp_path)
     end = shown(capsys)[-1]
     assert re.fullmatch(
-        r"memascend: 7 steps in [\d.]+ s: [\d.]+ MB written \([\d.]+ MB with the earlier starts\); less than 0.01% "
+        r"memascend: 7 steps in [\d.]+ m?s: [\d.]+ MB written \([\d.]+ MB with the earlier starts\); less than 0.01% "
         r"of the [\d,]+ TB that a consumer drive of this size is warranted for",
         end,
     )
@@ -102,6 +103,19 @@ def test_a_trainer_that_is_to_be_silent_is_silent(tmp_path, capsys):
     assert shown(capsys) == []
 
 
+def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
+    """What cannot be predicted trains all the same."""
+    trainer = made(tmp_path)
+    trainer.create_optimizer()
+    own = {"storage": str(tmp_path / "store")}
+    for data in (None, {"one": rows()}, [1, 2], [{"label_ids": torch.tensor(1)}], torch.utils.data.ChainDataset([])):
+        trainer.train_dataset = data
+        assert forecast(trainer, own).seconds is None
+    trainer.train_dataset = [{"input_ids": [1, 2], "token_type_ids": [0, 0]}]
+    assert forecast(trainer, own).seconds > 0
+    assert forecast(trainer, {**own, "device": "nowhere"}) is None
+
+
 @pytest.mark.parametrize("kind", ["drawn", "list"])
 def test_a_forecast_disturbs_nothing(tmp_path, kind):
     """Neither the random numbers of the process nor those of data that draw: bits would change."""
@@ -122,6 +136,7 @@ def test_tokens_are_counted_without_padding():
     ids = torch.ones(2, 3, dtype=torch.long)
     assert tokens({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}) == 3
     assert tokens({"chosen_input_ids": ids, "rejected_input_ids": ids, "label": ids}) == 12
+    assert tokens({"input_ids": ids, "attention_mask": {"full_attention": ids}, 3: ids}) == 6
     assert tokens(ids) == tokens({}) == 0
 
 
@@ -131,3 +146,24 @@ def test_the_chosen_experts_of_a_model_compute_a_token():
     assert _parameters_of_token(model) == 110
     model.config = SimpleNamespace(num_experts=4, num_experts_per_tok=1)
     assert _parameters_of_token(model) == 35
+
+
+class Printed(transformers.PrinterCallback):
+    """As the Trainer's own prints logs."""
+
+    def on_log(self, _args, _state, _control, logs=None, **_):
+        self.logs = [*getattr(self, "logs", ()), dict(logs)]
+
+
+def test_figures_in_bytes_are_for_the_history_and_not_printed(tmp_path, capsys):
+    printed, reported = Printed(), transformers.TrainerCallback()
+    seen = []
+    reported.on_log = lambda *_, logs, **__: seen.append(dict(logs))
+    trainer = started(tmp_path, printed, reported, end=4)
+    (line,) = (line for line in trainer.state.log_history if "loss" in line)
+    assert line.keys() >= set(FIGURES)
+    # Also to those that come after the one that prints.
+    assert [set(FIGURES) <= logs.keys() for logs in seen] == [True]
+    assert len(printed.logs) == 1
+    assert not printed.logs[0].keys() & set(FIGURES)
+    assert "_bytes" not in capsys.readouterr().out

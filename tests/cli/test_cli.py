@@ -380,6 +380,7 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
     for wrong, says in (
         ("smal/model", r"--model smal/model does not exist: did you mean small/model\? \(.*hf download smal/model"),
         ("models/qwen-0.6b", "did you mean models/qwen-0.5b"),
+        ("./models/qwen", "--model ./models/qwen does not exist"),
         ("./nothing", "--model ./nothing does not exist$"),
         ("a/b/c", "--model a/b/c does not exist$"),
         ("small", "--model small has no config.json"),
@@ -391,8 +392,19 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(MemascendError, match=r"not in the cache of the hub, and huggingface.co cannot be reached"):
         require_model("owner/another-name")
     assert looked == ["huggingface.co"]
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "config.json")
-    require_model("owner/another-name")
+    # A model of the hub whose name is like that of a folder is one of the hub.
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner/model-7b").mkdir()
+    (tmp_path / "owner/model-7b/config.json").write_text("{}")
+    with pytest.raises(MemascendError, match="cannot be reached"):
+        require_model("owner/model-7b-instruct")
+    cached = {("adapter_config.json", "abc")}
+    monkeypatch.setattr(
+        hub, "try_to_load_from_cache", lambda _, file, revision: "there" if (file, revision) in cached else None
+    )
+    require_model("owner/another-name", "abc")
+    with pytest.raises(MemascendError, match="not in the cache"):
+        require_model("owner/another-name")
 
 
 def test_without_trl_it_says_what_to_install():

@@ -116,6 +116,8 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
         assert (trained_once(path, host_memory="auto") == first) == kept
         assert ("as this run had before" in caplog.text) == kept
     whole_mib(100)
+    # That a moment was busy changes no preference.
+    assert trained_once(path, host_memory="auto") == first
     # A given one is a new preference, and the smallest good one is none.
     given = trained_once(path, host_memory="31MiB")
     assert trained_once(path) < given
@@ -126,7 +128,8 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path, chain(16, width=512), host_memory="auto")
     budget = optimizer.plan.budget
-    whole_mib(60)
+    # What it has is not free, until the store is opened again.
+    whole_mib(10)
     with pytest.warns(UserWarning, match="had this store open"):
         again = offloaded(path, chain(16, width=512), existing="resume", host_memory="auto")[1]
     with again:
@@ -153,7 +156,7 @@ def test_runs_look_one_after_the_other():
 def test_ranks_take_what_all_of_them_have(monkeypatch):
     """Two ranks on this host and one on another, which has little."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    said = iter([["here", "there", "here"], [None] * 3, None])
+    said = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
 
     def everyone(mine):
         others = next(said)
@@ -164,8 +167,12 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
     turn.end()
     assert options.spare == Spare(processes=2, agreed=7 << 20)
+    # All say first whether they are given a budget.
     given = Options(host_memory="8MiB")
+    exchange.everyone = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given
+    with pytest.raises(memascend.ConfigError, match=r"some ranks have host_memory=.auto. and others a budget"):
+        agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
 
 
 def test_what_a_larger_budget_brings_is_said_once(tmp_path, caplog, monkeypatch):

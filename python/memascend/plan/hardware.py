@@ -133,7 +133,7 @@ def gpu_here() -> Gpu | None:
 
     Whether there is one is seen without torch, whose import takes seconds.
     """
-    if not _has_device_file():
+    if not has_device_file():
         return None
     import torch
 
@@ -145,7 +145,8 @@ def gpu_here() -> Gpu | None:
     return None if known is None else replace(CARDS[USUAL.get(known, known)], nbytes=nbytes)
 
 
-def _has_device_file() -> bool:
+def has_device_file() -> bool:
+    """Whether the system has a GPU; a driver may be missing."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend import memory
@@ -56,11 +56,11 @@ class Spare:
     """A `host_memory=` that stands for the bytes that a machine can spare; it counts as not given."""
 
     machine: HostMemory | None = None  # None: this one, as it is when a run begins
-    processes: int = 1  # that share the machine
+    processes: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # share the machine
     torch_bytes: int | None = None  # of torch on a CPU; None: not known
     taken: int = 0  # bytes of this process that another model takes
     agreed: int | None = None  # the budget that the ranks of a run agreed on; None: they did not
-    is_stored: bool = False  # the agreed budget is that of the store
+    stored: int | None = None  # the budget of the store, which a later resume prefers again where it is not free now
 
     def budget(self, *, on_host: bool) -> int:
         """The budget of one process in whole GiB; 0 where less is left. `on_host`: the CPU computes the model."""

@@ -94,7 +94,7 @@ class Assembly:
                 subject.arithmetic,
                 scale,
                 schedule,
-                None if subject.options.host_memory is None else plan.budget,
+                self._stored_budget,
             ),
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
@@ -119,6 +119,14 @@ class Assembly:
         )
         residency.serve(session)
         return session
+
+    @property
+    def _stored_budget(self) -> int | None:
+        """The budget that a later start prefers where it is given none."""
+        options = self.subject.options
+        if options.spare is not None:
+            return options.spare.stored or self.decision.plan.budget
+        return None if options.host_bytes is None else self.decision.plan.budget
 
     @property
     def _grows(self) -> bool:

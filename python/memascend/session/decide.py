@@ -60,6 +60,8 @@ def _find_trained(
     named: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     device: torch.device | None,
+    *,
+    only_planned: bool,
 ) -> set[str]:
     """The names of the trained parameters; rejects those that cannot be offloaded. `device` computes."""
     if not named:
@@ -68,7 +70,7 @@ def _find_trained(
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     _refuse_owners(named, owned)
     for name, parameter in named.items():
-        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+        if not only_planned and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
                 f"{name} is on {parameter.device}, and offload() takes models on the CPU, on meta, or on the "
                 "device= that computes: move it there, or load it without device_map= if that divided it"
@@ -194,7 +196,9 @@ class Subject:
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
         self.named = dict(model.named_parameters() if sharding is None else sharding.named)
-        self.trained = _find_trained(model, self.named, optimizer, None if device is None else device.torch_device)
+        self.trained = _find_trained(
+            model, self.named, optimizer, None if device is None else device.torch_device, only_planned=only_planned
+        )
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")

@@ -181,7 +181,8 @@ def offload(  # noqa: PLR0913 - options are keywords
         )
     why = "" if options.host_bytes else ", the smallest that keeps disk and compute busy"
     if own.spare is not None:
-        why = ", as this run had before" if own.spare.is_stored else ", of what this machine can spare"
+        is_stored = own.spare.stored == offloaded.plan.budget
+        why = ", as this run had before" if is_stored else ", of what this machine can spare"
     _log.info("host_memory: %s%s; %s", bytes_shown(offloaded.plan.budget), why, moves(offloaded.plan))
     if subject.streamed:
         _log.info(

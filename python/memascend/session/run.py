@@ -252,7 +252,8 @@ class Metadata:
         """The description of the run in a checkpoint."""
         return {
             **self.identity(),
-            **self.hyperparameters(),
+            # A checkpoint may be used on another machine.
+            **{name: value for name, value in self.hyperparameters().items() if name != "host_memory"},
             "user_state": self.user_state,
             "optimizer": self._store.info()["optimizer"],
         }

@@ -12,10 +12,11 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from memascend.errors import StorageError
+from memascend.errors import ConfigError, StorageError
 from memascend.plan.decision import file_of
+from memascend.plan.spare import HostMemory
 from memascend.session.open_store import RUNS, holds
 from memascend.session.optimizer import session_of
 from memascend.storage import commits, look
@@ -23,6 +24,7 @@ from memascend.storage import commits, look
 if TYPE_CHECKING:
     from memascend.distributed.control_plane import Alone, Exchange
     from memascend.plan.options import Options
+    from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
 # A run takes its memory some seconds after it looked at what is free.
@@ -42,7 +44,11 @@ class Turn:
     def wait(self, seconds: float) -> None:
         """Take the lock; after so many seconds the run goes on without it: another one takes longer than usual."""
         folder = next((one for one in ("/dev/shm", tempfile.gettempdir()) if Path(one).is_dir()), "/")  # noqa: S108
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            _log.warning("runs cannot take their memory one after the other: %s", error)
+            return
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -69,30 +75,38 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
 
     A resume takes that of its store where it is free. All ranks take the same, the smallest. `turn` is to end once all
     of them have their memory.
+
+    Raises:
+        ConfigError: some ranks are given a budget, and others take what the machine can spare.
     """
+    host = socket.gethostname()
+    said = exchange.everyone([host, options.spare is not None])
+    if any(one != said[0][1] for _, one in said):
+        raise ConfigError('some ranks have host_memory="auto" and others a budget: give all ranks the same option')
     if options.spare is None:
         return options
-    host = socket.gethostname()
-    hosts = exchange.everyone(host)
+    hosts = [name for name, _ in said]
     spare = replace(options.spare, processes=max(options.spare.processes, hosts.count(host)))
     if exchange.rank == hosts.index(host):
         # Other ranks wait for this one.
         turn.wait(min(_TURN_SECONDS, (options.timeout or math.inf) / 2))
     exchange.everyone(None)
-    stored = _stored_budget(options) if options.resumes else None
-    is_stored = stored is not None and spare.fits(stored)
-    own = stored if is_stored else spare.budget(on_host=on_host)
-    spare = replace(spare, agreed=min(exchange.everyone(own)), is_stored=is_stored)
+    holder = next((run for run in list(RUNS) if holds(run, options.paths or ()) is not None), None)
+    if holder is not None and spare.machine is None:
+        # A run of this process, which gives its memory back when the store is opened again.
+        here = HostMemory.here()
+        spare = replace(spare, machine=replace(here, available=here.available + session_of(holder).report().total))
+    stored = _stored_budget(options, holder) if options.resumes else None
+    own = stored if stored is not None and spare.fits(stored) else spare.budget(on_host=on_host)
+    spare = replace(spare, agreed=min(exchange.everyone(own)), stored=stored)
     return replace(options, host_memory=spare)
 
 
-def _stored_budget(options: Options) -> int | None:
+def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int | None:
     """The budget of the last commit of a store; None where there is none, or it does not say."""
+    if holder is not None:
+        return _budget_in(session_of(holder).run.metadata.hyperparameters())
     files = [str(file_of(path)) for path in options.paths or ()]
-    for run in list(RUNS):
-        if holds(run, options.paths or ()) is not None:
-            # A run of this process, which gives its memory back when the store is opened again.
-            return session_of(run).measurements.plan.budget
     if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
         return None
     # What is wrong with a store is for its opening to say.
@@ -100,6 +114,10 @@ def _stored_budget(options: Options) -> int | None:
         named = commits(files)
         if named is not None and named[0]:
             with look(files) as store:
-                budget = (store.hyperparameters or {}).get("host_memory")
-                return budget if isinstance(budget, int) and budget > 0 else None
+                return _budget_in(store.hyperparameters or {})
     return None
+
+
+def _budget_in(hyperparameters: dict[str, Any]) -> int | None:
+    budget = hyperparameters.get("host_memory")
+    return budget if isinstance(budget, int) and budget > 0 else None

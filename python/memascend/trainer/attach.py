@@ -22,7 +22,7 @@ from memascend.storage import commits, look
 from memascend.trainer import names
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.description import description, of_ranks, require_same
-from memascend.trainer.display import Display
+from memascend.trainer.display import Display, Restored, Unprinted
 from memascend.trainer.forecast import forecast
 from memascend.trainer.kept import packed
 from memascend.trainer.position import decoded
@@ -168,7 +168,11 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume, expecte
     callback.attach(optimizer)
     resume.display = Display(resume, expected)
     # Before those that report the log.
-    trainer.callback_handler.callbacks[:0] = [callback, resume.display]
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:0] = [callback, resume.display]
+    for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
+        unprinted, place = Unprinted(), callbacks.index(printing)
+        callbacks[place : place + 1] = [unprinted, printing, Restored(unprinted)]
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
     if not resume.clips_exactly:

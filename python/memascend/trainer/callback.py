@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
     from memascend.session.session import Session
 
-__all__ = ["Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
+__all__ = ["FIGURES", "Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
+# The names of the figures in a log, as the class below describes them.
+FIGURES = ("host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def _resumes() -> bool:
@@ -157,12 +159,8 @@ class Callback(TrainerCallback):
         if report.advice and not self._advised:
             _log.warning(report.advice)
             self._advised = True
-        figures = {
-            "host_memory_bytes": report.peak,
-            "read_bytes": now[0] - then[0],
-            "written_bytes": now[1] - then[1],
-            "waiting_seconds": round(now[2] - then[2], 4),
-        }
+        values = report.peak, now[0] - then[0], now[1] - then[1], round(now[2] - then[2], 4)
+        figures = dict(zip(FIGURES, values, strict=True))
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import sys
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from memascend.plan.decision import nearest
 from memascend.plan.hardware import ENDURANCE_PER_TB
 from memascend.plan.spare import HostMemory
 from memascend.session.optimizer import session_of
 from memascend.text import bytes_shown, counted, duration_shown, seconds_shown, terabytes_shown
-from memascend.trainer.callback import counted_in, offloaded_optimizer
+from memascend.trainer.callback import FIGURES, counted_in, offloaded_optimizer
 
 if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
@@ -34,8 +34,31 @@ _FAST = 0.1
 _LEAST_SHARE = 1e-4
 
 
+class Unprinted(TrainerCallback):
+    """Stands before the callback that prints logs: the display shows these figures in words, and not as raw bytes."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+
+    def on_log(self, *_: Any, **others: Any) -> None:
+        """Take the figures out of the log."""
+        logs = others["logs"]
+        self.figures = {name: logs.pop(name) for name in FIGURES if name in logs}
+
+
+class Restored(TrainerCallback):
+    """Stands behind that callback: those after it get the figures."""
+
+    def __init__(self, unprinted: Unprinted) -> None:
+        self._unprinted = unprinted
+
+    def on_log(self, *_: Any, **others: Any) -> None:
+        """Put the figures back."""
+        others["logs"].update(self._unprinted.figures)
+
+
 class Display(TrainerCallback):
-    """Prints to standard error on the first rank, unless the Trainer's `log_level` is above "warning"."""
+    """Prints to standard error on the first rank, unless the Trainer's `log_level` is "error" or "critical"."""
 
     def __init__(self, resume: Resume, forecast: Forecast | None) -> None:
         self.examples: str | None = None  # the examples in words; None: their number is shown
@@ -51,7 +74,7 @@ class Display(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Print the header."""
         self._optimizer = offloaded_optimizer(others.get("optimizer"))
-        self._silent = not state.is_world_process_zero or args.get_process_log_level() > logging.WARNING
+        self._silent = not state.is_world_process_zero or args.log_level in ("error", "critical")
         self._first_step = self._optimizer.steps
         if not self._silent:
             _print(self._header(others["model"], args, state))
@@ -128,7 +151,7 @@ class Display(TrainerCallback):
             title = f"resuming at step {done + 1} of {steps}"
         rows = [
             ("model", _model_in_words(model)),
-            ("device", _device_in_words(args.device)),
+            ("device", _device_in_words(args.device, self._optimizer)),
             ("RAM", self._ram_in_words()),
             ("drive", self._drive_in_words()),
             ("examples", self.examples or self._examples_in_words()),
@@ -154,7 +177,7 @@ class Display(TrainerCallback):
 
     def _examples_in_words(self) -> str:
         data = self._resume.data
-        return f"{len(data):,}" if hasattr(data, "__len__") else "a stream"
+        return f"{len(data):,}" if has_length(data) else "a stream"
 
     def _steps_in_words(self, args: Any, steps: int, done: int) -> str:
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -181,11 +204,12 @@ def _model_in_words(model: Any) -> str:
     return f"{type(model).__name__}{f' of {name}' if name else ''}: {count:,} parameters, {of_them}; {kinds}"
 
 
-def _device_in_words(device: torch.device) -> str:
+def _device_in_words(device: torch.device, optimizer: OffloadedOptimizer) -> str:
     if device.type != "cuda":
         return f"this processor, {counted(torch.get_num_threads(), 'thread')}"
     free, total = torch.cuda.mem_get_info(device)
-    return f"{torch.cuda.get_device_name(device)}: {bytes_shown(free)} free of {bytes_shown(total)}"
+    own = f"{bytes_shown(optimizer.plan.device_peak)} for parameters and gradients"
+    return f"{torch.cuda.get_device_name(device)}: {own}; {bytes_shown(free)} free of {bytes_shown(total)}"
 
 
 def _drive_bytes(optimizer: OffloadedOptimizer) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ _FORWARD, _BACKWARD, _RECOMPUTED = 2, 4, 2
 _DRIVE = "gen4"
 # Rows of data by which the tokens of an example are estimated.
 _ROWS = 200
+# The columns of an example's tokens: of transformers, and of TRL's pairs.
+_TOKENS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
+_log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,21 @@ class Forecast:
 
 
 def forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast | None:
-    """Predict a step with these options of `offload()`; None under FSDP2, where shards are made within `train()`."""
+    """Predict a step with these options of `offload()`; None under FSDP2, where shards are made within `train()`.
+
+    Nothing that is unusual about a Trainer ends it here: it is None then, too.
+    """
     if trainer.is_fsdp_enabled:
         return None
+    try:
+        return _forecast(trainer, options)
+    except Exception as error:  # noqa: BLE001
+        # An error of the options is raised again by offload().
+        _log.debug("steps cannot be predicted: %s", error)
+        return None
+
+
+def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
     args, model = trainer.args, trainer.model
     given = Options(**options)
     count = args.gradient_accumulation_steps
@@ -82,17 +98,16 @@ def _parameters_of_token(model: Any) -> float:
 def _tokens_of_example(trainer: Any) -> float | None:
     """The tokens of an example on average, in the first rows of the data; None: the data do not say.
 
-    Only data that draw no random numbers when they are read are looked at.
+    Only data that draw no random numbers when they are read are looked at, and only the columns of tokens.
     """
     data: Any = trainer.train_dataset
-    is_table = type(data).__module__.startswith("datasets.") and getattr(data, "format", {}).get("type") != "custom"
-    if not (is_table or isinstance(data, list)) or not hasattr(data, "__len__") or not len(data):
+    if type(data).__module__.startswith("datasets.") and hasattr(data, "select_columns"):
+        columns = [name for name in _TOKENS if name in data.column_names]
+        data = data.with_format(None).select_columns(columns) if columns else []
+    elif type(data) is not list:
         return None
-    found = []
-    for number in range(min(_ROWS, len(data))):
-        row = data[number]
-        ids = [value for name, value in row.items() if name.endswith("_ids")] if isinstance(row, dict) else []
-        found.append(sum(len(one) for one in ids if hasattr(one, "__len__")))
-    length = sum(found) / len(found)
+    rows = [data[number] for number in range(min(_ROWS, len(data)))]
+    found = [sum(len(row[name]) for name in _TOKENS if name in row) for row in rows if isinstance(row, dict)]
+    length = sum(found) / len(found) if found else 0
     longest = getattr(trainer.args, "max_length", None)
     return min(length, longest) if length and longest else length or None

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import trainer as transformers_trainer
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
 
 from memascend.errors import ConfigError
@@ -38,6 +38,8 @@ SKIPPED = "_is_overflow"
 SCHEDULER = "scheduler.pt"
 # The file of its own state.
 STATE = "trainer_state.json"
+# The callbacks that print a log.
+PRINTING = (PrinterCallback, ProgressCallback)
 # What the loop calls to skip batches; a resume knows them itself.
 SKIP = "skip_first_batches"
 # What from_pretrained() calls to read files into the model, which it made on meta.

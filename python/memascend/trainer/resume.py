@@ -587,9 +587,10 @@ def _tokens_of(batch: Any) -> int:
         return 0
     count = 0
     for name, ids in batch.items():
-        if name.endswith(_IDS) and isinstance(ids, torch.Tensor):
+        if isinstance(name, str) and name.endswith(_IDS) and isinstance(ids, torch.Tensor):
             mask = batch.get(name.removesuffix(_IDS) + "attention_mask")
-            count += ids.numel() if mask is None or mask.shape != ids.shape else int(mask.sum())
+            is_mask = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
+            count += int(mask.sum()) if is_mask else ids.numel()
     return count
 
 

@@ -134,14 +134,15 @@ def ask(options: argparse.Namespace) -> Question:
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
     from memascend.plan import decision
-    from memascend.plan.hardware import gpu_here, product_flops
+    from memascend.plan.hardware import gpu_here, has_device_file, product_flops
     from memascend.plan.options import AUTO, Options
     from memascend.plan.spare import Spare
 
     own = gpu_here() if options.device != "cpu" else None
     gpu = own if options.gpu is None else parse_gpu(options.gpu)
     drive = None if options.drive is None else parse_drive(options.drive)
-    here = options.device == "cpu" or (gpu is None and options.device is None) or (gpu is not None and gpu == own)
+    computes_here = options.device in (None, "cpu") or has_device_file()
+    here = (options.gpu is None and computes_here) or (gpu is not None and gpu == own)
     machine, assumed = machine_of(options.ram, is_here=here, has_budget=options.host_memory not in (None, AUTO))
     is_spare = options.host_memory in (None, AUTO)
     given = Options(
@@ -184,6 +185,7 @@ def ask(options: argparse.Namespace) -> Question:
         machine_is="here" if here and options.ram is None else "assumed" if assumed else "given",
         free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
+        is_usual=options.optimizer.lower() == "adamw" and options.dtype is None,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
         length=length,

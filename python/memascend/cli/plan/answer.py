@@ -62,6 +62,7 @@ class Question:
     machine_is: Literal["here", "given", "assumed"] = "here"  # where its figures are from
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
+    is_usual: bool = True  # AdamW trains the model in the files' dtype, as `memascend train` does by itself
     ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
     length: int  # tokens of each sequence

@@ -219,9 +219,9 @@ def _options(question: Question, *without: str) -> list[str]:
 
 
 def _command(model: Path, question: Question) -> str | None:
-    """The command line that trains so; None for several ranks, or where `memascend train` cannot train the model."""
+    """The command line that trains so; None for several ranks, and where it takes more than the options of a plan."""
     options, trace = question.options, question.trace
-    if question.ranks > 1 or isinstance(trace, str):
+    if question.ranks > 1 or isinstance(trace, str) or not question.is_usual:
         return None
     folder = model.parent if model.is_file() else model if model.exists() or "/" in str(model) else f"path/to/{model}"
     words = ["memascend", "train", "--model", str(folder), "--data", "data.jsonl", "--output", "tuned"]

@@ -92,7 +92,8 @@ def parse(words: Sequence[str]) -> Command:
     if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
         raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
     # Importing TRL takes long, and a mistaken name is known before.
-    require_model(str([*given.get(_MODEL, ()), config.get(_MODEL)][0]))
+    revision = [*given.get("model_revision", ()), config.get("model_revision"), None][0]
+    require_model(str([*given.get(_MODEL, ()), config.get(_MODEL)][0]), revision)
     import trl
 
     class Parser(trl.TrlParser):  # type: ignore[misc]
@@ -166,18 +167,19 @@ def _in_file(path: str) -> dict[str, Any]:
     return found
 
 
-# How similar a folder's path is to a mistaken one.
-_NEAR = 0.7
+# How similar a folder's path is to a mistaken one, and to one that may also be a model of the hub.
+_NEAR, _VERY_NEAR = 0.7, 0.9
 _CONFIG = "config.json"
+_CONFIGS = (_CONFIG, "adapter_config.json")
 # The folders of models that are compared at most.
 _FOLDERS_MAX = 1000
 
 
-def require_model(name: str) -> None:
+def require_model(name: str, revision: str | None = None) -> None:
     """Reject at once a model that is no folder, and no model of the hub that can be had."""
     path = Path(name)
     if path.is_dir():
-        if not any((path / file).is_file() for file in (_CONFIG, "adapter_config.json")):
+        if not any((path / file).is_file() for file in _CONFIGS):
             raise ConfigError(f"--model {name} has no {_CONFIG}: give the folder of a model of transformers")
         return
     if path.exists():
@@ -187,11 +189,12 @@ def require_model(name: str) -> None:
 
     is_path = name.startswith((".", "/"))
     try:
-        if not is_path and isinstance(try_to_load_from_cache(name, _CONFIG), str):
+        found = () if is_path else (try_to_load_from_cache(name, file, revision=revision) for file in _CONFIGS)
+        if any(isinstance(one, str) for one in found):
             return
     except HFValidationError:
         is_path = True
-    near = difflib.get_close_matches(name, _model_folders(path), 1, _NEAR)
+    near = difflib.get_close_matches(name, _model_folders(path), 1, _NEAR if is_path else _VERY_NEAR)
     if near or is_path:
         hint = f": did you mean {near[0]}?" if near else ""
         hub = "" if is_path else f" (the hub's model of this name is taken once `hf download {name}` got it)"

@@ -82,7 +82,11 @@ def _spare(trainer: Any, kind: str, options: Options) -> Spare:
     """The machine's spare memory: on a CPU, as far as it is known, less what torch needs."""
     if options.computes_on != "cpu":
         return Spare()
-    found = _traced(trainer, kind, options)
+    try:
+        found = _traced(trainer, kind, options)
+    except Exception:  # noqa: BLE001
+        # A model of which no copy can be traced trains all the same.
+        return Spare()
     if isinstance(found, str):
         return Spare()
     # By layer each micro-batch keeps its own checkpoints.
@@ -332,12 +336,11 @@ def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
         # A record without its model would pass for a whole one.
         os.sync()
         _write(trainer, file, record | {"saved": made})
-        if trainer.is_world_process_zero():
-            with contextlib.suppress(ConfigError):
-                # Without matplotlib there is none.
-                optimizer.report().plot(file.parent / _PICTURE)
     done = "this run is finished" if is_there else "the training is done"
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
-    if Path(file.parent, _PICTURE).exists():
-        trainer.accelerator.print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
     optimizer.close()
+    if trainer.is_world_process_zero() and not is_there:
+        # The run is over: without matplotlib, or with one that fails, there is no picture.
+        with contextlib.suppress(Exception):
+            optimizer.report().plot(file.parent / _PICTURE)
+            print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
