@@ -58,13 +58,13 @@ def test_readmes_difference_is_between_two_scripts_that_train(folder, kept):
     (folder / "chats.jsonl").write_text((folder / "small/data/messages_eval.jsonl").read_text())
     script = "".join(line[1:] for line in DIFFERENCE.splitlines(keepends=True) if line[:1] in kept or line == "\n")
     for theirs, ours in (
-        ("Qwen/Qwen2.5-7B-Instruct", "small/model"), ("/mnt/nvme/", ""), ("per_device_train_batch_size=32",
+        ("Qwen/Qwen2.5-7B-Instruct", "small/model"), ("/mnt/nvme/", "readme-"), ("per_device_train_batch_size=32",
         "per_device_train_batch_size=2, max_steps=3, use_cpu=True, report_to='none'"),
     ):  # fmt: skip
         assert theirs in script or (theirs == "/mnt/nvme/" and kept == "- ")
         script = script.replace(theirs, ours)
     run(script, folder)
-    assert (folder / "sft.store").exists() or kept == "- "
+    assert (folder / "readme-sft.store").exists() or kept == "- "
 
 
 def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, server):

@@ -85,7 +85,7 @@ def words(folder, *more, rows="rows.jsonl"):
 
 def trainer_of(folder, *more, kind="sft", **data):
     """TRL's Trainer, as the command makes it."""
-    return _made(parse([kind, *words(folder, *more, **data)]), dt.datetime(2024, 7, 26, tzinfo=dt.UTC))
+    return _made(parse([kind, *words(folder, *more, **data)]), dt.datetime(2024, 7, 26, tzinfo=dt.UTC))[0]
 
 
 def learnt(trainer):
@@ -340,7 +340,7 @@ def test_a_word_like_an_option_is_named(folder):
         (("--host_memory", "1KiB"), "--host-memory 1KiB is too small"),
         (("--data", "nothing.jsonl"), r"nothing\.jsonl does not exist"),
         (("--eval_strategy", "epoch"), "give --eval FILE"),
-        (("--model", "nothing/at/all"), "nothing/at/all cannot be trained"),
+        (("--model", "nothing/at/all"), "--model nothing/at/all does not exist"),
         (("--columns", "prompt=q"), "name them by --columns"),
         (("--load_in_4bit", "true"), "--load_in_4bit quantizes the model by bitsandbytes"),
         (("--max_length", "4"), "no example of --data is left: each has no token with a loss within --max_length 4"),
