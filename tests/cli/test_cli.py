@@ -378,7 +378,7 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text("{}")
         require_model(name)
     for wrong, says in (
-        ("smal/model", r"--model smal/model does not exist: did you mean small/model\? \(.*hf download smal/model"),
+        ("small/mode", r"--model small/mode does not exist: did you mean small/model\? \(.*hf download small/mode"),
         ("models/qwen-0.6b", "did you mean models/qwen-0.5b"),
         ("./models/qwen", "--model ./models/qwen does not exist"),
         ("./nothing", "--model ./nothing does not exist$"),
