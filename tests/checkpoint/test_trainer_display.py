@@ -9,8 +9,8 @@ import torch
 import transformers
 from support.trained_program import Drawn, made, rows, started
 
-import memascend.trainer
 from memascend.plan import hardware
+from memascend.trainer import display
 from memascend.trainer.callback import FIGURES
 from memascend.trainer.forecast import _parameters_of_token, forecast
 from memascend.trainer.position import RandomNumbers
@@ -132,7 +132,7 @@ def test_a_forecast_disturbs_nothing(tmp_path, kind):
 
 
 def test_tokens_are_counted_without_padding():
-    tokens = memascend.trainer.resume._tokens_of
+    tokens = display._tokens_of
     ids = torch.ones(2, 3, dtype=torch.long)
     assert tokens({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}) == 3
     assert tokens({"chosen_input_ids": ids, "rejected_input_ids": ids, "label": ids}) == 12

@@ -124,6 +124,9 @@ DRIVES = {
 }
 
 
+# The kind of drive that is assumed where none is named or measured.
+ASSUMED_DRIVE = "gen4"
+
 # What drivers add to the name of a card: its plug, its memory, its edition. A laptop's is another card.
 _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
 

@@ -218,9 +218,9 @@ class Options:
     @property
     def spare(self) -> Spare | None:
         """The machine whose spare memory is the budget; None: the budget is given, or the smallest good one."""
-        return (
-            Spare() if self.host_memory == AUTO else self.host_memory if isinstance(self.host_memory, Spare) else None
-        )
+        if self.host_memory == AUTO:
+            return Spare()
+        return self.host_memory if isinstance(self.host_memory, Spare) else None
 
     @functools.cached_property
     def host_bytes(self) -> int | None:

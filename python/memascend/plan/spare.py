@@ -43,12 +43,8 @@ class HostMemory:
     @property
     def usable(self) -> int:
         """The bytes that one run may take in all: at most the total without the margin."""
-        return max(0, min(self.available, self.total - margin(self.total)))
-
-
-def margin(total: int) -> int:
-    """The bytes that stay free of so much RAM."""
-    return max(_MARGIN_MIN, int(total * _MARGIN_PART))
+        margin = max(_MARGIN_MIN, int(self.total * _MARGIN_PART))
+        return max(0, min(self.available, self.total - margin))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,13 +89,7 @@ class Assembly:
             frames=residency.frames,
             gradients=gradients,
             buffers=subject.buffers,
-            metadata=Metadata(
-                resources.store,
-                subject.arithmetic,
-                scale,
-                schedule,
-                self._stored_budget,
-            ),
+            metadata=Metadata(resources.store, subject.arithmetic, scale, schedule, self._stored_budget),
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
         attachment = Attachment(subject.model, self._gates(residency), run)

@@ -30,8 +30,9 @@ class History:
 
     def add(self, step: int, seconds: float, moved: int) -> None:
         """Add a step."""
-        for points, point in ((self.steps, step), (self.seconds, seconds), (self.moved, moved)):
-            points.append(point)  # type: ignore[arg-type]
+        self.steps.append(step)
+        self.seconds.append(seconds)
+        self.moved.append(moved)
         if len(self.steps) > _POINTS_MAX:
             del self.steps[::2], self.seconds[::2], self.moved[::2]
 

@@ -19,7 +19,7 @@ from memascend.plan.decision import file_of
 from memascend.plan.spare import HostMemory
 from memascend.session.open_store import RUNS, holds
 from memascend.session.optimizer import session_of
-from memascend.storage import commits, look
+from memascend.storage import newest
 
 if TYPE_CHECKING:
     from memascend.distributed.control_plane import Alone, Exchange
@@ -106,15 +106,10 @@ def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int |
     """The budget of the last commit of a store; None where there is none, or it does not say."""
     if holder is not None:
         return _budget_in(session_of(holder).run.metadata.hyperparameters())
-    files = [str(file_of(path)) for path in options.paths or ()]
-    if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
-        return None
     # What is wrong with a store is for its opening to say.
     with contextlib.suppress(StorageError):
-        named = commits(files)
-        if named is not None and named[0]:
-            with look(files) as store:
-                return _budget_in(store.hyperparameters or {})
+        found = newest([str(file_of(path)) for path in options.paths or ()])
+        return None if found is None else _budget_in(found[0])
     return None
 
 

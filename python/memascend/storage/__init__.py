@@ -41,4 +41,5 @@ from memascend.storage.store import Store as Store
 from memascend.storage.store import commits as commits
 from memascend.storage.store import examine as examine
 from memascend.storage.store import look as look
+from memascend.storage.store import newest as newest
 from memascend.storage.store import pending_file as pending_file

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
@@ -25,7 +26,6 @@ from memascend.text import paths_listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
 
@@ -320,6 +320,23 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
     """
     found = _core.store_examine(paths_listed(paths), progress)
     return [Commit(nbytes=one.pop("bytes"), **one) for one in found]
+
+
+def newest(paths: Sequence[str]) -> tuple[dict[str, Any], int] | None:
+    """The hyperparameters and the step of a store's newest commit; None where there is no store, or no commit yet.
+
+    Raises:
+        StorageError, CorruptionError: as `commits` and `look` do.
+    """
+    files = [Path(path) for path in paths]
+    if not any(file.is_block_device() or (file.is_file() and file.stat().st_size) for file in files):
+        return None
+    named = commits(paths)
+    if named is None or not named[0]:
+        # Blank, or without a first commit.
+        return None
+    with look(paths) as store:
+        return store.hyperparameters or {}, store.step
 
 
 def look(paths: _Path | Sequence[_Path]) -> Store:

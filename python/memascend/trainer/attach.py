@@ -18,11 +18,11 @@ from memascend.errors import ConfigError, MemascendError, StorageError, UsageErr
 from memascend.plan.decision import file_of
 from memascend.plan.options import AUTO
 from memascend.session.optimizer import session_of
-from memascend.storage import commits, look
+from memascend.storage import newest
 from memascend.trainer import names
 from memascend.trainer.callback import Callback, offloaded_optimizer
 from memascend.trainer.description import description, of_ranks, require_same
-from memascend.trainer.display import Display, Restored, Unprinted
+from memascend.trainer.display import Display, is_shown, print_in_words
 from memascend.trainer.forecast import forecast
 from memascend.trainer.kept import packed
 from memascend.trainer.position import decoded
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from memascend.session.optimizer import OffloadedOptimizer
-    from memascend.trainer.forecast import Forecast
 
 _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
@@ -123,7 +122,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
             for parameter in () if model is None else model.parameters():
                 parameter.data = parameter.data.clone()
 
-    expected = forecast(trainer, options)
+    resume.display = Display(trainer, resume, forecast(trainer, options) if is_shown(trainer.args) else None)
 
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
@@ -134,7 +133,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
             trainer.optimizer = trainer.callback_handler.optimizer = offloaded
         try:
-            _attach(trainer, offloaded, resume, expected)
+            _attach(trainer, offloaded, resume)
         except MemascendError:
             offloaded.close()
             raise
@@ -149,7 +148,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     return begin()
 
 
-def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume, expected: Forecast | None) -> None:
+def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
     """Let the Trainer train with this optimizer, from the store's position on."""
     metadata = session_of(optimizer).run.metadata
     kept = None
@@ -166,13 +165,12 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume, expecte
         )
     callback = Attached(resume)
     callback.attach(optimizer)
-    resume.display = Display(resume, expected)
-    # Before those that report the log.
     callbacks = trainer.callback_handler.callbacks
-    callbacks[:0] = [callback, resume.display]
     for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
-        unprinted, place = Unprinted(), callbacks.index(printing)
-        callbacks[place : place + 1] = [unprinted, printing, Restored(unprinted)]
+        print_in_words(printing)
+    # Before those that report the log.
+    assert resume.display is not None
+    callbacks[:0] = [callback, resume.display]
     resume.begin(optimizer, kept)
     metadata.follow(resume.position)
     if not resume.clips_exactly:
@@ -405,17 +403,11 @@ def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Ite
 
 def _commit_in(files: Sequence[str]) -> tuple[str | None, int] | None:
     """Position and step of a store; None where there is none yet, or it is in use."""
-    if not any(Path(file).is_block_device() or (Path(file).is_file() and Path(file).stat().st_size) for file in files):
-        return None
     try:
-        named = commits(files)
-        if named is None or not named[0]:
-            # Blank, or without a first commit: offload() knows which.
-            return None
-        with look(files) as store:
-            return (store.hyperparameters or {}).get("position"), store.step
+        found = newest(files)
     except StorageError as error:
         if error.errno is None:
             raise
         # In use, also by an earlier run of this process: offload() knows.
         return None
+    return None if found is None else (found[0].get("position"), found[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -21,6 +20,8 @@ from memascend.text import bytes_shown, counted, duration_shown, seconds_shown, 
 from memascend.trainer.callback import FIGURES, counted_in, offloaded_optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.trainer.forecast import Forecast
     from memascend.trainer.resume import Resume
@@ -28,45 +29,41 @@ if TYPE_CHECKING:
 # The remaining time follows the seconds of so many last steps.
 _RECENT = 10
 _TB = 10**12
+# How the names of tokens end in a batch.
+_IDS = "input_ids"
 # Slower drives, in GB/s, are shown with three decimals.
 _FAST = 0.1
 # A smaller share of a drive's life is shown as less than this.
 _LEAST_SHARE = 1e-4
 
 
-class Unprinted(TrainerCallback):
-    """Stands before the callback that prints logs: the display shows these figures in words, and not as raw bytes."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, Any] = {}
-
-    def on_log(self, *_: Any, **others: Any) -> None:
-        """Take the figures out of the log."""
-        logs = others["logs"]
-        self.figures = {name: logs.pop(name) for name in FIGURES if name in logs}
+def is_shown(args: Any) -> bool:
+    """Whether a Trainer with these arguments prints more than errors."""
+    return args.log_level not in ("error", "critical")
 
 
-class Restored(TrainerCallback):
-    """Stands behind that callback: those after it get the figures."""
+def print_in_words(printing: TrainerCallback) -> None:
+    """Let a callback that prints logs leave out our figures, which are raw bytes: the display has them in words."""
+    own = printing.on_log
 
-    def __init__(self, unprinted: Unprinted) -> None:
-        self._unprinted = unprinted
+    def on_log(*given: Any, logs: dict[str, Any], **others: Any) -> None:
+        own(*given, logs={name: value for name, value in logs.items() if name not in FIGURES}, **others)
 
-    def on_log(self, *_: Any, **others: Any) -> None:
-        """Put the figures back."""
-        others["logs"].update(self._unprinted.figures)
+    printing.on_log = on_log  # type: ignore[method-assign, assignment]
 
 
 class Display(TrainerCallback):
     """Prints to standard error on the first rank, unless the Trainer's `log_level` is "error" or "critical"."""
 
-    def __init__(self, resume: Resume, forecast: Forecast | None) -> None:
+    def __init__(self, trainer: Any, resume: Resume, forecast: Forecast | None) -> None:
         self.examples: str | None = None  # the examples in words; None: their number is shown
-        self._resume, self._forecast = resume, forecast
+        self._trainer, self._resume, self._forecast = trainer, resume, forecast
         self._optimizer: OffloadedOptimizer | None = None
         self._silent = True
-        # At the end of the last step, or the begin of the first: the time, bytes moved, seconds of waiting, tokens.
-        self._last: tuple[float, int, float, int] | None = None
+        # At the end of the last step, or the begin of the first: the time, bytes moved, seconds of waiting.
+        self._last: tuple[float, int, float] | None = None
+        # Of the step that is being made.
+        self._tokens = 0
         self._recent: list[float] = []
         self._line = ""
         self._first_step = 0
@@ -74,27 +71,30 @@ class Display(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Print the header."""
         self._optimizer = offloaded_optimizer(others.get("optimizer"))
-        self._silent = not state.is_world_process_zero or args.log_level in ("error", "critical")
+        self._silent = not state.is_world_process_zero or not is_shown(args)
         self._first_step = self._optimizer.steps
         if not self._silent:
             _print(self._header(others["model"], args, state))
 
+    def count(self, batches: Sequence[Any]) -> None:
+        """Count the tokens of a step's batches."""
+        self._tokens = 0 if self._silent else sum(map(_tokens_of, batches))
+
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Begin to measure; a step that is repeated by a resume has no such event."""
-        if self._last is None:
-            began, moved, waited, tokens = self._now()
-            self._last = began, moved, waited, tokens - self._resume.tokens_of_step
+        if self._last is None and not self._silent:
+            self._last = self._now()
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Measure the step; a progress bar shows the figures behind it."""
-        if self._last is None or self._silent:
+        if self._last is None:
             return
         now, then = self._now(), self._last
         self._last = now
-        took, moved, waited, tokens = (after - before for after, before in zip(now, then, strict=True))
+        took, moved, waited = (after - before for after, before in zip(now, then, strict=True))
         self._recent = [*self._recent[-_RECENT + 1 :], took]
         took = max(took, 1e-9)
-        speed = f"{tokens * args.world_size / took:,.0f} tokens/s, " if tokens else ""
+        speed = f"{self._tokens * args.world_size / took:,.0f} tokens/s, " if self._tokens else ""
         rate = moved / took / 1e9
         drive = (
             f"drive {rate:.{2 if rate >= _FAST else 3}f} GB/s, waited for it {min(1.0, waited / took):.0%} of the time"
@@ -108,7 +108,7 @@ class Display(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
         """Print the figures of the last step where there is no bar."""
-        if self._line and not self._silent and "loss" in others["logs"] and self._bar() is None:
+        if self._line and "loss" in others["logs"] and self._bar() is None:
             _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
 
     def end(self) -> None:
@@ -122,7 +122,10 @@ class Display(TrainerCallback):
         written = counted_in(report)[1]
         whole = self._resume.written
         life = ""
-        if (size := _drive_bytes(self._optimizer)) is not None:
+        files = _files(self._optimizer)
+        # The size of a store that is a device of its own is not that of its drive.
+        if not any(file.is_block_device() for file in files):
+            size = sum(one.total for one in _usages(files))
             warranted = -(-size // _TB) * ENDURANCE_PER_TB * _TB
             share = whole / warranted
             shown = f"{share:.2%}" if share >= _LEAST_SHARE else f"less than {_LEAST_SHARE:.2%}"
@@ -131,14 +134,14 @@ class Display(TrainerCallback):
         earlier = f" ({terabytes_shown(whole)} with the earlier starts)" if whole > written else ""
         _print(f"memascend: {counted(steps, 'step')} in {took}: {terabytes_shown(written)} written{earlier}{life}")
 
-    def _now(self) -> tuple[float, int, float, int]:
+    def _now(self) -> tuple[float, int, float]:
         assert self._optimizer is not None
         read, written, waited = counted_in(session_of(self._optimizer).report())
-        return time.perf_counter(), read + written, waited, self._resume.tokens
+        return time.perf_counter(), read + written, waited
 
     def _bar(self) -> Any:
         """The Trainer's progress bar, if it has one."""
-        bars = (getattr(callback, "training_bar", None) for callback in self._resume.callbacks)
+        bars = (getattr(callback, "training_bar", None) for callback in self._trainer.callback_handler.callbacks)
         return next((bar for bar in bars if hasattr(bar, "set_postfix_str")), None)
 
     def _header(self, model: Any, args: Any, state: Any) -> str:
@@ -168,15 +171,13 @@ class Display(TrainerCallback):
 
     def _drive_in_words(self) -> str:
         assert self._optimizer is not None
-        files = session_of(self._optimizer).run.resources.store.info()["devices"]
-        plain = [Path(file) for file in files if not Path(file).is_block_device()]
-        systems = {nearest(file).stat().st_dev: nearest(file) for file in plain}
-        free = sum(shutil.disk_usage(place).free for place in systems.values())
-        there = f"; {bytes_shown(free)} free" if plain else ""
-        return f"{bytes_shown(self._optimizer.plan.storage_bytes)} in {', '.join(map(os.fspath, files))}{there}"
+        files = _files(self._optimizer)
+        usages = _usages(files)
+        there = f"; {bytes_shown(sum(one.free for one in usages))} free" if usages else ""
+        return f"{bytes_shown(self._optimizer.plan.storage_bytes)} in {', '.join(map(str, files))}{there}"
 
     def _examples_in_words(self) -> str:
-        data = self._resume.data
+        data = self._trainer.train_dataset
         return f"{len(data):,}" if has_length(data) else "a stream"
 
     def _steps_in_words(self, args: Any, steps: int, done: int) -> str:
@@ -212,13 +213,27 @@ def _device_in_words(device: torch.device, optimizer: OffloadedOptimizer) -> str
     return f"{torch.cuda.get_device_name(device)}: {own}; {bytes_shown(free)} free of {bytes_shown(total)}"
 
 
-def _drive_bytes(optimizer: OffloadedOptimizer) -> int | None:
-    """The size of the drives, as their file systems give it; None where a store is a device of its own."""
-    files = [Path(file) for file in session_of(optimizer).run.resources.store.info()["devices"]]
-    if any(file.is_block_device() for file in files):
-        return None
-    systems = {nearest(file).stat().st_dev: nearest(file) for file in files}
-    return sum(shutil.disk_usage(place).total for place in systems.values())
+def _files(optimizer: OffloadedOptimizer) -> list[Path]:
+    return [Path(file) for file in session_of(optimizer).run.resources.store.info()["devices"]]
+
+
+def _usages(files: Sequence[Path]) -> list[Any]:
+    """The total and free bytes of each file system that has some of the files."""
+    places = [nearest(file) for file in files if not file.is_block_device()]
+    return [shutil.disk_usage(place) for place in {place.stat().st_dev: place for place in places}.values()]
+
+
+def _tokens_of(batch: Any) -> int:
+    """The tokens of a batch without padding, where it says so; 0 for a batch that has none."""
+    if not hasattr(batch, "items"):
+        return 0
+    count = 0
+    for name, ids in batch.items():
+        if isinstance(name, str) and name.endswith(_IDS) and isinstance(ids, torch.Tensor):
+            mask = batch.get(name.removesuffix(_IDS) + "attention_mask")
+            is_mask = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
+            count += int(mask.sum()) if is_mask else ids.numel()
+    return count
 
 
 def _print(text: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.plan.cost import Work, assumed_host, fastest, seconds, ways
-from memascend.plan.hardware import DRIVES, REACHED, gpu_here, product_flops
+from memascend.plan.hardware import ASSUMED_DRIVE, DRIVES, REACHED, gpu_here, product_flops
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 # Operations of one token and parameter: in a forward, in a backward, and where a forward is repeated for it.
 _FORWARD, _BACKWARD, _RECOMPUTED = 2, 4, 2
-# The kind of drive that is assumed.
-_DRIVE = "gen4"
 # Rows of data by which the tokens of an example are estimated.
 _ROWS = 200
 # The columns of an example's tokens: of transformers, and of TRL's pairs.
@@ -72,7 +70,7 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
     work = Work(
         forward=_FORWARD * operations / (speed or 1.0), backward=backward * operations / (speed or 1.0), backwards=count
     )
-    drive = DRIVES[_DRIVE]
+    drive = DRIVES[ASSUMED_DRIVE]
     host = assumed_host(None if gpu is None else gpu.link, shared=on_host)
     steps = ways(plan, work, drive, host)
     way = fastest(steps)

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # Fewer steps say little about the next ones.
 _FEW_STEPS = 3
-# How the names of tokens end in a batch.
-_IDS = "input_ids"
 # Stands for a checkpoint to the Trainer's loop.
 _FROM_STORE = "the store"
 
@@ -92,8 +90,6 @@ class Resume:
         self._start, self._seconds_before, self._written_before = 0.0, 0.0, 0
         # Seconds of a step so far; None: there are too few.
         self.seconds_of_step: float | None = None
-        # The tokens of all batches of this process, and those of the step that is being made.
-        self.tokens, self.tokens_of_step = 0, 0
         self._trains = False
         self.display: Display | None = None
         self._own: dict[str, Callable[..., Any]] = {}
@@ -123,17 +119,6 @@ class Resume:
     def written(self) -> int:
         """Bytes that the whole training has written, with those of its earlier processes."""
         return self._written_before + counted_in(self._session.report())[1]
-
-    @property
-    def callbacks(self) -> Sequence[Any]:
-        """Those of the Trainer."""
-        found: Sequence[Any] = self._trainer.callback_handler.callbacks
-        return found
-
-    @property
-    def data(self) -> Any:
-        """The examples of the training."""
-        return self._trainer.train_dataset
 
     def begin_late(self, begin: Callable[[], object]) -> None:
         """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
@@ -428,8 +413,8 @@ class Resume:
         self._norm = None
         self._passed += self._group
         self._group = len(found[0])
-        self.tokens_of_step = sum(map(_tokens_of, found[0]))
-        self.tokens += self.tokens_of_step
+        if self.display is not None:
+            self.display.count(found[0])
         if self._steps is not None:
             self._steps.begin(found[0])
         return found
@@ -579,19 +564,6 @@ class Resume:
                     # What an evaluation left gathered would not be loaded as shards.
                     module.reshard()
             set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
-
-
-def _tokens_of(batch: Any) -> int:
-    """The tokens of a batch without padding, where it says so; 0 for a batch that has none."""
-    if not hasattr(batch, "items"):
-        return 0
-    count = 0
-    for name, ids in batch.items():
-        if isinstance(name, str) and name.endswith(_IDS) and isinstance(ids, torch.Tensor):
-            mask = batch.get(name.removesuffix(_IDS) + "attention_mask")
-            is_mask = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
-            count += int(mask.sum()) if is_mask else ids.numel()
-    return count
 
 
 def _newest(folder: str) -> Any:

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
-
 _TOKENS, _LENGTH = 8192, 2048
 _EXAMPLES = 10_000
-# Without a word about the drive, it is assumed to be of this kind.
-_DRIVE = "gen4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
+    from memascend.plan.hardware import ASSUMED_DRIVE
+
     gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25 (default: that of this machine)"
-    drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {_DRIVE})"
+    drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {ASSUMED_DRIVE})"
     storage = "where the store would be; repeat it for several. Its free space and its speed are measured"
     endurance = "terabytes that may be written to the drives in their life"
     ram = f"the RAM of the machine, as 64GB (default: that of this one; with --gpu, {ASSUMED_RAM} of another one)"
@@ -134,7 +133,7 @@ def ask(options: argparse.Namespace) -> Question:
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
     from memascend.plan import decision
-    from memascend.plan.hardware import gpu_here, has_device_file, product_flops
+    from memascend.plan.hardware import ASSUMED_DRIVE, gpu_here, has_device_file, product_flops
     from memascend.plan.options import AUTO, Options
     from memascend.plan.spare import Spare
 
@@ -143,8 +142,8 @@ def ask(options: argparse.Namespace) -> Question:
     drive = None if options.drive is None else parse_drive(options.drive)
     computes_here = options.device in (None, "cpu") or has_device_file()
     here = (options.gpu is None and computes_here) or (gpu is not None and gpu == own)
-    machine, assumed = machine_of(options.ram, is_here=here, has_budget=options.host_memory not in (None, AUTO))
     is_spare = options.host_memory in (None, AUTO)
+    machine, machine_is = machine_of(options.ram, is_here=here, has_budget=not is_spare)
     given = Options(
         storage=None if options.storage is None else tuple(options.storage),
         host_memory=Spare(machine=machine, processes=options.ranks) if is_spare else options.host_memory,
@@ -178,11 +177,11 @@ def ask(options: argparse.Namespace) -> Question:
         subject=subject,
         options=given,
         gpu=gpu,
-        drive=parse_drive(_DRIVE) if drive is None and not paths else drive,
+        drive=parse_drive(ASSUMED_DRIVE) if drive is None and not paths else drive,
         drive_assumed=drive is None and not paths,
         speeds=speeds,
         machine=machine,
-        machine_is="here" if here and options.ram is None else "assumed" if assumed else "given",
+        machine_is=machine_is,
         free=decision.room_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         is_usual=options.optimizer.lower() == "adamw" and options.dtype is None,

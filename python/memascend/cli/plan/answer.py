@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
 
 _TB = 10**12
+# Where the figures of a machine's memory are from.
+Source = Literal["here", "given", "assumed"]
 # The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
-_GAPS = 0.2
+GAPS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Question:
     speeds: Mapping[str, float] = field(default_factory=dict)  # of storage, in GB/s, where they were measured
     free: int | None = None  # free bytes of storage; None: no storage is named
     machine: HostMemory | None = None  # that computes; None: not known
-    machine_is: Literal["here", "given", "assumed"] = "here"  # where its figures are from
+    machine_is: Source = "here"
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
     is_usual: bool = True  # AdamW trains the model in the files' dtype, as `memascend train` does by itself
@@ -123,6 +125,10 @@ class Question:
         at_once = self.carried if self.by_layer else self.carried // self.micro_batches
         return max(0, at_once - plan.host.get("activations", 0))
 
+    def needs(self, plan: Plan) -> int:
+        """Bytes that the drive must have: the store, and files of activations."""
+        return plan.disk_bytes + self.scratch(plan)
+
     def stored(self, plan: Plan) -> int:
         """Bytes of checkpointed activations that a step writes to files, and reads again."""
         return self.scratch(plan) * (1 if self.by_layer else self.micro_batches)
@@ -141,7 +147,7 @@ class Question:
     @property
     def gaps(self) -> int:
         """Host bytes between torch's allocations."""
-        return int(_GAPS * self.torchs) if self.on_host else 0
+        return int(GAPS * self.torchs) if self.on_host else 0
 
     @property
     def on_host(self) -> bool:
@@ -224,7 +230,7 @@ def answer(question: Question) -> Answer:
         device_bytes=0 if question.on_host else plan.device_peak + torchs,
         ways=step,
         way=way,
-        disk_bytes=plan.disk_bytes + scratch,
+        disk_bytes=question.needs(plan),
         read=read,
         written=written,
         endurance=endurance,
@@ -294,7 +300,7 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
             f"{owner} has {bytes_shown(question.ram)} of RAM{free}, and {bytes_shown(needed)} are needed: give "
             f"{fewer}a smaller --host-memory, or {more}"
         )
-    needed = plan.disk_bytes + question.scratch(plan)
+    needed = question.needs(plan)
     if question.free is not None and question.free < needed:
         found.append(
             f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough by "
@@ -328,8 +334,7 @@ def _smaller(question: Question) -> str:
     for state in ("bf16", "8bit") if question.options.state is None else ():
         with contextlib.suppress(ConfigError, BudgetError):
             other = replace(question, options=replace(question.options, state=state))
-            plan = other.decision().plan
-            found.append(f"--state {state}, {bytes_shown(plan.disk_bytes + other.scratch(plan))}")
+            found.append(f"--state {state}, {bytes_shown(other.needs(planned(other)))}")
     return f", or a smaller store ({'; '.join(found)})" if found else ""
 
 

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from memascend.cli.plan.answer import Source
+
 
 _GB = 10**9
 # The number of names that an error proposes, and how similar they are at least.
 _NEAR_MAX, _NEAR = 3, 0.6
 
 
-def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[HostMemory | None, bool]:
-    """The memory of the machine of a plan, and whether it is assumed.
+def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[HostMemory | None, Source]:
+    """The memory of the machine of a plan, and where its figures are from.
 
     Args:
         ram: `--ram`; None: not given.
@@ -32,11 +34,11 @@ def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[Hos
         has_budget: the budget is given, so that nothing about the RAM of another machine has to be assumed.
     """
     if ram is None and is_here:
-        return HostMemory.here(), False
+        return HostMemory.here(), "here"
     if ram is None and has_budget:
-        return None, False
+        return None, "given"
     total = parse_bytes(ram or ASSUMED_RAM, "--ram")
-    return HostMemory(total=total, available=total), ram is None
+    return HostMemory(total=total, available=total), "assumed" if ram is None else "given"
 
 
 def parse_gpu(text: str) -> Gpu:

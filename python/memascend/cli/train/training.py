@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list  # type: ignore[import-untype
 
 from memascend import trainer as trainers
 from memascend.checkpoint.files import file_errors
+from memascend.cli.plan.answer import GAPS
 from memascend.cli.plan.model import trace
 from memascend.cli.plan.subject import Batch
 from memascend.cli.train.arguments import KINDS, OFFLOAD
@@ -91,11 +92,7 @@ def _spare(trainer: Any, kind: str, options: Options) -> Spare:
         return Spare()
     # By layer each micro-batch keeps its own checkpoints.
     more = (trainer.args.gradient_accumulation_steps - 1) * found.kept
-    return Spare(torch_bytes=int(_GAPS * (found.peak + more)))
-
-
-# The heap keeps gaps between torch's allocations.
-_GAPS = 1.2
+    return Spare(torch_bytes=int((1 + GAPS) * (found.peak + more)))
 
 
 @contextlib.contextmanager
