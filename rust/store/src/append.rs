@@ -1,4 +1,4 @@
-//! Appends gradients to the log, and the head that makes a step of them.
+//! Appends gradients to the write-ahead log, and the head that makes them part of a committed step.
 
 use crate::{
     Buffer, Dtype, Error, Head, Result, StepWrite, Store,
@@ -11,10 +11,12 @@ use crate::{
 };
 
 impl Store {
-    /// Begins to append the gradient of a record to the step: every chunk of it has to follow before a commit that names it
-    /// ([`StepHead`](crate::StepHead)). Begun again before that, it takes the place of the one before.
+    /// Begins to append a record's gradient to the log. The caller appends every chunk ([`Store::append`]) before it
+    /// commits a [`StepHead`](crate::StepHead) that names the gradient. A second call before the commit replaces the
+    /// first gradient.
     ///
-    /// `false` where the log has no room for it, or none was made for this record and dtype: the record has to be staged whole, with its state after this step.
+    /// Returns `false` if the log has no room for the gradient, or if [`Store::keep_log`] has not admitted this record
+    /// with this dtype. The caller then stages the whole record, with its state after this step.
     pub fn begin_append(&self, record: usize, dtype: Dtype) -> Result<bool> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -42,7 +44,7 @@ impl Store {
             places.push((log.ring.place(at), None));
             next = at + bytes;
         }
-        // The head comes after it, however long it will be.
+        // The commit appends the head behind the gradients: leave room for the longest head.
         if log.ring.fit(oldest, next, log.head_bytes_max).is_none() {
             return Ok(false);
         }
@@ -52,12 +54,13 @@ impl Store {
         Ok(true)
     }
 
-    /// Makes the gradient that is spilled of a record, and whole, its part of the step, where it lies. A commit that names
-    /// it ([`StepHead`](crate::StepHead)) leaves the record behind by this one update: what its slot holds is to be settled
-    /// ([`Store::begin_settling`]) before the next gradient is named.
+    /// Adds a record's spilled gradient to the step without a copy: the head names the place that holds the spill. The
+    /// commit that names the gradient ([`StepHead`](crate::StepHead)) leaves the record's live slot one update behind,
+    /// and the caller settles the record ([`Store::begin_settling`]) before it appends the record's next gradient.
     ///
-    /// `false` where it cannot be named as it lies: it lies where the last commit has one, or was spilled before that
-    /// commit; spilling it again helps. Or no room was made for that ([`Store::keep_places`]).
+    /// Returns `false` if the head cannot name the spill: the spill is not complete, or dates from before the last
+    /// commit, or the last commit names the same place (spilling the gradient again helps), or [`Store::keep_places`]
+    /// has not made a second place for the record.
     pub fn append_spilled(&self, record: usize) -> Result<bool> {
         self.known(record)?;
         if !self.defers(record) {
@@ -82,7 +85,8 @@ impl Store {
         Ok(true)
     }
 
-    /// Whether the spilled gradients of a record can be named by commits, and their updates be left to the next step.
+    /// True if a commit can name the record's spilled gradient ([`Store::append_spilled`]) and leave its update to the
+    /// next step.
     #[must_use]
     pub fn defers(&self, record: usize) -> bool {
         let dtype = self.description.records.get(record).and_then(|record| record.spill);
@@ -90,14 +94,14 @@ impl Store {
         dtype.is_some_and(is_gradient) && has_place() && !self.is_in_ram(record)
     }
 
-    /// Whether the log is for gradients of this record.
+    /// True if [`Store::keep_log`] has admitted the record's gradients to the log.
     #[must_use]
     pub fn is_logged(&self, record: usize) -> bool {
         self.index.lock().log.members.contains_key(&record)
     }
 
-    /// Begins to append a chunk of a gradient that was begun: the whole pages of [`Store::gradient_chunk_bytes`], of which
-    /// what fills the last one is no part.
+    /// Begins to write one chunk of the gradient that [`Store::begin_append`] began. `buffer` holds the whole pages of
+    /// [`Store::gradient_chunk_bytes`]; the checksum leaves out the padding of the last page.
     pub fn append<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -132,12 +136,13 @@ impl Store {
         self.write_of_step(buffer, place, record, Self::appended)
     }
 
-    /// Bytes of a chunk of a gradient in the log: whole pages.
+    /// Returns the bytes of one chunk of a gradient in the log, rounded up to whole pages.
     pub fn gradient_chunk_bytes(&self, record: usize, dtype: Dtype, chunk: u32) -> Result<u64> {
         self.known(record)?;
         Ok(self.chunk_of_gradient(record, dtype, chunk))
     }
 
+    /// Counts the write of one chunk as ended; `is_whole` is false if the write failed.
     fn appended(index: &mut Index, record: usize, is_whole: bool) {
         if let Some(appended) = index.log.appended.get_mut(&record) {
             appended.writing -= 1;
@@ -145,7 +150,7 @@ impl Store {
         }
     }
 
-    /// Where a chunk of a gradient begins in it, its bytes, and the whole pages that they lie in.
+    /// Returns a chunk's byte offset in its gradient, its bytes, and its bytes rounded up to whole pages.
     pub(crate) fn part_of_gradient(&self, record: usize, dtype: Dtype, chunk: u32) -> (u64, u64, u64) {
         let start = u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes();
         let used = self.description.elements_of_chunk(record, chunk) as u64 * dtype.bytes();
@@ -156,11 +161,12 @@ impl Store {
         self.part_of_gradient(record, dtype, chunk).2
     }
 
+    /// Returns the checksum of a chunk of a gradient, bound to the generation of the commit that names the gradient.
     pub(crate) fn gradient_sum(&self, (record, chunk): (usize, u32), generation: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Gradient, (record as u64, u64::from(chunk)), generation, bytes)
     }
 
-    /// Writes the head of the commit that is being made.
+    /// Writes the log head of the commit in progress and stores its place in `live`.
     pub(crate) fn write_head(&self, live: &mut Live, head: &Head) -> Result<()> {
         let bytes = head.encode();
         let (ring, at) = {

@@ -1,4 +1,4 @@
-//! Bounds what a description may hold, checked before anything is made or read.
+//! Checks a description against bounds, before a store is created from it or read with it.
 
 use std::collections::HashSet;
 
@@ -7,25 +7,28 @@ use crate::{
     layout::PAGE_BYTES,
 };
 
-/// Bytes of a name. torch's are paths of modules; longer ones are no names.
+/// Most bytes of a name. The names that torch gives, paths of modules, are far shorter.
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
-/// Dimensions of a tensor; torch's own bound is 64, nobody is past 8.
+/// Most dimensions of a tensor. torch's bound is 64; no known model exceeds 8.
 pub(crate) const RANK_MAX: usize = 16;
-/// Records and units. The largest mixtures of experts have some 100,000 parameters.
+/// Most records, and most units. The largest mixtures of experts have some 100,000 parameters.
 pub(crate) const RECORDS_MAX: usize = 1 << 20;
-/// State tensors of a record.
+/// Most state tensors of a record.
 pub(crate) const STATES_MAX: usize = 32;
-/// Elements of a tensor.
+/// Most elements of a tensor.
 pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
-/// Elements of a chunk come in multiples of this, so that 16-bit values end on a page; smaller ones ask for more.
+/// `chunk_elements` is a multiple of this, so that a chunk of 16-bit values fills whole pages. For 8-bit values
+/// `Record::checked_chunks` requires a multiple of 4,096.
 pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
+/// Most elements of a chunk.
 pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
-/// Room for the user's value and for the hyperparameters.
+/// Most bytes of the user's value, and most bytes of the hyperparameters.
 pub(crate) const TEXT_BYTES_MAX: u32 = 1 << 24;
-/// The whole description.
+/// Most bytes of an encoded description.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
 
 impl Description {
+    /// Rejects a description that exceeds a bound or contradicts itself.
     pub(crate) fn checked(&self) -> std::result::Result<(), Malformed> {
         let chunk = self.chunk_elements;
         if chunk == 0 || !chunk.is_multiple_of(CHUNK_ELEMENTS_GRAIN) || chunk > CHUNK_ELEMENTS_MAX {
@@ -60,7 +63,7 @@ impl Description {
                 return Err(format!("two records are called {name:?}"));
             }
             if record.unit as usize >= self.units.len() {
-                return Err(format!("{name:?} is in unit {}, and there are {}", record.unit, self.units.len()));
+                return Err(format!("{name:?} is in unit {} of {}, counted from 0", record.unit, self.units.len()));
             }
             if record.unit < unit_before {
                 return Err(format!("{name:?} comes after records of a later unit; order the records by unit"));
@@ -71,6 +74,7 @@ impl Description {
     }
 }
 
+/// Rejects a name that is empty, too long or has control characters. The message calls the named thing `what`.
 fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
     if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
         let start: String = name.chars().take(40).collect();
@@ -83,6 +87,7 @@ fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
 }
 
 impl Record {
+    /// Rejects a record that is not bfloat16 with exactly the state tensors of [`COMPACT`].
     pub(crate) fn checked_compact(&self) -> std::result::Result<(), Malformed> {
         let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice(), 1));
         let found = self.state.iter();
@@ -125,6 +130,8 @@ impl Record {
         self.checked_format()
     }
 
+    /// Rejects a tensor whose shape does not have one item for each `grain` elements of the record, and a grain that
+    /// does not divide `chunk`.
     fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
         let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
         let fits = match grain {
@@ -133,7 +140,10 @@ impl Record {
             _ => elements(&tensor.shape) == Some(self.elements().div_ceil(u64::from(grain))),
         };
         if !fits {
-            return Err(format!("{of:?} of {name:?} has shape {:?}, which is no item for each {grain}", tensor.shape));
+            return Err(format!(
+                "{of:?} of {name:?} has shape {:?}, which is not one item for each {grain} elements",
+                tensor.shape
+            ));
         }
         if grain > 1 && !chunk.is_multiple_of(grain) {
             return Err(format!("{of:?} of {name:?} has an item for each {grain} elements, and chunks have {chunk}"));
@@ -141,7 +151,8 @@ impl Record {
         Ok(())
     }
 
-    /// Chunks of a record follow each other without gaps, so each but the last must end with a page.
+    /// Rejects chunks that end inside a page: a record's chunks follow each other without gaps, so each but the last
+    /// must fill whole pages.
     fn checked_chunks(&self, chunk: u32) -> std::result::Result<(), Malformed> {
         if self.elements() <= u64::from(chunk) {
             return Ok(());
@@ -217,7 +228,7 @@ mod tests {
     #[test]
     fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
         let bool_of = |numel: u64| Record { shape: vec![numel], ..described(Dtype::Bool, &[]) };
-        // What 20 bytes of state an element used to make: 25 times 2,048.
+        // 51,200 elements of 16 bits fill 25 pages. 51,200 elements of 8 bits fill 12.5.
         assert!(bool_of(51_200).checked(51_200).is_ok());
         let why = bool_of(51_201).checked(51_200);
         assert!(why.as_ref().is_err_and(|why| why.contains("multiple of 4096")), "{why:?}");

@@ -1,4 +1,4 @@
-//! Memory of operations: parts of one lease, or of other memory; room that is leased again and again; transfers.
+//! Provides the memory of I/O operations: leased slots of a scratch region, and transfers that own their buffer.
 
 use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
 pub use memascend_nvme::{Buffer, Shared};
@@ -6,67 +6,68 @@ use memascend_nvme::{NotBegun, Ticket};
 
 use crate::{Error, Result};
 
-/// The bytes of a buffer that no operation uses.
+/// Returns the bytes of a buffer. No operation may be writing to the buffer.
 pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
-    // SAFETY: a buffer's bytes are mapped while it lives; the callers have it back from its operation, or not begun one.
+    // SAFETY: the bytes stay mapped while `buffer` lives, and no operation writes to them: a caller that reads from a
+    // device into a buffer passes the buffer here only after that read has ended.
     unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) }
 }
 
-/// Memory in slots of one size, each leased again and again.
+/// A region of memory in slots of one size, which callers lease and return.
 #[derive(Debug)]
 pub struct Scratch {
     ring: ChunkRing,
     owner: OwnerId,
-    /// Bytes of a slot.
+    /// Bytes of one slot.
     pub each: usize,
-    /// Bytes that are mapped.
+    /// Bytes of the mapped region.
     pub mapped: usize,
 }
 
 impl Scratch {
-    /// `count` slots of `bytes` each, of which reports say that `owner` has them.
+    /// Maps a region of `count` slots of `bytes` each. Memory reports attribute its slots to `owner`.
     pub fn new(bytes: usize, count: usize, owner: &str) -> Result<Self> {
         let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
         let ring = ChunkRing::new(&region, bytes, count)?;
         Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
     }
 
-    /// A slot that nobody has.
+    /// Leases a free slot, waiting for one as `wait` allows.
     pub fn lease(&self, wait: Wait<'_>) -> std::result::Result<Lease, memascend_mem::Error> {
         self.ring.lease(self.owner, wait)
     }
 
-    /// The first bytes of a slot, which waits until one is free.
+    /// Waits until a slot is free, leases it and returns its first `nbytes` bytes.
     pub(crate) fn part(&self, nbytes: u64) -> Result<Shared> {
         first(self.lease(Wait::forever())?, nbytes)
     }
 }
 
-/// The first bytes of a lease.
+/// Returns the first `nbytes` bytes of a lease.
 pub(crate) fn first(lease: Lease, nbytes: u64) -> Result<Shared> {
     let room = lease.len();
     let part = Shared::new(lease).part(0, nbytes as usize);
-    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit a room of {room}")))
+    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit a buffer of {room}")))
 }
 
-/// A read or write that is under way. Dropping it waits for its end.
+/// A read or write in flight. Dropping it waits until the operation has ended.
 pub struct Transfer<B: Buffer>(Option<Ticket<B>>);
 
 impl<B: Buffer> Transfer<B> {
-    /// What a volume has begun, or why it has not.
+    /// Wraps the ticket of an operation. Fails with the volume's error if the volume did not begin the operation.
     pub(crate) fn begun(ticket: std::result::Result<Ticket<B>, NotBegun<B>>) -> Result<Self> {
         Ok(Self(Some(ticket.map_err(|refused| refused.error)?)))
     }
 
-    /// Whether it has ended. Never waits.
+    /// True once the operation has ended. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.0.as_ref().is_none_or(Ticket::is_done)
     }
 
-    /// Waits for the end and gives the buffer back.
+    /// Waits until the operation has ended, and returns the buffer.
     pub fn wait(mut self) -> Result<B> {
-        let Some(ticket) = self.0.take() else { unreachable!("only waiting takes it") };
+        let Some(ticket) = self.0.take() else { unreachable!("only `wait` takes the ticket") };
         let finished = ticket.wait();
         finished.result?;
         Ok(finished.buffer)

@@ -5,20 +5,22 @@ use crate::{
     root::{self, Found, Root},
 };
 
-/// Why bytes are not what the format says.
+/// The reason why bytes violate the format.
 type Malformed = String;
 
-/// What the beginning of a device says, in words.
+/// Parses the first page of a device as a label, and returns the result as text.
 #[must_use]
 pub fn parse_label(bytes: &[u8]) -> String {
     format!("{:?}", label::read(bytes))
 }
 
-/// Whether a page holds a root of the store `uuid`: its generation, or what is wrong.
+/// Parses a page of the store `uuid` and returns the generation of its root, or `None` if the page is blank or has a
+/// mark. Fails with the reason if the page is malformed.
 pub fn parse_root(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed> {
     Ok(found(page, uuid)?.map(|root| root.generation))
 }
 
+/// Returns the root in a page, or `None` if the page is blank or has a mark.
 fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
     Ok(match root::read(page, uuid)? {
         Found::Root(root) => Some(*root),
@@ -26,8 +28,9 @@ fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
     })
 }
 
-/// Reads bytes as the fields of a root, as if its beginning and its checksum were right: its generation, if what it
-/// names is known and can be written again, or what is wrong.
+/// Parses `bytes` as the fields of a root, behind a valid magic and with a valid checksum, so that fuzzing reaches the
+/// field parser. Returns the root's generation. Fails if the fields are malformed, if the root uses an unknown feature,
+/// or if the root changes when it is encoded and read again.
 pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     let uuid = [0; 16];
     let read = |page: &[u8]| found(page, &uuid);
@@ -41,8 +44,8 @@ pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     Ok(root.map(|root| root.generation))
 }
 
-/// Reads bytes as the fields of a head of the log, as if its beginning were right: its generation, if it can be written
-/// again, or what is wrong.
+/// Parses `bytes` as the fields of a log head, behind a valid magic and length, and returns the head's generation.
+/// Fails if the fields are malformed, or if the head changes when it is encoded and read again.
 pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
     let head = Head::decode(&head::begun(bytes))?;
     if Head::decode(&head.encode()).as_ref() != Ok(&head) {
@@ -51,7 +54,7 @@ pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
     Ok(head.generation)
 }
 
-/// The description that bytes hold, or what is wrong.
+/// Decodes a description and checks its bounds. Fails with the reason if the bytes are malformed.
 pub fn parse_description(bytes: &[u8]) -> Result<Description, Malformed> {
     Ok(Description::decode(bytes)?)
 }

@@ -1,4 +1,4 @@
-//! Verifies checksums of parts on threads of their own.
+//! Verifies the checksums of fetched parts of units on dedicated threads.
 
 use std::{
     collections::VecDeque,
@@ -10,13 +10,13 @@ use memascend_mem::{Guarded, Maker, Wait};
 
 use crate::{Buffer, Error, PartFetch, Result};
 
-/// Threads that wait for parts and check them, in the order in which they were handed over.
+/// Threads that wait for the reads of parts and verify the checksums, in the order of the calls of [`Checkers::check`].
 ///
-/// Dropping it checks what was handed over, and ends the threads.
+/// Dropping `Checkers` first verifies all queued parts, then ends the threads.
 pub struct Checkers<B: Buffer + Sync> {
     line: Arc<CheckQueue<B>>,
     threads: Vec<JoinHandle<()>>,
-    /// The process that has the threads.
+    /// The process that started the threads; a forked child has no copies of them.
     maker: Maker,
 }
 
@@ -29,19 +29,20 @@ struct Waiting<B: Buffer + Sync> {
     closing: bool,
 }
 
-/// Whether a part was checked, well or not.
+/// True once a thread has verified a part, whatever the result.
 #[derive(Default)]
 struct Checked(Guarded<bool>);
 
-/// A part that is being read and checked. Dropping it waits for both.
+/// A part that is being read and verified. Dropping a `Checking` waits until the part's reads and its verification by a
+/// thread have ended.
 pub struct Checking<B: Buffer + Sync> {
     part: Arc<PartFetch<B>>,
-    /// `None`: there is no thread for it, and whoever waits checks.
+    /// `None` if no thread verifies the part; [`Checking::wait`] then verifies the part.
     checked: Option<Arc<Checked>>,
 }
 
 impl<B: Buffer + Sync + 'static> Checkers<B> {
-    /// As many threads, or as many as can be had; with none, whoever waits for a part checks it.
+    /// Starts `threads` threads, or as many as the system allows. With none, [`Checking::wait`] verifies each part.
     #[must_use]
     pub fn new(threads: usize) -> Self {
         let state = Waiting { waiting: VecDeque::new(), closing: false };
@@ -53,13 +54,13 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
         Self { threads: begun.collect(), line, maker: Maker::here() }
     }
 
-    /// Threads that were begun.
+    /// Returns the number of threads that were started.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads.len()
     }
 
-    /// Checks a part as soon as it has come.
+    /// Queues a part. A thread verifies it once its reads have ended.
     #[must_use]
     pub fn check(&self, part: PartFetch<B>) -> Checking<B> {
         if self.threads.is_empty() {
@@ -76,14 +77,15 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
 impl<B: Buffer + Sync> CheckQueue<B> {
     fn serve(&self) {
         while let Some((part, checked)) = self.next() {
-            // Also where the check panics: nobody waits for ever.
+            // `Ended` sets `checked` even if the verification panics, so that `Checking::wait` always returns.
             let _ended = Ended(&checked);
-            // What came of it stays with the part.
+            // The part keeps the result for `Checking::wait`.
             drop(part.wait(Wait::forever()));
             drop(part);
         }
     }
 
+    /// Waits for the next queued part; `None` once the queue is closing and empty.
     fn next(&self) -> Option<(Arc<PartFetch<B>>, Arc<Checked>)> {
         self.state.when(|state| state.closing || !state.waiting.is_empty()).waiting.pop_front()
     }
@@ -92,17 +94,19 @@ impl<B: Buffer + Sync> CheckQueue<B> {
 impl<B: Buffer + Sync> Drop for Checkers<B> {
     fn drop(&mut self) {
         if self.maker.is_elsewhere() {
+            // A forked child has no threads to join.
             return;
         }
         self.line.state.lock().closing = true;
         self.line.state.notify_all();
         for thread in self.threads.drain(..) {
-            // One that panicked has said so.
+            // The panic hook has already reported a thread that panicked.
             drop(thread.join());
         }
     }
 }
 
+/// Sets its `Checked` to true when dropped.
 struct Ended<'a>(&'a Checked);
 
 impl Drop for Ended<'_> {
@@ -112,7 +116,7 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// Checked by whoever waits for it.
+/// Verifies the part in [`Checking::wait`], without a thread.
 impl<B: Buffer + Sync> From<PartFetch<B>> for Checking<B> {
     fn from(part: PartFetch<B>) -> Self {
         Self { part: Arc::new(part), checked: None }
@@ -120,14 +124,14 @@ impl<B: Buffer + Sync> From<PartFetch<B>> for Checking<B> {
 }
 
 impl<B: Buffer + Sync> Checking<B> {
-    /// Whether it was read, and checked where threads do that. Never waits.
+    /// True once the part was read and, if a thread verifies it, verified. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *checked.0.lock())
     }
 
-    /// Waits until it was read and checked; says what came of it, and waiting again says the same. Once that succeeded,
-    /// the memory is the caller's again.
+    /// Waits until the part was read and verified, and returns the result. A second call returns the same result. After
+    /// a success the caller may use the part's memory.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         if let Some(checked) = &self.checked {
             let waited = checked.0.wait_until(&mut wait, |is| *is).map(drop);
@@ -140,7 +144,7 @@ impl<B: Buffer + Sync> Checking<B> {
 impl<B: Buffer + Sync> Drop for Checking<B> {
     fn drop(&mut self) {
         if let Some(checked) = &self.checked {
-            // Else its thread would look at memory that may be another's by then.
+            // The caller may reuse the part's memory after this drop: wait until the thread has stopped reading it.
             drop(checked.0.when(|is| *is));
         }
     }

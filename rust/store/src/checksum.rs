@@ -4,7 +4,7 @@ use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
-/// What a checksum stands for; the number goes into the seed.
+/// The kind of data that a checksum covers. Its number is part of the seed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Subject {
     Label = 1,
@@ -17,10 +17,10 @@ pub(crate) enum Subject {
     Gradient = 9,
 }
 
-/// The store's identity, which every checksum is bound to.
+/// The identity of a store. Every checksum is bound to it.
 pub(crate) type Uuid = [u8; 16];
 
-/// XXH3-64 of `bytes` with a seed that is the XXH3-64 of identity, subject, place and version.
+/// Returns the XXH3-64 of `bytes`, seeded with the XXH3-64 of `uuid`, `subject`, `place` and `version`.
 pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version: u64, bytes: &[u8]) -> u64 {
     let mut bound = [0; 48];
     bound[..16].copy_from_slice(uuid);
@@ -30,7 +30,7 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&bound), bytes)
 }
 
-/// XXH3-64, without a seed, of bytes that come one after the other: for files that others read, too.
+/// Hashes a stream of bytes with unseeded XXH3-64, which other programs can compute for the same file.
 pub struct Checksum(twox_hash::xxhash3_64::Hasher);
 
 impl Default for Checksum {
@@ -40,19 +40,19 @@ impl Default for Checksum {
 }
 
 impl Checksum {
-    /// Takes more bytes.
+    /// Appends `bytes` to the stream.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
-    /// The checksum of all bytes so far.
+    /// Returns the checksum of all bytes appended so far.
     #[must_use]
     pub fn value(&self) -> u64 {
         self.0.finish()
     }
 }
 
-/// A number for a name and a seed: XXH3-64 of the name's UTF-8 with the seed.
+/// Returns the key of the random bits for stochastic rounding: the XXH3-64 of the UTF-8 of `name`, seeded with `seed`.
 #[must_use]
 pub fn key_of(name: &str, seed: u64) -> u64 {
     XxHash3_64::oneshot_with_seed(seed, name.as_bytes())
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn it_is_xxh3() {
-        // The specification's value for no input and no seed.
+        // The XXH3 specification gives this value for an empty input and seed 0.
         assert_eq!(XxHash3_64::oneshot(b""), 0x2D06_8005_38D3_94C2);
         assert_eq!(Checksum::default().value(), 0x2D06_8005_38D3_94C2);
     }

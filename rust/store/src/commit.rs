@@ -1,4 +1,9 @@
-//! Commits a step: data, table, flush, root. Everything that is staged becomes live at once.
+//! Commits a step: waits for its writes, writes the log head and the table, flushes, writes the root.
+//!
+//! [Note: Root last] The root of generation `g + 1` is written only after a flush of everything that it names, and
+//! nothing that root `g` names is overwritten before root `g + 1` is durable. So a crash leaves the whole step before
+//! or the whole new step. With [`Durability::None`] one durable root is marked as unclosed; the commits after it write
+//! no table and no root, and overwrite the slots that both roots name, until [`Store::close`] writes the last commit.
 
 use std::sync::Arc;
 
@@ -16,41 +21,44 @@ use crate::{
     table::table_checksum,
 };
 
-/// What a commit says beside what was staged.
+/// The arguments of a commit, beside the staged extents.
 #[derive(Debug, Clone, Default)]
 pub struct Commit {
-    /// Committed steps, this one included.
+    /// Number of committed steps, this one included.
     pub step: u64,
-    /// The user's value, if it changes.
+    /// The user's new value; `None` keeps the current one.
     pub user: Option<String>,
-    /// The hyperparameters, if they change.
+    /// The new hyperparameters; `None` keeps the current ones.
     pub hyperparameters: Option<String>,
-    /// The gradients of the step that were appended to the log, if any were.
+    /// Names the gradients that were appended to the log for this step; `None` if none were.
     pub log: Option<StepHead>,
-    /// The run of several ranks that it belongs to, if that changes.
+    /// The run of several ranks that the commit belongs to; `None` keeps the current one.
     pub run: Option<Run>,
 }
 
-/// How a commit reaches storage.
+/// The part of the catalog that a commit writes to storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Not at all.
+    /// Nothing: the commit changes only the index in memory.
     Memory,
-    /// For good, with a root that says that the store is not closed: commits in memory follow.
+    /// Head, table and a durable root that marks the store as unclosed: commits of `Memory` follow.
     Unclosed,
-    /// For good.
+    /// Head, table and a durable root without that mark.
     Durable,
 }
 
 impl Store {
-    /// Makes everything that is staged live, and durable as the store's durability says. Returns the generation.
+    /// Makes all staged records live, and durable according to the store's [`Durability`]. Returns the new generation.
     ///
-    /// Fails, and changes nothing that a reader sees, where a record is staged in part or a write failed: discard then.
+    /// Fails, and changes nothing that a reader sees, if a record is staged only in part or a write of the step failed.
+    /// The caller then discards the step.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
 
-    /// The same with others: `agree` is asked when all is flushed and nothing names it yet. `false` ends it as an error does.
+    /// Commits as [`Store::commit`] does, together with other ranks. Calls `agree` after the flush and before the root
+    /// is written. If `agree` returns `false`, the commit fails with [`Error::Interrupted`] and changes nothing that a
+    /// reader sees.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let bounds = [
             ("user value", &commit.user, self.description.user_bytes_max),
@@ -77,16 +85,17 @@ impl Store {
             }
             index.phase = Phase::Committing;
             match self.durability {
-                // The very first commit is what makes a store, whatever comes after it.
+                // The first commit makes the store: without a durable root the store cannot be opened.
                 _ if index.generation == 0 => Reach::Durable,
-                // What a log was replayed to is as durable as the log was.
+                // The replayed records replace a log that was durable, so this commit must be durable too.
                 _ if index.log.found.is_some() && commit.log.is_none() => Reach::Durable,
                 Durability::Step => Reach::Durable,
                 Durability::None if index.root_is_unclosed => Reach::Memory,
                 Durability::None => Reach::Unclosed,
             }
         };
-        // Length and mode that opening its files gave them stay from here on; a new file does once it takes its name.
+        // From here on, dropping the volume no longer undoes the length and mode that opening gave the files. A new
+        // file is kept once `take_name` has renamed it.
         self.volume.keep();
         let result = self.carry_out(commit, reach, agree);
         let mut index = self.index.lock();
@@ -104,8 +113,9 @@ impl Store {
         result
     }
 
-    /// Makes the last commit durable where the store's durability left that open; drops what is staged. The store can
-    /// still be read, and nothing can be staged any more.
+    /// Drops staged records, and makes the last commit durable if [`Durability::None`] kept it in memory. Afterwards
+    /// the store can still be read, but nothing can be staged. With [`Durability::None`], a record that has not been
+    /// settled leaves the store unclosed, and the next open rejects the store.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {
@@ -113,7 +123,7 @@ impl Store {
                 index.ram_tier = None;
                 return Ok(());
             }
-            // Nothing was done with it, and the newest commit stays.
+            // The caller has not called `go_back`, so the newest commit stays.
             Phase::Previous { .. } => {
                 index.close();
                 return Ok(());
@@ -122,18 +132,19 @@ impl Store {
         }
         index.forget_step();
         drop(index);
-        // Elsewhere the log has it.
+        // With `Durability::Step` the log has the updates that only memory has applied.
         if self.durability == Durability::None {
             self.close_applied()?;
         }
         let mut index = self.index.lock();
         if self.durability == Durability::None && !index.log.live.ahead.is_empty() {
-            // Nobody has settled them: the store stays unclosed, which whoever opens it is told.
+            // The live slots of the records in `ahead` lack their deferred updates. Clearing the flag makes the code
+            // below return before it writes a closing root, so the next open rejects the store as unclosed.
             index.root_is_unclosed = false;
         }
         index.close();
         index.ram_tier = None;
-        // Whoever committed nothing leaves both commits as they were found.
+        // Without a new commit both roots stay as they were at opening.
         if !index.root_is_unclosed || index.generation == index.found_generation {
             return Ok(());
         }
@@ -142,17 +153,20 @@ impl Store {
         drop(index);
         let carry_out = |commit| self.carry_out(commit, Reach::Durable, &mut || true).map(drop);
         carry_out(commit.clone())?;
-        // Commits in memory wrote over what both roots named. Where the one that said so is gone, the other one does not,
-        // and names what is live now, too.
+        // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed one, the other
+        // root still names overwritten data without saying so: write a second closing root over it.
         if takes_its_place { carry_out(commit) } else { Ok(()) }
     }
 
-    /// Has nothing be written any more, by [`Store::close`] either: what is committed stays as it is.
+    /// Marks the store as closed without writing anything; [`Store::close`] then writes nothing either. Storage keeps
+    /// the last durable commit.
     pub fn end(&self) {
         self.index.lock().close();
         self.index.notify_all();
     }
 
+    /// Applies `commit` to the index, writes the catalog as `reach` says, and makes the staged slots live. If the write
+    /// fails, restores the user's value, the hyperparameters and the run.
     pub(crate) fn carry_out(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
@@ -196,7 +210,7 @@ impl Store {
                 Ok(generation)
             }
             Err(error) => {
-                // Some of its pages may have come to storage, and say what was not committed.
+                // Some table pages of the failed commit may be on storage: mark all pages of that table slot dirty.
                 let slot = (index.generation + 1) as usize & 1;
                 (0..self.sections.pages()).for_each(|page| index.dirty[slot].set(page as usize, true));
                 if let Some(text) = before.0 {
@@ -213,7 +227,7 @@ impl Store {
         }
     }
 
-    /// Marks the pages that this commit changes, for both slots of the table.
+    /// Marks the table pages that this commit changes as dirty in both table slots.
     fn mark_dirty(&self, index: &mut Index, user: bool, hyperparameters: bool) {
         let sections = &self.sections;
         let mark = |index: &mut Index, pages: std::ops::Range<u64>| {
@@ -238,7 +252,7 @@ impl Store {
         }
     }
 
-    /// Writes head, table and root of the next generation, unless the commit stays in memory.
+    /// Writes log head, table and root of the next generation; writes nothing for [`Reach::Memory`].
     fn write_catalog(
         &self,
         reach: Reach,
@@ -251,7 +265,7 @@ impl Store {
         }
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
-        // Elsewhere it is in memory, and what lacks updates is settled before the end.
+        // With `Durability::None` the log stays in memory: deferred updates must be settled before `close`.
         let is_logged = self.durability == Durability::Step;
         if let Some(head) = head.filter(|_| is_logged) {
             self.write_head(live, head)?;
@@ -285,28 +299,31 @@ impl Store {
                 ..Root::default()
             }
         };
-        // Never one flush for data and root together: the root must not come first.
+        // Never one flush for data and root together: the root must not come first ([Note: Root last]).
         self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
         agreed()?;
         self.write_root(&root).map_err(|error| Error::Broken(Arc::new(error)))?;
         self.take_name()
     }
 
-    /// Names the file of a new store: from its first root on there is a store.
+    /// Renames the file of a new store from its pending name to its own, once the first root is durable. Does nothing
+    /// for a file that has its own name already.
     fn take_name(&self) -> Result<()> {
         self.volume.take_name().map_err(|error| match error.into() {
-            // Nobody finds it, so whoever stages again may write over what the root names.
+            // The file still has its pending name, so no reader opens it: the caller may stage again over the data that
+            // this root names.
             error if self.volume.is_pending() => error,
             error => Error::Broken(Arc::new(error)),
         })
     }
 
+    /// Writes the dirty pages of a table slot; one write covers consecutive dirty pages.
     fn write_table(&self, slot: usize) -> Result<()> {
         let pages = self.sections.pages();
         let mut page = 0;
         while page < pages {
             let mut lease = self.scratch.lease(Wait::forever())?;
-            // The next run of pages that this slot lacks.
+            // The next consecutive dirty pages, at most as many as fit the lease.
             let (start, count) = {
                 let mut index = self.index.lock();
                 while page < pages && !index.dirty[slot].has(page as usize) {
@@ -334,6 +351,7 @@ impl Store {
         Ok(())
     }
 
+    /// Writes a root to the slot of its generation, durably.
     fn write_root(&self, root: &Root) -> Result<()> {
         let slot = root.generation & 1;
         self.write_root_page(slot, &root.encode())?;
@@ -341,7 +359,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes what stands in the page of a root.
+    /// Writes `page`, a root or a mark, to the page of root `slot`, durably.
     pub(crate) fn write_root_page(&self, slot: u64, page: &[u8]) -> Result<()> {
         let offset = self.layout.devices.root_offset(slot);
         Transfer::begun(self.volume.write_durable(self.padded(page)?, offset))?.wait().map(drop)

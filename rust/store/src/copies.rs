@@ -20,17 +20,20 @@ use crate::{
     store::CATALOG_CHUNK_BYTES,
 };
 
-/// A copy that is not what it should be, while the other one is.
+/// A damaged copy of a label or of the description, whose other copy is whole.
 #[derive(Debug, Clone)]
 pub(crate) struct Damage {
-    /// Which copy of what, and what is wrong with it.
+    /// Names the copy, and says what is wrong with it.
     pub(crate) what: String,
+    /// Where the copy belongs in the volume; 0 if a truncated volume has no room for it.
     pub(crate) offset: u64,
-    /// What belongs there; nothing where there is no room for it.
+    /// The copy's right content; empty if a truncated volume has no room for it.
     pub(crate) bytes: Vec<u8>,
 }
 
-/// Whose the devices of a volume are, by their first labels, and by the second one where the first is damaged.
+/// Returns the uuid of the store that the devices of a volume belong to. Reads the first label of each device, and the
+/// second label of a device whose first one is damaged or missing. Rejects devices that belong to several stores, and
+/// devices in a wrong order.
 pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
     let mut uuid = None;
     let mut damaged = Vec::new();
@@ -47,7 +50,8 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
         let path = &volume.devices()[index as usize].path;
         let second = devices.second_label_offset(volume.size_bytes(), index).map(|at| found_at(volume, at));
         match second.transpose()? {
-            // One of another store was left there by whoever had the device before.
+            // A second label whose uuid is not that of the whole first labels is left from a former store, and is
+            // rejected by the arm below.
             Some(Ok(Found::Label(label))) if uuid.is_none_or(|uuid| uuid == label.uuid) => {
                 require_same(&label, devices, index, path, &mut uuid)?;
             }
@@ -60,7 +64,7 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
     uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
 }
 
-/// The message about a store of another version of the format.
+/// Returns the error message for a store whose format has another version.
 pub(crate) fn of_version(version: u32) -> String {
     let known = label::VERSION;
     format!(
@@ -69,6 +73,7 @@ pub(crate) fn of_version(version: u32) -> String {
     )
 }
 
+/// Rejects a label of another store, another device number or another striping. Sets `uuid` from the first label.
 fn require_same(label: &Label, devices: Devices, index: u32, path: &Path, uuid: &mut Option<Uuid>) -> Result<()> {
     if label.devices == devices && label.index == index && *uuid.get_or_insert(label.uuid) == label.uuid {
         return Ok(());
@@ -78,12 +83,13 @@ fn require_same(label: &Label, devices: Devices, index: u32, path: &Path, uuid: 
     refused(path, &why)
 }
 
-/// The label in a page, or why the device does not give the page.
+/// Reads the label at `offset`. The inner error says why the medium could not be read.
 fn found_at(volume: &Volume, offset: u64) -> Result<std::result::Result<Found, String>> {
     Ok(readable(bytes_at(volume, offset, PAGE_BYTES))?.map(|page| label::read(&page)))
 }
 
-/// Tells a place that a device cannot read from a device that does not answer.
+/// Turns a media error, which concerns one place of a device, into an inner error with its text. Any other error, such
+/// as that of a device that does not answer, stays an outer error.
 fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
     const MEDIUM: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
     match read {
@@ -97,7 +103,7 @@ fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
     }
 }
 
-/// The description that a root names, from its first copy or from the second.
+/// Reads the description that a root names from its first copy, or from the second if the first is damaged.
 pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Description> {
     let mut first = None;
     for offset in root.places.description {
@@ -118,13 +124,14 @@ pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Des
     Err(Error::corrupt(path, "the description", place, format!("{why}, and its second copy is damaged too")))
 }
 
+/// Reads one copy of the description. The inner error says what is wrong with the copy.
 fn description_at(
     volume: &Volume,
     root: &Root,
     (offset, nbytes): (u64, u64),
 ) -> Result<std::result::Result<Vec<u8>, String>> {
     if nbytes > DESCRIPTION_BYTES_MAX || nbytes > volume.size_bytes().saturating_sub(offset) {
-        return Ok(Err(format!("{nbytes} bytes of it are not there")));
+        return Ok(Err(format!("its {nbytes} bytes do not fit the volume")));
     }
     let sum = |bytes: &[u8]| checksum(&root.uuid, Subject::Description, (0, 0), 0, bytes);
     Ok(readable(bytes_at(volume, offset, nbytes))?.and_then(|bytes| {
@@ -133,20 +140,20 @@ fn description_at(
 }
 
 impl Store {
-    /// Which copies of labels and of the description are damaged, and how, in words. The other copy of each is whole,
-    /// and the next commit after an open repairs them.
+    /// Reads every copy of the labels and of the description, and returns a text about each damaged one. The other copy
+    /// of each is whole. The first commit after an open repairs the damaged copies.
     pub fn damaged(&self) -> Result<Vec<String>> {
         Ok(self.damaged_copies()?.into_iter().map(|damage| damage.what).collect())
     }
 
-    /// The same, as it was when the store was opened; nothing after a commit.
+    /// Returns a text about each copy that was damaged when the store was opened; empty after the first commit.
     #[must_use]
     pub fn noted_damage(&self) -> Vec<String> {
         let noted = locked(&self.to_repair);
         noted.iter().map(|damage| damage.what.clone()).collect()
     }
 
-    /// Every copy of a label or of the description that is not what it should be.
+    /// Reads every copy of the labels and of the description, and returns those with wrong or unreadable bytes.
     pub(crate) fn damaged_copies(&self) -> Result<Vec<Damage>> {
         let (devices, size) = (self.layout.devices, self.volume.size_bytes());
         let mut copies = Vec::new();
@@ -179,6 +186,7 @@ impl Store {
         Ok(damaged)
     }
 
+    /// True if the volume holds `bytes` at `offset`.
     fn holds_bytes(&self, offset: u64, bytes: &[u8]) -> Result<bool> {
         for (index, extent) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
@@ -189,12 +197,13 @@ impl Store {
         Ok(true)
     }
 
-    /// Writes the first labels of some of the devices.
+    /// Writes the first labels of the devices whose numbers are in `of`.
     pub(crate) fn put_first_labels(&self, mut of: Range<u32>) -> Result<()> {
         let (uuid, devices) = (self.uuid, self.layout.devices);
         of.try_for_each(|index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode()))
     }
 
+    /// Writes the second label of each device, at the end of the volume.
     pub(crate) fn put_second_labels(&self) -> Result<()> {
         let (uuid, devices) = (self.uuid, self.layout.devices);
         for index in 0..devices.count {
@@ -205,14 +214,14 @@ impl Store {
         Ok(())
     }
 
-    /// Notes what is damaged, for the next commit to repair.
+    /// Notes the damaged copies in `to_repair`; the next commit repairs them.
     pub(crate) fn note_damaged_copies(&self) -> Result<()> {
         *locked(&self.to_repair) = self.damaged_copies()?;
         Ok(())
     }
 
-    /// Writes what damaged copies should hold. The whole copy of each stays as it is, so nothing can be lost; what
-    /// cannot be written stays damaged, and is not tried again before the store is opened again.
+    /// Overwrites the damaged copies in `to_repair` with their right content. The other, whole copies are not written,
+    /// so a crash here loses nothing. A copy whose write fails stays damaged until the store is opened again.
     pub(crate) fn repair_copies(&self) {
         let damaged = std::mem::take(&mut *locked(&self.to_repair));
         for Damage { offset, bytes, .. } in damaged {

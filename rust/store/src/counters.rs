@@ -1,20 +1,21 @@
-//! Counts what a store does for its readers, with atomics, always on.
+//! Counts a store's reads of units, in atomics that are always on.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     time::Duration,
 };
 
-/// What a store has done since it was opened.
+/// Counts of a store's reads since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Units whose read was begun, and the bytes of them that were on storage.
+    /// Number of units whose read was begun.
     pub fetches: u64,
-    /// As above.
+    /// Bytes of units that were read from storage.
     pub fetched_bytes: u64,
-    /// Bytes that were taken from records in RAM, and not read from storage.
+    /// Bytes that were copied from records kept in RAM instead of read from storage.
     pub ram_tier_bytes: u64,
-    /// Time in [`Fetch::wait`](crate::Fetch::wait): what computation lost to reads.
+    /// Time that computation lost to reads: in [`Fetch::wait`](crate::Fetch::wait), and as reported to
+    /// [`Store::note_wait`](crate::Store::note_wait).
     pub waited: Duration,
 }
 
@@ -27,25 +28,28 @@ pub(crate) struct Counting {
 }
 
 impl Counting {
+    /// Counts a unit whose read begins, and `bytes` of it that are read from storage.
     pub(crate) fn began(&self, bytes: u64) {
         self.fetches.fetch_add(1, Relaxed);
         self.fetched_bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// A part of a unit whose read was counted already.
+    /// Adds `bytes` that are read from storage for a unit that `began` has counted.
     pub(crate) fn began_part(&self, bytes: u64) {
         self.fetched_bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// Bytes that were in RAM.
+    /// Adds `bytes` that were copied from records kept in RAM.
     pub(crate) fn took_in_ram(&self, bytes: u64) {
         self.ram_tier_bytes.fetch_add(bytes, Relaxed);
     }
 
+    /// Adds `time` that computation waited for a read.
     pub(crate) fn waited(&self, time: Duration) {
         self.waited_nanoseconds.fetch_add(time.as_nanos() as u64, Relaxed);
     }
 
+    /// Returns the current counts.
     pub(crate) fn read(&self) -> Counters {
         Counters {
             fetches: self.fetches.load(Relaxed),

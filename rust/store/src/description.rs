@@ -1,28 +1,29 @@
-//! Describes what a store holds. Written once; the layout follows from it.
+//! Describes the records and units of a store. A description never changes, and the layout follows from it.
 
 use crate::{Dtype, Error, Format, Result, bounds::ELEMENTS_MAX};
 
-/// What a store holds.
+/// The records and units of a store, and the sizes that its layout depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// Elements of a chunk: a multiple of 2,048, of every grain, and so many that the values of a chunk are whole pages.
+    /// Elements of a chunk: a multiple of 2,048 and of every grain, such that the values of a full chunk fill whole
+    /// pages.
     pub chunk_elements: u32,
-    /// Bytes that the user's value may have.
+    /// Most bytes of the user's value.
     pub user_bytes_max: u32,
-    /// Bytes that the hyperparameters may have.
+    /// Most bytes of the hyperparameters.
     pub hyperparameters_bytes_max: u32,
-    /// Whose state it is, such as `"AdamW"`.
+    /// The name of the optimizer whose state the records hold, such as `"AdamW"`.
     pub optimizer: String,
-    /// The names of the units, in the order in which they lie.
+    /// The names of the units, in storage order.
     pub units: Vec<String>,
-    /// Parameters and buffers, by unit.
+    /// Parameters and buffers, in ascending order of their units.
     pub records: Vec<Record>,
-    /// Of a store with rows of parameters that several ranks share: the number of each record's first element in the whole
-    /// parameter. Empty where the parameters are whole.
+    /// In the store of one of several ranks, which has some rows of each parameter: the index of each record's first
+    /// element in the whole parameter. Empty in a store with whole parameters.
     pub first_elements: Vec<u64>,
 }
 
-/// What a record is.
+/// Whether a record is a parameter or a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -32,64 +33,66 @@ pub enum Kind {
     Buffer = 1,
 }
 
-/// A parameter or a buffer.
+/// A parameter or a buffer, with its optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Its name, which no other record has.
+    /// The record's name, unique in the store.
     pub name: String,
-    /// What it is.
+    /// Parameter or buffer.
     pub kind: Kind,
-    /// The index of its unit; it never falls from one record to the next.
+    /// The index of the record's unit. Records are in ascending order of this index.
     pub unit: u32,
-    /// The type of its values.
+    /// The dtype of the values.
     pub dtype: Dtype,
-    /// Its shape; none for a scalar.
+    /// The shape of the values; empty for a scalar.
     pub shape: Vec<u64>,
-    /// Its dimensions from the one with the largest stride to the one with the smallest, where that is not their order.
+    /// The dimensions from the largest stride to the smallest; empty if the values are stored in row-major order.
     pub order: Vec<u8>,
-    /// The type of gradients for which the spill area has room.
+    /// The dtype of the gradients that the record may spill; `None` if the spill area has no room for the record.
     pub spill: Option<Dtype>,
-    /// How its state is to be read.
+    /// The format of the state tensors.
     pub format: Format,
-    /// Its state tensors.
+    /// The tensors of the optimizer state.
     pub state: Vec<StateTensor>,
 }
 
-/// A tensor of a record's optimizer state. With a grain it lies in the record's chunks, side by side with the others of
-/// that kind; without one it lies by itself.
+/// A tensor of a record's optimizer state. With a grain (`grain > 0`) the tensor is cut into chunks, and a chunk of
+/// state has the items of all such tensors side by side. Without a grain (`grain == 0`) the tensor has extents of its
+/// own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateTensor {
-    /// Its name within the record.
+    /// The tensor's name, unique in its record.
     pub name: String,
-    /// The type of its elements.
+    /// The dtype of the tensor's elements.
     pub dtype: Dtype,
-    /// Its shape.
+    /// The shape of the tensor.
     pub shape: Vec<u64>,
-    /// How many elements of the record share one item of it: 1 for one of the record's own shape, 256 for a scale of each
-    /// block of 256, 8 for a plane of bits packed into bytes. 0: it lies by itself.
+    /// Number of the record's elements that share one item of the tensor: 1 for a tensor of the record's shape, 8 for
+    /// bits packed into bytes, 256 for a scale of each block of 256 elements; 0 for a tensor with extents of its own.
     pub grain: u32,
 }
 
-/// The product, or `None` past what a tensor may have.
+/// Returns the product of `shape`, or `None` if it exceeds [`ELEMENTS_MAX`].
 pub(crate) fn elements(shape: &[u64]) -> Option<u64> {
     let product = shape.iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim));
     product.filter(|&product| product <= ELEMENTS_MAX)
 }
 
 impl Record {
-    /// How many elements; a description that was checked has no overflow.
+    /// Returns the number of elements; 0 if the product of the shape overflows, which [`Description::check`] rejects.
     #[must_use]
     pub fn elements(&self) -> u64 {
         elements(&self.shape).unwrap_or(0)
     }
 
-    /// Whether its float32 master is not stored: [`Format::Compact`].
+    /// True for [`Format::Compact`], which does not store the fp32 master weights.
     #[must_use]
     pub fn is_compact(&self) -> bool {
         self.format == Format::Compact
     }
 
-    /// The same, described as compact if it is a bfloat16 record with the state tensors of [`COMPACT`].
+    /// Sets the format to [`Format::Compact`] if this is a bfloat16 record with the state tensors of
+    /// [`COMPACT`](crate::COMPACT).
     #[must_use]
     pub fn compact_if_so(mut self) -> Self {
         if self.checked_compact().is_ok() {
@@ -98,25 +101,25 @@ impl Record {
         self
     }
 
-    /// Its state tensors that lie in chunks.
+    /// Iterates over the state tensors with a grain, which are cut into chunks.
     pub fn chunked(&self) -> impl Iterator<Item = &StateTensor> {
         self.state.iter().filter(|tensor| tensor.grain > 0)
     }
 
-    /// Its state tensors that lie by themselves.
+    /// Iterates over the state tensors without a grain, which have extents of their own.
     pub fn whole(&self) -> impl Iterator<Item = &StateTensor> {
         self.state.iter().filter(|tensor| tensor.grain == 0)
     }
 }
 
 impl StateTensor {
-    /// Bytes of it.
+    /// Returns the size of the tensor in bytes.
     #[must_use]
     pub fn nbytes(&self) -> u64 {
         elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
     }
 
-    /// Bytes that belong to `elements` of the record, in a chunk; none of one that lies by itself.
+    /// Returns the tensor's bytes for `elements` elements of the record within a chunk; 0 for a tensor without a grain.
     #[must_use]
     pub fn bytes_for(&self, elements: u64) -> u64 {
         if self.grain == 0 { 0 } else { elements.div_ceil(u64::from(self.grain)) * self.dtype.bytes() }
@@ -124,7 +127,7 @@ impl StateTensor {
 }
 
 impl Description {
-    /// Checks every bound.
+    /// Fails with [`Error::Invalid`] if the description exceeds a bound or contradicts itself.
     pub fn check(&self) -> Result<()> {
         self.checked().map_err(Error::Invalid)
     }

@@ -1,14 +1,15 @@
-//! Explains how a store differs from what is asked of it: missing, foreign or changed records.
+//! Explains how a store's description differs from the requested one: missing, extra or changed records.
 
 use std::{collections::HashMap, fmt::Debug};
 
 use crate::{Description, Kind, Record, StateTensor};
 
-/// Names, and records that differ, that are told one by one; of the others only how many there are.
+/// Most names, and most changed records, that a message lists. The message counts the others.
 const TOLD_MAX: usize = 3;
 
 impl Description {
-    /// In what `self`, what is there, differs from `wanted`: at most a few sentences, however much it is.
+    /// Describes in a few sentences how `self`, the store's description, differs from `wanted`; `None` if they are
+    /// equal.
     #[must_use]
     pub fn difference(&self, wanted: &Self) -> Option<String> {
         if self == wanted {
@@ -32,7 +33,7 @@ impl Description {
         let others = wanted.records.iter().filter_map(|asked| {
             there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
         });
-        // Another optimizer has other state for each of them: that is said once.
+        // Another optimizer changes the state of every record, so the sentence about the optimizer is enough.
         if self.optimizer == wanted.optimizer {
             found.extend(shortened(others.collect()));
         }
@@ -43,7 +44,8 @@ impl Description {
         (!found.is_empty()).then(|| found.join("; "))
     }
 
-    /// Whether other rows are wanted, of parameters of these shapes.
+    /// Describes how the rows in the store differ from the wanted ones: one rank's rows instead of whole parameters,
+    /// the reverse, or other rows.
     fn difference_of_firsts(&self, wanted: &Self) -> Option<String> {
         if self.records != wanted.records {
             return None;
@@ -62,7 +64,8 @@ impl Description {
         differs(&format!("the first element of {:?}", record.name), there, asked)
     }
 
-    /// The first thing in which a record differs from the one of the same name that is wanted.
+    /// Describes the first difference between the store's record `there` and the wanted record `asked` of the same
+    /// name.
     fn difference_of(&self, there: &Record, wanted: &Self, asked: &Record) -> Option<String> {
         let name = &there.name;
         let unit = |of: &Self, record: &Record| of.units.get(record.unit as usize).cloned();
@@ -74,18 +77,18 @@ impl Description {
             .or_else(|| differs(&format!("the unit of {name:?}"), &unit(self, there), &unit(wanted, asked)))
             .or_else(|| {
                 let same = Record { unit: asked.unit, ..there.clone() } == *asked;
-                (!same).then(|| format!("{name:?} has other room for its gradient"))
+                (!same).then(|| format!("{name:?} spills gradients of another dtype"))
             })
     }
 
-    /// What is left where the records are alike one by one.
+    /// Describes a difference that no single record shows: in the order, the units, the chunks or the sizes of texts.
     fn difference_of_all(&self, wanted: &Self) -> Option<String> {
         if self.units != wanted.units || self.records != wanted.records {
             return Some("its units or records come in another order than those of the model".to_owned());
         }
         let numbers = |of: &Self| (of.chunk_elements, of.user_bytes_max, of.hyperparameters_bytes_max);
         (numbers(self) != numbers(wanted))
-            .then(|| "chunk_elements or the room for values differ from what was asked for".to_owned())
+            .then(|| "chunk_elements, user_bytes_max or hyperparameters_bytes_max differ from the request".to_owned())
     }
 }
 
@@ -100,7 +103,7 @@ fn kind(record: &Record) -> &'static str {
     }
 }
 
-/// The state tensors of a record, as people name them.
+/// Returns a record's format, unless it is plain, and a text about each state tensor.
 fn words(record: &Record) -> Vec<String> {
     let format = record.format.name();
     let words = |of: &StateTensor| match of.grain {
@@ -110,11 +113,12 @@ fn words(record: &Record) -> Vec<String> {
     (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(record.state.iter().map(words)).collect()
 }
 
+/// Returns a sentence if the store's value `there` differs from the wanted value `asked`.
 fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<String> {
     (there != asked).then(|| format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
 }
 
-/// "12 records: \"a\", \"b\", \"c\" and 9 more".
+/// Lists names as in `12 records: "a", "b", "c" and 9 more`.
 fn told(names: &[String]) -> String {
     let count = names.len();
     let first: Vec<String> = names.iter().take(TOLD_MAX).map(|name| format!("{name:?}")).collect();
@@ -122,6 +126,7 @@ fn told(names: &[String]) -> String {
     format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
+/// Keeps the first [`TOLD_MAX`] sentences, and counts the others in one more.
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
     let more = sentences.len().saturating_sub(TOLD_MAX);
     sentences.truncate(TOLD_MAX);
@@ -198,7 +203,7 @@ mod tests {
             (|wanted| wanted.records[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
             (|wanted| wanted.records[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
             (|wanted| wanted.records[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
-            (|wanted| wanted.records[1].spill = Some(Dtype::F32), "other room for its gradient"),
+            (|wanted| wanted.records[1].spill = Some(Dtype::F32), "spills gradients of another dtype"),
             (|wanted| wanted.units[0] = "one".into(), "the unit of \"layers.0.weight\""),
             (|wanted| wanted.units.push("two".into()), "another order"),
             (|wanted| wanted.chunk_elements = 4096, "chunk_elements"),

@@ -1,6 +1,6 @@
-//! Defines element types: a size and a name.
+//! Defines the dtypes of tensors: code in the catalog, size, and torch's name.
 
-/// The type of a tensor's elements; the number is what stands in the catalog.
+/// The type of a tensor's elements. The catalog stores a dtype as its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[expect(missing_docs, reason = "the names say it")]
@@ -30,7 +30,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// All of them, and what torch calls each.
+    /// Every dtype with torch's name for it.
     const NAMES: [(Self, &str); 22] = [
         (Self::F32, "float32"),
         (Self::Bf16, "bfloat16"),
@@ -56,7 +56,7 @@ impl Dtype {
         (Self::F4E2m1fnX2, "float4_e2m1fn_x2"),
     ];
 
-    /// Bytes of an element.
+    /// Returns the bytes of one element.
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
@@ -76,18 +76,19 @@ impl Dtype {
         }
     }
 
-    /// torch's name of what holds it.
+    /// Returns torch's name of the dtype.
     #[must_use]
     pub fn name(self) -> &'static str {
         Self::NAMES.into_iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| name)
     }
 
-    /// The type that torch calls `name`.
+    /// Returns the dtype that torch calls `name`.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::NAMES.into_iter().find(|(_, of)| *of == name).map(|(dtype, _)| dtype)
     }
 
+    /// Returns the dtype with number `code` in the catalog.
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::NAMES.into_iter().map(|(dtype, _)| dtype).find(|dtype| *dtype as u8 == code)
     }

@@ -1,4 +1,4 @@
-//! Encodes and decodes descriptions, with every count bounded before memory is taken.
+//! Encodes and decodes descriptions. The decoder bounds every count before it allocates.
 
 use crate::{
     Dtype, Format,
@@ -10,9 +10,11 @@ use crate::{
 
 type Result<T> = std::result::Result<T, Unread>;
 
-/// The fewest bytes that a unit and a record take: what bounds their number before room is made for them.
+/// Fewest bytes of an encoded unit. `counted` uses this number to bound the count of units before it allocates.
 const UNIT_BYTES_MIN: usize = 2;
+/// Fewest bytes of an encoded record, to bound the count of records.
 const RECORD_BYTES_MIN: usize = 12;
+/// Fewest bytes of an encoded state tensor, to bound the count of state tensors.
 const STATE_BYTES_MIN: usize = 4;
 
 impl Description {
@@ -38,7 +40,7 @@ impl Description {
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
-        // First of all, as a feature may change what follows.
+        // The features come first: a feature may change the fields that follow.
         let features = fields.texts(FEATURE_BYTES_MAX)?;
         features::known(&features)?;
         let chunk_elements = fields.u32()?;

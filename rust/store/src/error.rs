@@ -1,25 +1,25 @@
-//! Errors of a store.
+//! Defines the errors of a store.
 
 use std::{path::Path, sync::Arc};
 
 use memascend_mem::Ended;
 
-/// The result of everything in this crate that can fail.
+/// The result of this crate's fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with a store. Cloned where several callers must hear of the same failure.
+/// An error of a store. `Clone`, because several callers may receive the same failure.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that is wrong, or does not fit the store that is there.
+    /// An argument is wrong, or does not fit the existing store.
     #[error("{0}")]
     Invalid(String),
 
-    /// A call that cannot be made now.
+    /// The store's current state does not allow the call.
     #[error("{0}")]
     Usage(String),
 
-    /// What lies at a path is no store that can be opened. Nothing was changed.
+    /// The path holds no store that can be opened. Nothing was changed.
     #[error("{}: {why}", path.display())]
     Refused {
         /// The file or device.
@@ -28,7 +28,7 @@ pub enum Error {
         why: String,
     },
 
-    /// A store has no commit and never had one: it was being made when whoever made it ended. Nothing was changed.
+    /// The store never had a commit: its process ended during the store's first write. Nothing was changed.
     #[error(
         "{}: its first write did not finish, so its run never began and there is nothing to resume: \
          give existing=\"replace\" to begin it",
@@ -42,15 +42,15 @@ pub enum Error {
     /// A checksum or a field of the format is wrong.
     #[error("{}: {what} is damaged at offset {offset}: {why}", path.display())]
     Corrupt {
-        /// The file or device; the first of several.
+        /// The file or device; the first one of a store on several.
         path: Arc<Path>,
-        /// Which part: a parameter and chunk, or a part of the catalog.
+        /// The damaged part: a parameter and chunk, or a part of the catalog.
         what: String,
-        /// Where, in the store's address space.
+        /// Offset of the part in the volume.
         offset: u64,
-        /// How many bytes.
+        /// Bytes of the part.
         nbytes: u64,
-        /// What is wrong.
+        /// What is wrong with the part.
         why: String,
     },
 
@@ -58,27 +58,28 @@ pub enum Error {
     #[error(transparent)]
     Storage(#[from] memascend_nvme::Error),
 
-    /// A commit failed while it was being made durable; which of the two steps is on storage is known after reopening.
+    /// A commit failed while it was made durable. Only reopening the store shows whether the root of the new step is on
+    /// storage.
     #[error(
         "a commit failed while it was made durable, and nothing can be staged until the store is opened again: {0}"
     )]
     Broken(Arc<Error>),
 
-    /// Host memory could not be had.
+    /// Host memory could not be allocated.
     #[error("no memory for the catalog's buffers: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
-    /// A wait that took too long. Nothing was lost.
+    /// A wait exceeded its timeout. The awaited operation continues.
     #[error("{0} was not done in time, and continues")]
     TimedOut(&'static str),
 
-    /// The caller's poll function asked to stop waiting. Nothing was lost.
+    /// The caller's poll function returned `false`, which ended the wait. Nothing was lost.
     #[error("waiting for {0} was interrupted, and it continues")]
     Interrupted(&'static str),
 }
 
 impl Error {
-    /// That what lies at a place, as (offset, bytes), is damaged.
+    /// Returns [`Error::Corrupt`] for the part `what` of `nbytes` bytes at `offset`.
     pub(crate) fn corrupt(
         path: &Path,
         what: impl Into<String>,
@@ -88,7 +89,7 @@ impl Error {
         Self::Corrupt { path: path.into(), what: what.into(), offset, nbytes, why: why.into() }
     }
 
-    /// The same error with more about damage or a refusal.
+    /// Appends `more` to the reason of a `Corrupt` or `Refused` error. Returns other errors unchanged.
     pub(crate) fn adding(self, more: &str) -> Self {
         match self {
             Self::Corrupt { path, what, offset, nbytes, why } => {
@@ -99,7 +100,7 @@ impl Error {
         }
     }
 
-    /// What ended a wait for `what`.
+    /// Converts `ended`, the reason why a wait for `what` ended early, into an error.
     #[must_use]
     pub fn of_wait(ended: Ended, what: &'static str) -> Self {
         match ended {

@@ -1,4 +1,4 @@
-//! Examines both commits of a store: which is whole, and where one is damaged. Writes nothing.
+//! Verifies both commits of a store, and lists the damage of each. Writes nothing.
 
 use std::path::Path;
 
@@ -8,32 +8,34 @@ use crate::{
     root::Root,
 };
 
-/// Damages that are kept of a commit; the others are counted.
+/// Most errors that are kept for one commit. Further ones are only counted.
 const DAMAGES_MAX: usize = 16;
 
-/// A commit that a root names, or a root that names none any more.
+/// The findings about one root: about the commit that the root names, or about the root itself if the root is damaged.
 #[derive(Debug, Clone, Default)]
 pub struct Examined {
-    /// Counts commits; unknown where the root is damaged.
+    /// The generation of the commit; `None` if the root is damaged.
     pub generation: Option<u64>,
-    /// Committed steps; unknown where the catalog is damaged.
+    /// The number of committed steps; `None` if the catalog is damaged.
     pub step: Option<u64>,
-    /// What is whole of it.
+    /// The extents and chunks of the log that are whole.
     pub whole: Verified,
-    /// What is not, the first of it.
+    /// The first errors of the commit.
     pub damages: Vec<Error>,
-    /// How many damages more there are.
+    /// The number of errors after those in `damages`.
     pub others: u64,
 }
 
 impl Store {
-    /// Reads and checks every byte of both commits. What may be the newest comes first: a damaged root, or the newer one.
+    /// Reads and verifies every byte of both commits. The result begins with the damaged roots, each of which may have
+    /// been the newest; then come the commits of the whole roots, the newer one first. `progress` is as for
+    /// [`Store::verify`].
     pub fn examine(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Vec<Examined>> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.examine_roots(&roots, progress)
     }
 
-    /// The same on an open volume of simulated devices.
+    /// Does what [`Store::examine`] does, on an open volume of simulated devices.
     #[cfg(feature = "sim")]
     pub fn examine_on(
         volume: memascend_nvme::Volume,
@@ -45,8 +47,8 @@ impl Store {
         store.examine_roots(&roots, progress)
     }
 
-    /// Opens a store to be looked at, at its newest commit whose catalog is whole. Nothing can be staged, and nothing is
-    /// written, also when it is closed.
+    /// Opens a store for inspection, at its newest commit with a whole catalog. Nothing can be staged, and closing the
+    /// store writes nothing.
     pub fn look(paths: &[impl AsRef<Path>], how: &Create) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         let mut refused = None;

@@ -1,23 +1,23 @@
-//! Names the format features that a store uses, so that a reader can say which it lacks.
+//! Names the format features that a store uses, so that a reader can name the feature that it does not know.
 
 use crate::fields::Unread;
 
-/// Bytes of a feature's name.
+/// Most bytes of a feature's name.
 pub(crate) const FEATURE_BYTES_MAX: usize = 64;
-/// The features that are known here.
+/// The features that this version can read.
 const KNOWN: [&str; 5] = [LOG, PLACES, RANKS, IDENTITY, FIRSTS];
-/// What a root must name that has a log.
+/// Required in a root that names a log head.
 pub(crate) const LOG: &str = "gradient log";
-/// What it must name beside that where gradients lie outside of the log's ring: where they were spilled.
+/// Required beside [`LOG`] in a root with a log head that names spilled gradients, outside of the log's ring.
 pub(crate) const PLACES: &str = "gradients in place";
-/// What a root must name that belongs to a run of several ranks.
+/// Required in a root whose commit belongs to a run of several ranks.
 pub(crate) const RANKS: &str = "several ranks";
-/// What it must name beside that: its commit has an identity, and it says which rank's it is.
+/// Required beside [`RANKS`]: the root has the identity of the commit and the rank of the store.
 pub(crate) const IDENTITY: &str = "commit identity";
-/// What a description must name to say where in whole parameters its records begin.
+/// Required in a description that has each record's first element in the whole parameter.
 pub(crate) const FIRSTS: &str = "first elements";
 
-/// Refuses the first feature that is not known here.
+/// Rejects a list with a feature that this version cannot read; the error names the first such feature.
 pub(crate) fn known(features: &[String]) -> Result<(), Unread> {
     match features.iter().find(|feature| !KNOWN.contains(&feature.as_str())) {
         Some(feature) => Err(Unread::Newer(format!("{feature:?}"))),

@@ -1,4 +1,4 @@
-//! Reads the values of a whole unit into one extent of memory, ahead of other I/O.
+//! Reads the values of a whole unit into one buffer, ahead of other I/O.
 
 use std::{sync::Arc, time::Instant};
 
@@ -6,22 +6,25 @@ use memascend_mem::Wait;
 
 use crate::{Buffer, Error, PartFetch, Result, Store};
 
-/// The values of a unit on their way into memory.
+/// A read of a unit's values into memory.
 ///
-/// Until the devices are done with it nothing is staged into the slots that it reads: a step after the next commit waits
-/// for the devices, and not for the caller of [`Fetch::wait`]. Dropping it waits for the devices.
+/// Until the devices have ended its reads, nothing is staged into the slots that it reads: after the next commit,
+/// [`Store::begin`] waits for the devices, but not for a call of [`Fetch::wait`]. Dropping a `Fetch` waits for the
+/// devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
-    /// `None` where none of the unit's records has values.
+    /// `None` if no record of the unit has values.
     part: Option<PartFetch<B>>,
     store: Arc<Store>,
 }
 
 impl Store {
-    /// Begins to read the values of all records of a unit, each to [`Layout::in_unit`](crate::Layout::in_unit) in
-    /// `memory`. Records that lie side by side in one slot are one read. All of them are of one commit.
+    /// Begins to read the values of all records of a unit into `memory`, each record's at the offset
+    /// [`Layout::in_unit`](crate::Layout::in_unit). All values are of the same commit. One read covers records that are
+    /// adjacent in the same slot.
     ///
-    /// Memory that does not begin on a page is right, and slower.
+    /// `memory` has [`Layout::unit_bytes`](crate::Layout::unit_bytes) bytes. Page alignment is not required, but
+    /// faster.
     pub fn fetch<B: Buffer + Sync>(self: &Arc<Self>, unit: usize, memory: B) -> Result<Fetch<B>> {
         let parts = Arc::new(self.parts(unit, u64::MAX)?);
         let wanted = self.layout.unit_bytes(unit);
@@ -35,14 +38,14 @@ impl Store {
 }
 
 impl<B: Buffer + Sync> Fetch<B> {
-    /// Whether the devices are done with it. Never waits.
+    /// True once the devices have ended all reads. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.part.as_ref().is_none_or(PartFetch::is_done)
     }
 
-    /// Waits, checks every extent, and gives the newest version among the records: 0 where none has values. Waiting
-    /// again says the same again.
+    /// Waits for the reads, verifies every extent, and returns the newest version among the records, or 0 if no record
+    /// has values. A second call returns the same result.
     pub fn wait(&self, wait: Wait<'_>) -> Result<u64> {
         let began = Instant::now();
         let result = self.part.as_ref().map_or(Ok(()), |part| part.wait(wait));

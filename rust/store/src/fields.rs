@@ -1,14 +1,14 @@
-//! Encodes the catalog's fields: little-endian numbers and short texts, each bounded before use.
+//! Encodes and decodes the catalog's fields: little-endian numbers and short texts, each bounded before use.
 
-/// Why bytes are not what the format says.
+/// The reason why bytes violate the format.
 pub(crate) type Malformed = String;
 
-/// Why bytes that are whole cannot be used.
+/// The reason why bytes with a right checksum cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Unread {
-    /// They are not what the format says.
+    /// The bytes violate the format.
     Malformed(Malformed),
-    /// They use something by a name that is not known here: a newer version wrote them.
+    /// The bytes use the named feature, format or code, which only a newer version of memascend knows.
     Newer(String),
 }
 
@@ -27,12 +27,12 @@ impl From<Unread> for Malformed {
     }
 }
 
-/// What is said of a store that uses `what`.
+/// Returns the error message for a store that uses `what`, which this version does not know.
 pub(crate) fn newer(what: &str) -> String {
     format!("the store uses {what}, which this version of memascend does not know: install a newer one")
 }
 
-/// Reads fields one after the other.
+/// Reads the fields of some bytes, one after the other.
 pub(crate) struct Fields<'a> {
     bytes: &'a [u8],
 }
@@ -42,10 +42,12 @@ impl<'a> Fields<'a> {
         Self { bytes }
     }
 
+    /// Returns the number of unread bytes.
     pub(crate) fn left(&self) -> usize {
         self.bytes.len()
     }
 
+    /// Reads the next `nbytes` bytes.
     pub(crate) fn take(&mut self, nbytes: usize) -> Result<&'a [u8], Malformed> {
         let (taken, rest) = self.bytes.split_at_checked(nbytes).ok_or_else(|| {
             format!("a field of {nbytes} bytes goes past the end, {} bytes are left", self.bytes.len())
@@ -76,7 +78,7 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// A text with its length before it, of at most `bytes_max` bytes.
+    /// Reads a length, then a text of that length. Fails if the length exceeds `bytes_max`.
     pub(crate) fn text(&mut self, bytes_max: usize) -> Result<String, Malformed> {
         let nbytes = usize::from(self.u16()?);
         if nbytes > bytes_max {
@@ -88,13 +90,14 @@ impl<'a> Fields<'a> {
 }
 
 impl Fields<'_> {
-    /// A list of texts with their number before it.
+    /// Reads a number, then that many texts of at most `bytes_max` bytes each.
     pub(crate) fn texts(&mut self, bytes_max: usize) -> Result<Vec<String>, Malformed> {
         (0..self.u8()?).map(|_| self.text(bytes_max)).collect()
     }
 }
 
-/// So many things, whose number is bounded by the bytes that are left before room is made for them.
+/// Reads `count` items with `one`. Before it allocates, rejects a `count` of items of at least `bytes_min` bytes each
+/// that cannot fit the unread bytes.
 pub(crate) fn counted<'a, T, E: From<Malformed>>(
     count: usize,
     bytes_min: usize,
@@ -102,18 +105,18 @@ pub(crate) fn counted<'a, T, E: From<Malformed>>(
     mut one: impl FnMut(&mut Fields<'a>) -> Result<T, E>,
 ) -> Result<Vec<T>, E> {
     if count > fields.left() / bytes_min {
-        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()).into());
+        return Err(format!("{count} items of at least {bytes_min} bytes in {} bytes", fields.left()).into());
     }
     (0..count).map(|_| one(fields)).collect()
 }
 
-/// Writes a list of texts with their number before it. The caller has bounded it.
+/// Writes the number of texts, then each text. The caller keeps the number within `u8`, and each length within `u16`.
 pub(crate) fn push_texts(bytes: &mut Vec<u8>, texts: &[String]) {
     bytes.push(u8::try_from(texts.len()).unwrap_or(u8::MAX));
     texts.iter().take(usize::from(u8::MAX)).for_each(|text| push_text(bytes, text));
 }
 
-/// Writes a text with its length before it. The caller has bounded it.
+/// Writes the length of a text, then the text. The caller keeps the length within `u16`.
 pub(crate) fn push_text(bytes: &mut Vec<u8>, text: &str) {
     let nbytes = u16::try_from(text.len()).unwrap_or(u16::MAX);
     bytes.extend(nbytes.to_le_bytes());

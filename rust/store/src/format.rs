@@ -1,69 +1,72 @@
-//! Defines the formats of a record's state: where its master is, and how its moments lie.
+//! Defines the formats of a record's state: where its fp32 master weights are stored, and in which form its moments.
 
 use crate::{Dtype, Error, Record, Result, StateTensor};
 
-/// How the state of a record is to be read.
+/// The format of a record's state tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// Each tensor is what it is called.
+    /// Each state tensor holds what its name says, in its own dtype.
     #[default]
     Plain,
-    /// float32 values or a float32 master, and moments of bfloat16.
+    /// float32 values, or a float32 master weight beside 16-bit values; moments in bfloat16.
     Bf16,
-    /// The same, and moments of 8 bits.
+    /// float32 values, or a float32 master weight beside 16-bit values; moments in 8 bits.
     EightBit,
-    /// A float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and the state is
-    /// what is needed beside them, [`COMPACT`].
+    /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored: the bfloat16
+    /// values are its upper half, rounded to nearest even, and the state tensors [`COMPACT`] have the rest.
     Compact,
-    /// The same, and one moment, of float32: it has no sign to spare, so that bits say what was rounded up.
+    /// A compact master weight and a momentum in float32. A momentum needs its sign, so the bits of the state tensor
+    /// `rounded_up` mark the values that were rounded up.
     CompactSingle,
-    /// A compact master, and moments of bfloat16.
+    /// A compact master weight; moments in bfloat16.
     CompactBf16,
-    /// The same, and moments of 8 bits.
+    /// A compact master weight; moments in 8 bits.
     CompactEightBit,
-    /// There is no master: 16-bit values are rounded by chance. Moments of float32.
+    /// No master weight: the 16-bit values are rounded stochastically. Moments in float32.
     Stochastic,
-    /// The same, and moments of bfloat16.
+    /// No master weight; moments in bfloat16.
     StochasticBf16,
-    /// The same, and moments of 8 bits.
+    /// No master weight; moments in 8 bits.
     StochasticEightBit,
 }
 
-/// Where a record's master is.
+/// Where a record's fp32 master weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Master {
-    /// The float32 values, or a state tensor of 16-bit ones.
+    /// In the float32 values, or in a state tensor beside 16-bit values.
     Own,
-    /// The values and what they lack.
+    /// In the bfloat16 values and the state tensor `rest` together.
     Compact,
-    /// Nowhere.
+    /// The record has no master weights.
     None,
 }
 
-/// How a record's moments lie.
+/// The form in which a record's moments are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MomentForm {
     /// float32.
     Single,
     /// bfloat16.
     Bf16,
-    /// A code of 8 bits, and a float32 for each block of [`BLOCK`].
+    /// An 8-bit code for each element, and a float32 scale for each block of [`BLOCK`] elements.
     EightBit,
 }
 
-/// Elements that share a float32 of moments of 8 bits.
+/// Number of elements that share one scale of 8-bit moments.
 pub const BLOCK: u32 = 256;
 
-/// The state of a record that is compact. The sign of a second moment is no sign: it says that the value beside it was
-/// rounded up.
+/// The state tensors of a record in [`Format::Compact`]. The second moment `exp_avg_sq` is never negative; its sign bit
+/// is set if the value of the same element was rounded up.
 pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::I16), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
 
-/// The names of moments: of Adam, and of SGD with momentum.
+/// The names of Adam's moments.
 const ADAM: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+/// The name of the one moment of SGD with momentum and of Muon.
 const MOMENTUM: [&str; 1] = ["momentum_buffer"];
 
 impl Format {
-    /// Each with its name in a description, where the master is, and how the moments lie.
+    /// Each format with its name in a description, its master weights and its moments. `row` relies on the enum's
+    /// order.
     const ALL: [(Self, &str, Master, MomentForm); 10] = [
         (Self::Plain, "", Master::Own, MomentForm::Single),
         (Self::Bf16, "bf16", Master::Own, MomentForm::Bf16),
@@ -81,25 +84,25 @@ impl Format {
         Self::ALL[self as usize]
     }
 
-    /// What stands in the description.
+    /// Returns the format's name in a description.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.row().1
     }
 
-    /// The format that is called so.
+    /// Returns the format that a description calls `name`.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
-    /// Where the master is.
+    /// Returns where the master weights are stored.
     #[must_use]
     pub fn master(self) -> Master {
         self.row().2
     }
 
-    /// How the moments lie.
+    /// Returns the form of the moments.
     #[must_use]
     pub fn moments(self) -> MomentForm {
         self.row().3
@@ -107,7 +110,8 @@ impl Format {
 }
 
 impl Record {
-    /// The state tensors that a record of this dtype and shape has in a format: of Adam, or of an optimizer with momentum.
+    /// Returns the state tensors that this record has in `format`: those of Adam or, with `momentum`, those of SGD with
+    /// momentum and Muon. Fails if values of the record's dtype have no state in `format`.
     pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
         let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
             let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
@@ -125,13 +129,13 @@ impl Record {
             .collect())
     }
 
-    /// Whether it has one moment, of SGD or Muon, and not two, of Adam.
+    /// True if the state has the one moment of SGD or Muon instead of Adam's two.
     #[must_use]
     pub fn has_momentum(&self) -> bool {
         self.state.iter().any(|tensor| tensor.name == MOMENTUM[0])
     }
 
-    /// Whether its state is what its format says.
+    /// Rejects state tensors that are not those of the record's format.
     pub(crate) fn checked_format(&self) -> std::result::Result<(), String> {
         if self.format == Format::Plain {
             return Ok(());
@@ -147,7 +151,7 @@ impl Record {
     }
 }
 
-/// Name, dtype and grain of each tensor; `None` where there is no such state.
+/// Returns name, dtype and grain of each state tensor; `None` if values of dtype `values` have no state in `format`.
 fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(String, Dtype, u32)>> {
     let has_16_bits = matches!(values, Dtype::Bf16 | Dtype::F16);
     let mut tensors: Vec<(String, Dtype, u32)> = match format.master() {
@@ -165,7 +169,7 @@ fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(Str
         return None;
     }
     if format.master() == Master::Compact && (momentum || form == MomentForm::EightBit) {
-        // No second moment has a sign to spare.
+        // No second moment has a free sign bit: a momentum needs its sign, and an 8-bit code has none.
         tensors.push(("rounded_up".into(), Dtype::U8, 8));
     }
     let names = if momentum { &MOMENTUM[..] } else { &ADAM[..] };
@@ -200,7 +204,7 @@ mod tests {
         }
     }
 
-    /// Bytes of state for 64 elements of a large record.
+    /// Returns the bytes of state for 64 elements of a large record.
     fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
         let record = Record { shape: vec![1 << 20], ..values(dtype) };
         let state = record.state_in(format, momentum).ok()?;

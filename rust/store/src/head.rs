@@ -1,4 +1,5 @@
-//! Encodes the heads of the log: which gradients a step has, where they lie, what they are applied with.
+//! Encodes and decodes log heads. The head of a step names its gradients, their places on storage, and the rules that
+//! apply them.
 
 use crate::{
     Dtype,
@@ -8,91 +9,97 @@ use crate::{
 };
 
 const MAGIC: [u8; 8] = *b"mascstep";
-/// Magic, bytes, generation, oldest, committed steps, start, head before, its checksum, rules, logged gradients.
+/// Bytes of the fixed fields: magic, length, generation, oldest, committed steps, start, offset and checksum of the
+/// head before, number of rules, number of logged gradients.
 const FIXED_BYTES: usize = 8 * 8 + 2 * 4;
-/// Record, rule, step, dtype, chunks.
+/// Bytes of a logged gradient without its chunks: record, rule, step, dtype, number of chunks.
 const LOGGED_BYTES: usize = 4 + 4 + 8 + 1 + 4;
-/// Offset and checksum.
+/// Bytes of a chunk: offset and checksum.
 const CHUNK_BYTES: usize = 16;
+/// Fewest bytes of an encoded rule.
 const RULE_BYTES_MIN: usize = 2 + 4 + 1 + 1;
-/// The most that a rule may take.
+/// Most bytes of an encoded rule.
 pub(crate) const RULE_BYTES_MAX: usize = 512;
+/// Most bytes of the name of a rule or of a number.
 const NAME_BYTES_MAX: usize = 64;
 
-/// What a gradient is applied with: a kernel by its name, and all numbers that it computes with beside state and gradient.
+/// The rule that applies a gradient: the name of a kernel, and every number that the kernel uses beside state and
+/// gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct LoggedRule {
-    /// The kernel's.
+    /// The name of the kernel.
     pub name: String,
-    /// Which arithmetic it has: with the same number, the same bits come out.
+    /// The version of the kernel's arithmetic. Equal versions compute equal bits.
     pub arithmetic: u32,
-    /// What it is called with, each by its name; what the bits are, the kernel's description says.
+    /// The name and the bits of each number. The kernel's specification gives the type of the bits.
     pub numbers: Vec<(String, u64)>,
-    /// What the gradient is multiplied by before, one after the other, each time in fp32 and rounded to its dtype: the bits.
+    /// The bits of float32 factors. Before the kernel runs, the gradient is multiplied by each factor in turn, in
+    /// float32, and rounded to the gradient's dtype each time.
     pub factors: Vec<u32>,
 }
 
-/// That an appended gradient belongs to the step.
+/// Names an appended gradient as part of the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoggedUpdate {
-    /// Whose.
+    /// The index of the gradient's record.
     pub record: usize,
-    /// Which of the step's rules it is applied with.
+    /// The index in [`StepHead::rules`] of the rule that applies the gradient.
     pub rule: u32,
-    /// The record's count of updates, this one included.
+    /// The record's count of updates, this update included.
     pub step: u64,
 }
 
-/// What a step's commit says of the gradients that were appended for it.
+/// The appended gradients that a commit makes part of its step, and their rules.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StepHead {
-    /// What gradients are applied with; equal ones are named once.
+    /// The rules that apply the gradients, without duplicates.
     pub rules: Vec<LoggedRule>,
-    /// One for each gradient that was appended.
+    /// One entry for each appended gradient.
     pub updates: Vec<LoggedUpdate>,
 }
 
-/// A gradient in the log.
+/// A gradient that a log head names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoggedGradient {
-    /// Whose.
+    /// The index of the gradient's record.
     pub record: usize,
-    /// Which of its head's rules it is applied with.
+    /// The index in [`Head::rules`] of the rule that applies the gradient.
     pub rule: u32,
-    /// The record's count of updates once it is applied.
+    /// The record's count of updates after this gradient is applied.
     pub step: u64,
-    /// The gradient's.
+    /// The dtype of the gradient.
     pub dtype: Dtype,
-    /// Where each chunk lies in the volume, and its checksum.
+    /// Offset in the volume, and checksum, of each chunk.
     pub(crate) chunks: Box<[(u64, u64)]>,
 }
 
-/// A step in the log.
+/// The log head of one step.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Head {
-    /// The commit that it belongs to.
+    /// The generation of the commit that wrote the head.
     pub generation: u64,
-    /// The generation of the oldest head that is needed beside it, or its own.
+    /// The generation of the oldest head that was still needed at that commit, this one included.
     pub oldest: u64,
-    /// Committed steps, this one included.
+    /// The number of committed steps, this one included.
     pub step: u64,
-    /// Where what belongs to it begins in the volume.
+    /// The offset in the volume at which the step's gradients in the ring begin. This head follows them.
     pub(crate) start: u64,
-    /// Where the head before it lies, and its checksum; zeros where there is none.
+    /// Offset and checksum of the head before this one; zeros in the first head of the log.
     pub(crate) before: (u64, u64),
-    /// What its gradients are applied with.
+    /// The rules that apply the gradients.
     pub rules: Vec<LoggedRule>,
-    /// Its gradients.
+    /// The gradients of the step.
     pub logged_gradients: Vec<LoggedGradient>,
 }
 
 impl LoggedRule {
+    /// Returns the length of the encoded rule.
     fn bytes(&self) -> usize {
         let numbers: usize = self.numbers.iter().map(|(name, _)| 2 + name.len() + 8).sum();
         2 + self.name.len() + 4 + 1 + numbers + 1 + 4 * self.factors.len()
     }
 
-    /// Refuses what has no room in a head.
+    /// Rejects a rule of more than [`RULE_BYTES_MAX`] bytes, or with a name of more than [`NAME_BYTES_MAX`] bytes.
     pub(crate) fn check(&self) -> Result<(), Malformed> {
         let names = self.numbers.iter().map(|(name, _)| name.len()).chain([self.name.len()]);
         if names.max().unwrap_or(0) > NAME_BYTES_MAX || self.bytes() > RULE_BYTES_MAX {
@@ -127,18 +134,19 @@ impl LoggedRule {
     }
 }
 
-/// Bytes of the head of a step with so many gradients, whose chunks are so many, and of what fills its last page.
+/// Returns the most bytes, in whole pages, of a head with `logged_gradients` gradients that have `chunks` chunks
+/// together.
 pub(crate) fn head_bytes_max(logged_gradients: u64, chunks: u64) -> u64 {
     let of_logged = logged_gradients * (RULE_BYTES_MAX + LOGGED_BYTES) as u64;
     (FIXED_BYTES as u64 + of_logged + chunks * CHUNK_BYTES as u64).next_multiple_of(PAGE_BYTES)
 }
 
-/// Its checksum, at its offset in the volume.
+/// Returns the checksum of an encoded head, bound to the head's `offset` in the volume.
 pub(crate) fn head_checksum(uuid: &Uuid, offset: u64, bytes: &[u8]) -> u64 {
     checksum(uuid, Subject::Head, (offset, 0), 0, bytes)
 }
 
-/// How many bytes the head has whose first page this is.
+/// Returns the length of a head from its first page. Fails if the length is impossible or exceeds `bytes_max`.
 pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> {
     let mut fields = Fields::new(page);
     if fields.take(MAGIC.len())? != MAGIC {
@@ -151,7 +159,7 @@ pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> 
     Ok(nbytes)
 }
 
-/// A head with these fields, for fuzzing.
+/// Returns a head of these fields behind a valid magic and length, for fuzzing.
 pub(crate) fn begun(fields: &[u8]) -> Vec<u8> {
     let nbytes = (MAGIC.len() + 8 + fields.len()) as u64;
     [&MAGIC[..], &nbytes.to_le_bytes(), fields].concat()
@@ -215,7 +223,7 @@ impl Head {
     }
 }
 
-/// The dtypes of gradients.
+/// True for the dtypes of gradients that the log accepts.
 pub(crate) fn is_gradient(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
 }
@@ -249,7 +257,7 @@ mod tests {
         assert!(bytes.len() as u64 <= head_bytes_max(2, 2));
         let mut padded = bytes.clone();
         padded.resize(PAGE_BYTES as usize, 0);
-        assert_eq!(Head::decode(&padded), Ok(head()), "what fills the last page is no part of it");
+        assert_eq!(Head::decode(&padded), Ok(head()), "the padding of the last page is not part of the head");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Holds slots while they are read: nothing is staged into them meanwhile.
+//! Holds slots for readers: nothing is staged into a slot while a hold on it is open.
 
 use std::{
     ops::{Deref, Range},
@@ -7,26 +7,27 @@ use std::{
 
 use crate::{Error, Result, Store, index::Index, log::Ahead};
 
-/// A hold on one slot of a record: nothing is staged into it meanwhile. What is needed to check bytes that were read
-/// under it is in it, and outlives it.
+/// A hold on one slot of a record. While the hold is open, [`Store::begin`] waits before it stages into that slot. The
+/// hold has the version and checksums of the slot, so a reader can still check bytes after it has released the slot.
 pub(crate) struct Hold<S: Deref<Target = Store>> {
     pub(crate) store: S,
     pub(crate) record: usize,
     pub(crate) slot: usize,
     pub(crate) version: u64,
-    /// Only memory has this version: nothing is to be read from the slot.
+    /// True if only the RAM tier has this version: the slot has an older one and must not be read.
     pub(crate) alone: bool,
-    /// What the slot lacked of the last commit when it was taken.
+    /// The committed gradients that the slot lacked when the hold was taken.
     lacks: Option<Ahead>,
-    /// The first of the extents that may be checked, and their checksums.
+    /// The number of the first extent in `sums`.
     first: u32,
+    /// The checksums of the extents that may be checked.
     sums: Box<[u64]>,
-    /// Changed under the index's lock.
+    /// True while the index counts this hold as an open read. Changed under the index's lock.
     open: AtomicBool,
 }
 
 impl<S: Deref<Target = Store>> Hold<S> {
-    /// A hold on the live slot of a record, to read some of its extents.
+    /// Takes a hold on the slot of a record that readers see, to read `extents`.
     pub(crate) fn live(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
@@ -37,7 +38,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
         hold
     }
 
-    /// The same, of what the slot holds, though memory or the log has something newer.
+    /// Takes a hold on the slot that the last commit made live, even if the RAM tier or the log has newer state.
     pub(crate) fn stored(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
         let slot = usize::from(slots.live);
@@ -45,6 +46,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
         Self::on(store, index, (record, extents, slot), of)
     }
 
+    /// Counts an open read of `slot`, and copies the checksums of `extents`.
     fn on(
         store: S,
         index: &mut Index,
@@ -57,7 +59,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         Self { store, record, slot, version, alone, lacks: None, first, sums, open: AtomicBool::new(true) }
     }
 
-    /// Refuses to take for a record what its slot holds, where gradients that a commit names come after it.
+    /// Fails if the slot lacks committed gradients, so that its bytes are older than the record's newest state. See
+    /// [Note: Newest state] in `log.rs`.
     pub(crate) fn require_newest(&self) -> Result<()> {
         let Some(lacks) = self.lacks else { return Ok(()) };
         if !lacks.is_spilled {
@@ -65,11 +68,12 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
         let name = &self.store.description.records[self.record].name;
         Err(Error::Usage(format!(
-            "a commit has left the last update of {name:?} to the step after it, and nobody had made it; begin anew"
+            "a commit left the last update of {name:?} to the next step, which had not made it when this read began; \
+             begin anew"
         )))
     }
 
-    /// Compares an extent that was read with its checksum.
+    /// Compares the checksum of an extent's `bytes`, which were read at `place`, with the one in the hold.
     pub(crate) fn check(&self, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         let (store, record) = (&*self.store, self.record);
         let wanted = self.sums[(extent - self.first) as usize];
@@ -78,13 +82,13 @@ impl<S: Deref<Target = Store>> Hold<S> {
             return Ok(());
         }
         let why = format!(
-            "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there; \
+            "its checksum is {got:016x} and the catalog says {wanted:016x}; the bytes are not those that were written; \
              `memascend store verify` says whether the commit before is whole, which existing=\"previous\" opens"
         );
         Err(store.corrupt(store.named(record, extent), place, why))
     }
 
-    /// Lets go of the slot: it was read.
+    /// Releases the slot after its read. Does nothing if the slot is released already.
     pub(crate) fn release(&self) {
         let mut index = self.store.index.lock();
         if self.open.swap(false, Relaxed) {
@@ -94,7 +98,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
     }
 
-    /// Takes the slot again, if it still holds what it held.
+    /// Holds the slot again after `release`. Fails if the slot, or the RAM tier for `alone`, has another version by
+    /// then.
     pub(crate) fn retake(&self) -> Result<()> {
         let mut index = self.store.index.lock();
         if self.open.load(Relaxed) {
@@ -105,7 +110,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
         if stands != self.version {
             let name = &self.store.description.records[self.record].name;
             return Err(Error::Usage(format!(
-                "the values of {name:?} that these parts are of were read once and are overwritten now; begin anew"
+                "these parts have been read once, and the values of {name:?} in them were overwritten since; begin anew"
             )));
         }
         slots.reads[self.slot] += 1;

@@ -1,6 +1,11 @@
 //! Indexes every record and extent of a store, in memory.
 //!
-//! It takes at most 64 bytes per MiB of state, and 80 bytes and a name for each record.
+//! The index takes 16 bytes of checksums and a bit for each extent, and about 100 bytes for each record.
+//!
+//! [Note: Two slots] Readers see a record's live slot, the one that the last commit made live. A step is staged into
+//! the other slot, and the next commit swaps the two. There are two exceptions. If `Slots::applied` is set, only the
+//! RAM tier has the newest state, and readers read it there. If a record is settled (`Pending::Settled`), readers see
+//! the other slot before the commit.
 
 use std::{ops::Range, sync::Arc};
 
@@ -12,74 +17,79 @@ use crate::{
     table::Sections,
 };
 
-/// The two slots of a record, and what the next commit makes of them.
+/// The two slots of a record ([Note: Two slots]), and the change that the next commit makes to them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Slots {
-    /// Which slot readers see.
+    /// The slot that the last commit made live.
     pub(crate) live: u8,
+    /// The change that the next commit makes.
     pub(crate) pending: Pending,
-    /// The generation whose commit made (or will make) each slot live.
+    /// For each slot, the generation of the commit that made it live or will make it live.
     pub(crate) versions: [u64; 2],
-    /// The record's own count of updates.
+    /// For each slot, the record's count of updates.
     pub(crate) steps: [u64; 2],
-    /// Reads that are open, of each slot.
+    /// For each slot, the number of open reads.
     pub(crate) reads: [u32; 2],
-    /// Extents that are still to be staged.
+    /// Number of extents whose staging is not complete.
     pub(crate) missing: u32,
-    /// Writes of its extents in flight.
+    /// Number of writes of the record's extents in flight.
     pub(crate) writing: u32,
-    /// Where stores are compared: a sum of checksums of what is staged, which depend on no store.
+    /// Sum of the checksums of the staged extents, computed without the uuid so that stores can be compared. 0 for a
+    /// record that [`Store::compare`](crate::Store::compare) does not list.
     pub(crate) digest: u64,
-    /// Version and count of updates of what memory alone has: the live slot is older.
+    /// Version and count of updates of the newest state, if only the RAM tier has it and the live slot is older.
     pub(crate) applied: Option<(u64, u64)>,
 }
 
-/// What the next commit changes of a record.
+/// The change that the next commit makes to a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Pending {
+    /// No change.
     #[default]
     Nothing,
-    /// The slot that is not live becomes live. It is being staged, or is staged.
+    /// The other slot becomes live. Its staging has begun, and may be complete.
     Staged,
-    /// The same, with what memory has of the record before the commit; then update number `update`, if there is one, is
-    /// applied in memory.
+    /// The other slot, staged with the state that the RAM tier has before the commit, becomes live. After the commit,
+    /// update number `update`, if any, is applied in the RAM tier.
     Snapshot { update: Option<u64> },
-    /// An update of this number is applied in memory once the commit is made.
+    /// Update number `update` is applied in the RAM tier after the commit.
     InMemory { update: u64 },
-    /// The slot that is not live gets the record with the update that its live slot lacks; readers see it as soon as all of
-    /// it is there, though no root names it yet.
+    /// The other slot, staged with the deferred update that the live slot lacks, becomes live. Readers see the other
+    /// slot as soon as all of its extents are written, before a root names it.
     Settled,
 }
 
 impl Pending {
-    /// Whether a slot is being staged, or is.
+    /// True if the staging of the other slot has begun.
     pub(crate) fn is_staged(self) -> bool {
         matches!(self, Self::Staged | Self::Snapshot { .. } | Self::Settled)
     }
 
+    /// True if the other slot is staged with the state of the RAM tier.
     pub(crate) fn is_snapshot(self) -> bool {
         matches!(self, Self::Snapshot { .. })
     }
 }
 
 impl Slots {
-    /// Version and count of updates of what readers see.
+    /// Returns version and count of updates of the state that readers see.
     pub(crate) fn newest(&self) -> (u64, u64) {
         let seen = self.seen_slot();
         self.applied.unwrap_or((self.versions[seen], self.steps[seen]))
     }
 
-    /// Whether the record is settled, and all of it written.
+    /// True if the record is settled and all of its extents are written.
     pub(crate) fn is_settled(&self) -> bool {
         self.pending == Pending::Settled && self.missing == 0 && self.writing == 0
     }
 
-    /// The slot that readers see.
+    /// Returns the slot that readers see.
     pub(crate) fn seen_slot(&self) -> usize {
         if self.is_settled() { self.other_slot() } else { usize::from(self.live) }
     }
 
-    /// A commit was made, of this generation.
+    /// Applies the commit of `generation` to the record: swaps the slots if the other one is staged. Returns how the
+    /// record's copy in the RAM tier relates to the commit.
     pub(crate) fn committed(&mut self, generation: u64) -> AfterCommit {
         let (before, _) = self.newest();
         let pending = std::mem::take(&mut self.pending);
@@ -99,28 +109,30 @@ impl Slots {
         }
     }
 
-    /// The slot that is live after the next commit.
+    /// Returns the slot that is live after the next commit.
     pub(crate) fn next_slot(&self) -> usize {
         usize::from(self.live ^ u8::from(self.pending.is_staged()))
     }
 
+    /// Returns the slot that is not live.
     pub(crate) fn other_slot(&self) -> usize {
         usize::from(self.live ^ 1)
     }
 }
 
-/// What a commit made of what is in memory of a record.
+/// How a record's copy in the RAM tier, if it has one, relates to a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AfterCommit {
-    /// What it was: of the newest version, or about to be updated.
+    /// The copy has the newest version, or is about to be updated to it.
     Same,
-    /// It is what was written now, and had this version before.
+    /// The commit wrote the copy to storage. The field is the copy's version before the commit; the caller gives the
+    /// copy the commit's version.
     Written(u64),
-    /// Something else was written.
+    /// The copy was the only one of its version, and the commit wrote a newer state: the copy is stale.
     Older,
 }
 
-/// A set of small numbers.
+/// A set of small numbers, one bit for each.
 #[derive(Debug, Clone)]
 pub(crate) struct Bits(Vec<u64>);
 
@@ -139,57 +151,64 @@ impl Bits {
     }
 }
 
-/// Whether staging may begin, and why not.
+/// Whether the store accepts staging, or why it does not.
 #[derive(Debug)]
 pub(crate) enum Phase {
     Open,
-    /// The commit before the newest was opened. The newest one's root, in the page of this slot, is to be marked empty
-    /// before anything is staged.
+    /// The store was opened at the commit before the newest. Before anything is staged, `Store::go_back` writes a mark
+    /// over the newest root, which is in slot `newest`.
     Previous {
         newest: u64,
     },
+    /// A commit is in progress.
     Committing,
     Closed,
-    /// A commit failed with this, and nobody knows which root is on storage.
+    /// A commit or an update in memory failed with this error, so that the newest state is unknown or incomplete.
+    /// Staging stays impossible until the store is opened again.
     Broken(Arc<Error>),
 }
 
 #[derive(Debug)]
 pub(crate) struct Index {
+    /// The generation of the last commit.
     pub(crate) generation: u64,
-    /// What it was when the store was opened.
+    /// The generation at which the store was opened.
     pub(crate) found_generation: u64,
-    /// Committed steps, and what the commit that is being made says they are.
+    /// The number of committed steps.
     pub(crate) step: u64,
+    /// The number of committed steps after the commit in progress.
     pub(crate) next_step: u64,
     pub(crate) user: String,
     pub(crate) hyperparameters: String,
     pub(crate) records: Vec<Slots>,
+    /// For each slot, the checksum of every extent.
     sums: [Vec<u64>; 2],
-    /// The first extent of each record, and the end.
+    /// The number of the first extent of each record, then the number of all extents.
     starts: Vec<u32>,
-    /// Extents that were staged.
+    /// The extents whose write was begun since the last `begin` of their record.
     pub(crate) written: Bits,
-    /// Pages in which each table slot differs from what is true.
+    /// For each table slot, the pages whose content on storage is out of date.
     pub(crate) dirty: [Bits; 2],
+    /// For each table slot, the checksum of every page.
     pub(crate) page_sums: [Vec<u64>; 2],
-    /// Writes of extents in flight.
+    /// Number of the step's writes in flight: of extents and of chunks of gradients.
     pub(crate) writing: u32,
     pub(crate) phase: Phase,
-    /// What a write of this step failed with.
+    /// The first error of a write of this step.
     pub(crate) failed: Option<Error>,
-    /// Whether the root on storage says that the store is not closed.
+    /// True if the newest root on storage says that the store is not closed.
     pub(crate) root_is_unclosed: bool,
-    /// The generation of that root: commits that are made in memory alone have later ones.
+    /// The generation of the newest root on storage. Commits in memory alone have later generations.
     pub(crate) root_generation: u64,
     /// The run of several ranks that the last commit belongs to.
     pub(crate) run: Run,
-    /// What the page of each root holds.
+    /// For each root slot, the content of its page.
     pub(crate) root_pages: [Beside; 2],
-    /// Where records are kept in RAM, if any are.
+    /// The memory of the records that are kept in RAM; `None` if none are.
     pub(crate) ram_tier: Option<Arc<RamTier>>,
+    /// The write-ahead log of gradients.
     pub(crate) log: GradientLog,
-    /// Counts what made extents in RAM stale.
+    /// Counts the events that may have made extents in the RAM tier stale.
     pub(crate) ram_tier_epoch: u64,
 }
 
@@ -226,7 +245,7 @@ impl Index {
         }
     }
 
-    /// Heap bytes that it holds, beside the texts.
+    /// Returns the heap bytes of the index of a store, without the texts, the log and the RAM tier.
     pub(crate) fn bytes(description: &Description, layout: &Layout, sections: &Sections) -> u64 {
         let (extents, pages) = (u64::from(layout.extents()), sections.pages());
         let records = description.records.len() as u64;
@@ -235,20 +254,23 @@ impl Index {
         sums + bits + records * size_of::<Slots>() as u64 + (records + 1) * 4
     }
 
+    /// Returns the number of extents in the store.
     pub(crate) fn extent_count(&self) -> u64 {
         self.sums[0].len() as u64
     }
 
+    /// Returns the numbers of a record's extents.
     pub(crate) fn extents_of(&self, record: usize) -> Range<u32> {
         self.starts[record]..self.starts[record + 1]
     }
 
+    /// Returns the record that an extent belongs to.
     fn record_of(&self, extent: usize) -> usize {
-        // Records without extents share their start with the next: the last of them is the one.
+        // A record without extents has the same start as the record after it: take the last record with that start.
         self.starts.partition_point(|&start| start as usize <= extent) - 1
     }
 
-    /// The checksum that an extent has after the next commit.
+    /// Returns the checksum that an extent has after the next commit.
     pub(crate) fn next_sum(&self, extent: usize) -> u64 {
         self.sums[self.records[self.record_of(extent)].next_slot()][extent]
     }
@@ -266,14 +288,14 @@ impl Index {
         self.sums[slot][extent] = sum;
     }
 
-    /// Whether staging may go on.
+    /// Fails with the reason unless the store accepts staging.
     pub(crate) fn writable(&self) -> Result<()> {
         match &self.phase {
             Phase::Open => Ok(()),
             Phase::Broken(error) => Err(Error::Broken(Arc::clone(error))),
             Phase::Closed => Err(closed()),
             Phase::Previous { .. } => {
-                Err(Error::Usage("the newest commit is still there: go back to the one before it first".into()))
+                Err(Error::Usage("the newest commit is not dropped yet: go back to the commit before it first".into()))
             }
             Phase::Committing => Err(Error::Usage("a commit is under way; wait for it".into())),
         }
@@ -283,32 +305,32 @@ impl Index {
         matches!(self.phase, Phase::Closed)
     }
 
-    /// Has nothing be staged any more, for this reason or an earlier one.
+    /// Makes all later staging fail with `error`, or with the error of an earlier call.
     pub(crate) fn break_by(&mut self, error: Arc<Error>) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Broken(error);
         }
     }
 
-    /// Has nothing be staged any more.
+    /// Makes all later staging fail because the store is closed, or with the error of an earlier `break_by`.
     pub(crate) fn close(&mut self) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Closed;
         }
     }
 
-    /// Whether memory has the only copy of the newest state of any record.
+    /// True if only the RAM tier has the newest state of some record.
     pub(crate) fn has_applied(&self) -> bool {
         self.records.iter().any(|slots| slots.applied.is_some())
     }
 
-    /// Whether the live slot of a record lacks an update, and nothing else has it.
+    /// True if the record's live slot lacks a deferred update and the record is not settled yet.
     pub(crate) fn is_behind(&self, record: usize) -> bool {
         let is_spilled = self.log.live.ahead.get(&record).is_some_and(|ahead| ahead.is_spilled);
         is_spilled && !self.records[record].is_settled()
     }
 
-    /// Forgets what was staged of a record; not what it was settled to, which is of the last commit.
+    /// Drops a record's staged slot and appended gradient. A settled slot stays: it has the state of the last commit.
     pub(crate) fn forget(&mut self, record: usize) {
         let slots = &mut self.records[record];
         if slots.is_settled() {
@@ -316,14 +338,14 @@ impl Index {
             return;
         }
         slots.missing = 0;
-        // Only this has written to memory.
+        // Of all pending changes, only `Staged` has also written its extents to the RAM tier.
         if std::mem::take(&mut slots.pending) == Pending::Staged {
             self.note_stale(record);
         }
         self.log.appended.remove(&record);
     }
 
-    /// Forgets everything that was staged, and the failure of it.
+    /// Drops all staged slots and appended gradients, and the error of a failed write.
     pub(crate) fn forget_step(&mut self) {
         (0..self.records.len()).for_each(|record| self.forget(record));
         self.log.discard();

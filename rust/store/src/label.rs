@@ -1,6 +1,6 @@
-//! Labels each device with its store and its number in it.
+//! Labels each device with the uuid of its store and its number among the store's devices.
 //!
-//! The same page stands at the beginning and at the end of the device.
+//! Each device has two copies of its label: one page at the beginning and one at the end.
 
 use crate::{
     checksum::{Subject, Uuid, checksum},
@@ -9,30 +9,33 @@ use crate::{
     places::Devices,
 };
 
-/// The first bytes of a store.
+/// The first bytes of a label.
 pub(crate) const MAGIC: [u8; 8] = *b"memascnd";
 /// The version of the whole format; see `docs/store-format.md`.
 pub(crate) const VERSION: u32 = 2;
-/// What one sector holds, which a device writes whole or not at all.
+/// Bytes of a sector. A device writes a sector whole or not at all.
 pub(crate) const SECTOR_BYTES: usize = 512;
 
-/// A label.
+/// The label of one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Label {
     pub(crate) uuid: Uuid,
+    /// The device's number among the store's devices.
     pub(crate) index: u32,
     pub(crate) devices: Devices,
 }
 
-/// What the beginning of a device says.
+/// The content of a page where a label belongs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Found {
     Label(Label),
-    /// Nothing was ever written there.
+    /// Zeros only.
     Blank,
+    /// Bytes that do not begin with [`MAGIC`].
     Foreign,
-    /// Another version of the format.
+    /// A label of another version of the format.
     Version(u32),
+    /// A label with a wrong checksum or impossible fields; the text says which.
     Damaged(Malformed),
 }
 
@@ -52,20 +55,20 @@ impl Label {
     }
 }
 
-/// Fills a sector with zeros up to its last eight bytes, which get the checksum of the rest.
+/// Pads `bytes` with zeros up to the last eight bytes of a sector, which become the checksum of the bytes before them.
 pub(crate) fn seal(bytes: &mut Vec<u8>, uuid: &Uuid, subject: Subject) {
     bytes.resize(SECTOR_BYTES - 8, 0);
     let sum = checksum(uuid, subject, (0, 0), 0, bytes);
     bytes.extend(sum.to_le_bytes());
 }
 
-/// Whether the last eight bytes of a sector are the checksum of the rest.
+/// True if the last eight bytes of a sector are the checksum of the bytes before them.
 pub(crate) fn is_sealed(sector: &[u8], uuid: &Uuid, subject: Subject) -> bool {
     let (bytes, sum) = sector.split_at(SECTOR_BYTES - 8);
     checksum(uuid, subject, (0, 0), 0, bytes).to_le_bytes() == sum
 }
 
-/// Reads the beginning of a device.
+/// Parses a page where a label belongs.
 pub(crate) fn read(bytes: &[u8]) -> Found {
     let Some(sector) = bytes.get(..SECTOR_BYTES) else { return Found::Foreign };
     if !sector.starts_with(&MAGIC) {
@@ -115,6 +118,6 @@ mod tests {
         }
         let mut sector = label.encode();
         sector[8] = 3;
-        assert!(matches!(read(&sector), Found::Damaged(_)), "its checksum says that nobody wrote it so");
+        assert!(matches!(read(&sector), Found::Damaged(_)), "the version was changed without the checksum");
     }
 }

@@ -1,4 +1,5 @@
-//! Computes where everything lies. Lengths follow from the description; where each part begins, the root says.
+//! Computes the offsets of a store's parts and extents. The lengths follow from the description, and the root stores
+//! where each part begins.
 //!
 //! A new store: `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B |
 //! spill | description again | labels again`
@@ -9,75 +10,78 @@ use crate::{
     places::{Devices, Lengths, Places, add, paged, too_large},
 };
 
-/// What everything is aligned to.
+/// Bytes of a page. Every part and every extent of a store begins on a page.
 pub const PAGE_BYTES: u64 = 4096;
-/// Tensors side by side in a chunk begin on a cache line.
+/// Alignment of the tensors that share a chunk of state: a cache line.
 const TENSOR_ALIGN: u64 = 64;
-/// The largest extent of a tensor that lies by itself.
+/// Most bytes of an extent of a state tensor without a grain.
 pub const WHOLE_EXTENT_BYTES: u64 = 1 << 20;
 
-/// Where a record's extents lie.
+/// The numbers and offsets of a record's extents.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordLayout {
-    /// The number of its first extent in the store.
+    /// The number of the record's first extent in the store.
     pub(crate) first_extent: u32,
-    /// Its extents: values, then chunked state, then each tensor that lies by itself.
+    /// The number of the record's extents. Values come first, then chunked state, then each state tensor without a
+    /// grain.
     pub(crate) extents: u32,
-    /// Extents of its values, and of its chunked state where it has any.
+    /// The number of chunks. Each chunk is one extent of values and, if the record has chunked state, one of state.
     pub(crate) chunks: u32,
-    /// From the start of the values area, of the state area, of the spill area.
+    /// Offset of the values from the start of the values area.
     pub(crate) values_at: u64,
+    /// Offset of the state from the start of the state area.
     pub(crate) state_at: u64,
+    /// Offset of the spilled gradient from the start of the spill area.
     spill_at: u64,
 }
 
-/// What an extent holds.
+/// The data in an extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// Values of the record.
+    /// One chunk of the record's values.
     Values {
-        /// The chunk.
+        /// The index of the chunk.
         chunk: u32,
     },
-    /// The state tensors of the record's shape, side by side.
+    /// One chunk of all state tensors with a grain, side by side.
     State {
-        /// The chunk.
+        /// The index of the chunk.
         chunk: u32,
     },
-    /// A part of a state tensor that lies by itself.
+    /// One part of a state tensor without a grain.
     Whole {
-        /// Which of those.
+        /// The index of the tensor among the record's state tensors without a grain.
         tensor: u32,
-        /// Which part of it.
+        /// The index of the part in the tensor.
         part: u32,
     },
 }
 
-/// An extent: the grain of I/O and of checksums.
+/// An extent: bytes in whole pages that are read, written and checksummed as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// What it holds.
+    /// The data in the extent.
     pub content: Content,
-    /// Bytes of it, without what fills the last page.
+    /// Bytes of the data, without the padding of the last page.
     pub used_bytes: u64,
-    /// From the start of its area.
+    /// Offset from the start of the values area or of the state area.
     pub(crate) at: u64,
 }
 
 impl Extent {
-    /// Bytes that are moved: whole pages.
+    /// Returns the bytes of the extent on storage: whole pages.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         paged(self.used_bytes)
     }
 }
 
-/// Where everything lies.
+/// The offsets and lengths of a store's parts, units and records.
 #[derive(Debug)]
 pub struct Layout {
     pub(crate) devices: Devices,
     records: Box<[RecordLayout]>,
-    /// Where each unit's values begin in the values area, and the end.
+    /// Offset of each unit's values in the values area, then the length of that area.
     units: Box<[u64]>,
     pub(crate) description_bytes: u64,
     pub(crate) places: Places,
@@ -85,23 +89,25 @@ pub struct Layout {
     slot_bytes: u64,
     spill_bytes: u64,
     extents: u32,
+    /// The end of the last part that the root places.
     end: u64,
 }
 
-/// Bytes of `elements` of each of the chunked tensors, side by side.
+/// Returns the bytes of a chunk of state with `elements` elements: all state tensors with a grain, side by side.
 fn chunk_bytes(record: &Record, elements: u64) -> u64 {
     record.chunked().map(|tensor| tensor.bytes_for(elements).next_multiple_of(TENSOR_ALIGN)).sum()
 }
 
 impl Layout {
-    /// Lays out what a checked description describes, as a new store has it.
+    /// Lays out a new store. The caller has checked the description.
     pub(crate) fn new(description: &Description, devices: Devices) -> Result<Self> {
         let (mut layout, lengths) = Self::measured(description, devices)?;
         (layout.places, layout.end) = Places::in_a_row(&lengths, devices.first_offset())?;
         Ok(layout)
     }
 
-    /// Lays out what a checked description describes at the places that a root names.
+    /// Lays out an existing store with the `places` that its root names. The caller has checked the description. The
+    /// inner error says why `places` are impossible.
     pub(crate) fn placed(
         description: &Description,
         devices: Devices,
@@ -114,7 +120,7 @@ impl Layout {
         }))
     }
 
-    /// Everything but the places.
+    /// Computes every length and every offset within an area. Leaves `places` and `end` unset.
     fn measured(description: &Description, devices: Devices) -> Result<(Self, Lengths)> {
         let chunk = u64::from(description.chunk_elements);
         let (mut values, mut state, mut spill, mut extents) = (0, 0, 0, 0_u64);
@@ -151,7 +157,7 @@ impl Layout {
             }
         }
         let extents = u32::try_from(extents).map_err(|_| too_large())?;
-        // A unit without records is where the next one is.
+        // A unit without records begins where the next unit begins.
         let mut next = values;
         let mut starts: Vec<u64> = units
             .iter()
@@ -188,29 +194,30 @@ impl Layout {
         Ok((layout, lengths))
     }
 
-    /// Bytes of the whole store. A file may be longer, and a device larger.
+    /// Returns the bytes of the whole store with its second labels. The file may be longer, and the device larger.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.devices.with_second_labels(self.end)
     }
 
-    /// Where the last thing ends whose place is known.
+    /// Returns the end of the last part that the root places. Second places for gradients and the log come after it.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    /// Where the second label of a device lies in a volume of so many bytes; `None` where something else lies there.
+    /// Returns the offset of the second label of device `index` in a volume of `volume_bytes`, or `None` if the volume
+    /// is so short that another part of the store is there.
     pub(crate) fn second_label_offset(&self, volume_bytes: u64, index: u32) -> Option<u64> {
         self.devices.second_label_offset(volume_bytes, index).filter(|&at| at >= self.end)
     }
 
-    /// Extents of the whole store.
+    /// Returns the number of extents in the store.
     #[must_use]
     pub fn extents(&self) -> u32 {
         self.extents
     }
 
-    /// Bytes of one slot of all values and state: what "of state" means where a figure is given for it.
+    /// Returns the bytes of one slot of all values and state. Figures "per byte of state" refer to this number.
     #[must_use]
     pub fn slot_bytes(&self) -> u64 {
         self.slot_bytes
@@ -220,31 +227,31 @@ impl Layout {
         &self.records[record]
     }
 
-    /// Bytes of a unit's values: what a lease for it needs.
+    /// Returns the bytes of a unit's values, the size of a lease for the unit.
     #[must_use]
     pub fn unit_bytes(&self, unit: usize) -> u64 {
         self.units[unit + 1] - self.units[unit]
     }
 
-    /// Where in its unit's bytes the values of a record begin.
+    /// Returns the offset of a record's values in the bytes of its unit.
     #[must_use]
     pub fn in_unit(&self, record: usize, unit: usize) -> u64 {
         self.records[record].values_at - self.units[unit]
     }
 
-    /// How many extents a record has.
+    /// Returns the number of extents of a record.
     #[must_use]
     pub fn extents_of(&self, record: usize) -> u32 {
         self.records[record].extents
     }
 
-    /// How many chunks a record has.
+    /// Returns the number of chunks of a record.
     #[must_use]
     pub fn chunks_of(&self, record: usize) -> u32 {
         self.records[record].chunks
     }
 
-    /// An extent of a record; `index` counts from 0.
+    /// Returns extent number `index` of a record, counted from 0.
     #[must_use]
     pub fn extent(&self, description: &Description, record: usize, index: u32) -> Extent {
         let (place, record) = (&self.records[record], &description.records[record]);
@@ -283,7 +290,7 @@ impl Layout {
         unreachable!("a record has {} extents", place.extents)
     }
 
-    /// Where an extent lies in the volume, in slot 0 or 1.
+    /// Returns the offset of an extent in the volume, in slot 0 or 1.
     #[must_use]
     pub fn offset(&self, extent: &Extent, slot: usize) -> u64 {
         let area =
@@ -291,31 +298,33 @@ impl Layout {
         area[slot] + extent.at
     }
 
-    /// The spill extent of a record: where it begins.
+    /// Returns the offset in the volume of a record's place for spilled gradients in the spill area.
     #[must_use]
     pub fn spill_offset(&self, record: usize) -> u64 {
         self.places.spill + self.in_spill(record)
     }
 
-    /// The same from the start of the spill area, which has [`Layout::spill_area_bytes`].
+    /// Returns the offset of a record's place for spilled gradients from the start of the spill area.
     pub(crate) fn in_spill(&self, record: usize) -> u64 {
         self.records[record].spill_at
     }
 
+    /// Returns the bytes of the spill area.
     pub(crate) fn spill_area_bytes(&self) -> u64 {
         self.spill_bytes
     }
 }
 
 impl Description {
-    /// Elements of a chunk of a record: all but the last are full.
+    /// Returns the number of elements in a chunk of a record: `chunk_elements`, or fewer in the last chunk.
     #[must_use]
     pub fn elements_of_chunk(&self, record: usize, chunk: u32) -> usize {
         let before = u64::from(chunk) * u64::from(self.chunk_elements);
         self.records[record].elements().saturating_sub(before).min(u64::from(self.chunk_elements)) as usize
     }
 
-    /// The chunked state tensors of a record, as they lie in a chunk of `elements`: (type, where it begins, bytes).
+    /// Iterates over the state tensors with a grain, in a chunk of `elements` elements: (dtype, offset in the chunk,
+    /// bytes).
     pub fn in_chunk(&self, record: usize, elements: usize) -> impl Iterator<Item = (Dtype, usize, usize)> {
         self.records[record].chunked().scan(0, move |at, tensor| {
             let (start, bytes) = (*at, tensor.bytes_for(elements as u64) as usize);
@@ -324,7 +333,8 @@ impl Description {
         })
     }
 
-    /// The largest extent of state, and of values, of any record: what a staging chunk must hold.
+    /// Returns the bytes of the largest extent of state and of the largest extent of values, which staging buffers must
+    /// hold.
     #[must_use]
     pub fn staging_bytes(&self) -> (u64, u64) {
         let largest = |bytes: &dyn Fn(&Record, u64) -> u64| {

@@ -1,11 +1,12 @@
-//! Training state on SSD: two slots for whatever a step changes, and an atomic commit.
+//! Keeps training state on SSD: two slots for each extent, and an atomic commit.
 //!
-//! A [`Store`] is made from a [`Description`]: records (parameters and buffers) with their state tensors, grouped into
-//! units. Every record is cut into *extents*, the grain of I/O and of checksums. A step is staged extent by extent into the
-//! slots that are not live ([`Store::begin`], [`Store::stage`]) while readers go on seeing the live ones;
-//! [`Store::commit`] makes all of it live and durable at once, [`Store::discard`] forgets it.
+//! A [`Description`] lists the records (parameters and buffers) of a [`Store`] with their state tensors, grouped into
+//! units. The store cuts each record into *extents*; an extent is read, written and checksummed as one.
+//! [`Store::begin`] and [`Store::stage`] write a step, extent by extent, into the slots that are not live, while
+//! readers continue to see the live slots. [`Store::commit`] makes all staged extents live and durable at once;
+//! [`Store::discard`] drops them.
 //!
-//! The format is described in `docs/store-format.md`, in enough detail to write another reader.
+//! `docs/store-format.md` specifies the format, in enough detail to write another reader.
 
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 

@@ -1,7 +1,11 @@
-//! The log: gradients of records whose newest state is in memory alone, in a ring of storage, with a head for each step.
+//! Tracks the write-ahead log of gradients: its ring on storage, the head of each step, and the records that need it.
 //!
-//! A record's newest state is what its live slot holds, and then each gradient of it in heads of the slot's generation and
-//! later ones, applied in order. So a slot may be written whole at any step, with the state before that step's gradient.
+//! The log makes a step durable for records whose new state is not written to a slot: records kept in RAM, and records
+//! with deferred updates.
+//!
+//! [Note: Newest state] A record's newest state is its live slot and then each of the record's gradients in heads of
+//! the slot's generation or later, applied in order. So a step may write a record whole with the state *before* the
+//! step's own gradient, and the log may then drop the record's earlier gradients.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -10,101 +14,111 @@ use std::{
 
 use crate::{Dtype, Error, Head, LoggedGradient, LoggedUpdate, Replay, Result, StepHead, ring::Ring, root};
 
-/// The log as it is in memory: where it lies, who appends to it, and what was appended since the last commit.
+/// The index of the log: its ring, the records that may append, and the gradients appended since the last commit.
 #[derive(Debug, Default)]
 pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
-    /// The records that may append, and the turn in which each is written whole.
+    /// The records that may append gradients, each with the turn in which the record is written whole.
     pub(crate) members: BTreeMap<usize, Member>,
-    /// How many steps it takes until all of them were written whole.
+    /// The number of turns: within this many steps each member is written whole once.
     pub(crate) steps: u32,
+    /// Most bytes of a head.
     pub(crate) head_bytes_max: u64,
-    /// Records whose updates may be left to the next step, in their order.
+    /// The indices, in ascending order, of the records whose updates may be deferred to the next step.
     pub(crate) deferred: Vec<usize>,
-    /// Steps with a head since the store was opened.
+    /// The number of steps with a head since the store was opened.
     pub(crate) turn: u64,
+    /// The log as of the last commit.
     pub(crate) live: Live,
-    /// What the store was found with, until a commit ends it.
+    /// The log that the store had when it was opened, until a commit after which no slot lacks gradients.
     pub(crate) found: Option<Arc<Replay>>,
-    /// What was appended since the last commit, and where the next one goes.
+    /// The gradients appended since the last commit, by record.
     pub(crate) appended: BTreeMap<usize, Appended>,
+    /// The ring position of the next append; `None` until the first append after a commit.
     pub(crate) next: Option<u64>,
-    /// Where stores are compared: a sum over the updates that the commit that is being made leaves to the next step.
+    /// A checksum sum over the updates that the commit in progress defers to the next step: a part of
+    /// [`Store::digest`](crate::Store::digest).
     pub(crate) digest: u64,
 }
 
-/// What the newest root names.
+/// The part of the log that is needed after a commit, as the commit's root names it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Live {
-    /// Where the newest head lies, and its checksum; zeros where none is needed.
+    /// Offset and checksum of the newest head; zeros if no head is needed.
     pub(crate) head: (u64, u64),
-    /// Heads that are needed, the oldest first: their generations, and where what belongs to them begins.
+    /// The heads that are needed, the oldest first: the generation, and the ring position at which the step's gradients
+    /// begin.
     pub(crate) heads: VecDeque<(u64, u64)>,
-    /// Where the next step may begin.
+    /// The ring position at which the next step may begin.
     pub(crate) next: u64,
-    /// Records whose live slot lacks gradients.
+    /// The records whose live slots lack gradients.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
-    /// The generation of the newest head with gradients outside of the ring.
+    /// The generation of the newest head that names spilled gradients, outside of the ring.
     pub(crate) spilled_in: u64,
 }
 
-/// What the live slot of a record lacks.
+/// The gradients that the live slot of a record lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ahead {
-    /// The generation of the first head with a gradient that it lacks.
+    /// The generation of the first head with a gradient that the slot lacks.
     pub(crate) since: u64,
-    /// How many it lacks.
+    /// The number of gradients that the slot lacks.
     pub(crate) count: u32,
-    /// The record's count of updates with them.
+    /// The record's count of updates after these gradients are applied.
     pub(crate) step: u64,
-    /// It is one that lies where it was spilled, and this run has committed it.
+    /// True for a deferred update: one spilled gradient that was committed since the store was opened. False for a
+    /// gradient that was found at opening, even if its head names a spilled gradient.
     pub(crate) is_spilled: bool,
 }
 
+/// A record that may append gradients to the log.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Member {
+    /// The dtype of the record's gradients.
     pub(crate) dtype: Dtype,
-    /// Of the log's steps.
+    /// The turn in which the record is written whole, less than [`GradientLog::steps`].
     pub(crate) turn: u32,
 }
 
+/// A gradient that was appended since the last commit.
 #[derive(Debug)]
 pub(crate) struct Appended {
     pub(crate) dtype: Dtype,
-    /// Where each chunk lies, and its checksum once its write was begun.
+    /// Offset of each chunk in the volume, and its checksum once its write has begun.
     pub(crate) chunks: Box<[(u64, Option<u64>)]>,
-    /// Chunks that are not written yet, and those of which a write is in flight.
+    /// The number of chunks that are not written yet.
     pub(crate) missing: u32,
+    /// The number of chunks whose write is in flight.
     pub(crate) writing: u32,
-    /// It lies in a place of its record's for spilled gradients, and not in the ring.
+    /// True if the gradient is in a place for spilled gradients of its record; false if it is in the ring.
     pub(crate) is_spilled: bool,
 }
 
 /// Size and contents of the log of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogState {
-    /// Where it lies in the volume.
+    /// Offset of the log's ring in the volume.
     pub offset: u64,
-    /// Bytes that it has there.
+    /// Bytes of the ring.
     pub bytes: u64,
-    /// Steps that are in it.
+    /// Number of steps whose heads are needed.
     pub steps: u64,
-    /// Records whose newest state is in it.
+    /// Number of records whose live slots lack gradients of the log.
     pub records: u64,
 }
 
 impl Live {
-    /// Where what is needed begins.
+    /// Returns the ring position of the oldest bytes that are needed.
     pub(crate) fn oldest(&self) -> u64 {
         self.heads.front().map_or(self.next, |&(_, start)| start)
     }
 
-    /// Whether a head that is needed has gradients outside of the ring.
+    /// True if a needed head names spilled gradients, outside of the ring.
     pub(crate) fn has_spilled(&self) -> bool {
         !self.ahead.is_empty() && self.heads.iter().any(|&(generation, _)| generation <= self.spilled_in)
     }
 
-    /// What a root says of it.
+    /// Returns the fields of a root that name this log.
     pub(crate) fn of_root(&self, ring: Ring) -> root::LogFields {
         if self.ahead.is_empty() {
             return root::LogFields::default();
@@ -114,23 +128,25 @@ impl Live {
 }
 
 impl GradientLog {
-    /// Forgets what was appended since the last commit.
+    /// Drops the gradients appended since the last commit.
     pub(crate) fn discard(&mut self) {
         self.appended.clear();
         self.next = None;
         self.digest = 0;
     }
 
+    /// True if the live slot of the record lacks gradients of the log.
     pub(crate) fn is_ahead(&self, record: usize) -> bool {
         self.live.ahead.contains_key(&record)
     }
 
-    /// The gradients of this step that lie where they were spilled.
+    /// Returns the records whose gradient of this step is a spilled one, outside of the ring.
     pub(crate) fn appended_spills(&self) -> BTreeSet<usize> {
         self.appended.iter().filter(|(_, appended)| appended.is_spilled).map(|(&record, _)| record).collect()
     }
 
-    /// Whether a record is to be written whole by the next commit.
+    /// True if the next commit should write the record whole: in the record's turn, or if `steps` heads have been
+    /// written since the first gradient that the record's live slot lacks.
     pub(crate) fn is_due(&self, record: usize, member: Member) -> bool {
         let Some(ahead) = self.live.ahead.get(&record) else { return false };
         let heads = self.live.heads.iter().filter(|&&(generation, _)| generation >= ahead.since).count();
@@ -138,8 +154,9 @@ impl GradientLog {
         heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
     }
 
-    /// What a root names after the commit of a generation and step, and the head that it needs. Checks what the caller said
-    /// of the step; changes nothing.
+    /// Computes the log as of the commit of `generation` and `step`, and the head that this commit writes (`None` if
+    /// `said` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails if `said`,
+    /// the caller's list of the step's gradients, does not match the appended gradients.
     pub(crate) fn after(
         &self,
         (generation, step): (u64, u64),
@@ -175,7 +192,7 @@ impl GradientLog {
             let Some(chunks) = sums.filter(|_| appended.missing == 0) else {
                 let missing = appended.missing;
                 return Err(Error::Usage(format!(
-                    "the gradient of record {record} is appended in part, {missing} chunks lack"
+                    "the gradient of record {record} is appended in part, {missing} chunks are missing"
                 )));
             };
             logged_gradients.push(LoggedGradient { record, rule, step, dtype: appended.dtype, chunks });
@@ -200,7 +217,7 @@ impl GradientLog {
         Ok((live, Some(head)))
     }
 
-    /// Takes what the next root names, once that is on storage.
+    /// Installs `live` after its commit has succeeded, and drops the list of appended gradients.
     pub(crate) fn committed(&mut self, live: Live) {
         self.turn += u64::from(live.head != self.live.head && !live.ahead.is_empty());
         self.live = live;

@@ -1,26 +1,25 @@
-//! Rejects devices that hold copies of different commits, by a sample of the extents on each.
+//! Rejects a striped store whose devices hold copies of different commits, by a sample of the extents on each device.
 //!
-//! Roots and tables lie on few of the devices, and name what all of them should hold. Every extent is checked when it is
-//! read, so a mix of copies never trains; but that read may come hours after the opening.
+//! Roots and tables lie on a few of the devices and name the extents on all of them. Every read checks its extent, so
+//! training never computes with a mix of copies. Without the sample, that check could fail hours after the opening.
 
 use std::cmp::Reverse;
 
 use crate::{Error, Result, Scratch, Store, path::refused};
 
-/// Extents that are read of each device.
+/// Extents to sample on each device.
 const SAMPLES: usize = 16;
 
-/// What was read of a device.
+/// Counts the extents that were sampled on one device.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sampled {
     extents: usize,
-    /// Of these, the ones that the table does not name.
+    /// Sampled extents whose checksum is not the one in the table.
     others: usize,
 }
 
 impl Store {
-    /// Rejects a store on several devices if extents that were read of one of them are not those of the commit that is
-    /// opened.
+    /// Rejects a store on several devices if a sampled extent does not belong to the commit that is being opened.
     pub(crate) fn require_one_commit(&self) -> Result<()> {
         let devices = self.layout.devices;
         if devices.count == 1 {
@@ -42,7 +41,7 @@ impl Store {
             let found = match self.read_slot(record, extent, scratch.part(bytes)?)?.wait() {
                 Ok(_) => None,
                 Err(error @ Error::Corrupt { .. }) => Some(error),
-                // Reading it later says so, and where.
+                // The sample skips an extent that a device fails to read: the later read of it reports the error.
                 Err(Error::Storage(_)) => continue,
                 Err(error) => return Err(error),
             };
@@ -55,11 +54,12 @@ impl Store {
         first.map_or(Ok(()), |error| self.reject_mixed(&sampled, error))
     }
 
-    /// Every extent of the live slots: first one of each record, then the second ones, and so on; in turn of the record
-    /// with the newest version and of the one with the oldest.
+    /// Returns every live extent in the order of sampling: the first extent of each record, then the second one of
+    /// each, and so on. The records of a round alternate between the newest and the oldest version that is left.
     ///
-    /// An older copy of a device lacks the newest extents. In a newer copy, and in another continuation of the run, the
-    /// slots of the oldest ones hold others first: a record in RAM is written once in many steps.
+    /// An older copy of a device lacks the extents with the newest versions. A newer copy, or one from another
+    /// continuation of the run, has first overwritten the extents with the oldest versions: the RAM tier writes its
+    /// records in turn, each once in many steps.
     fn telling_extents(&self) -> impl Iterator<Item = (usize, u32)> {
         let count = self.description.records.len();
         let mut records: Vec<usize> = (0..count).filter(|&record| self.layout.extents_of(record) > 0).collect();
@@ -80,7 +80,7 @@ impl Store {
         })
     }
 
-    /// The devices on which a live extent lies.
+    /// Returns the indexes of the devices that store a part of a live extent.
     fn holders(&self, record: usize, extent: u32) -> Vec<usize> {
         let (devices, place) = (self.layout.devices, self.layout.extent(&self.description, record, extent));
         let slot = usize::from(self.index.lock().records[record].live);
@@ -92,7 +92,8 @@ impl Store {
         holders
     }
 
-    /// The error for devices of which extents are wrong, the first of them by `error`.
+    /// Returns the error that names the devices whose sampled extents were all wrong. Without such a device, returns
+    /// `error`, which is about the first wrong extent, with a hint that copies may be mixed.
     fn reject_mixed(&self, sampled: &[Sampled], error: Error) -> Result<()> {
         let is_other = |device: &Sampled| device.extents > 0 && device.others == device.extents;
         let parts = sampled.iter().zip(self.volume.devices()).filter(|(device, _)| is_other(device));
@@ -102,9 +103,9 @@ impl Store {
         }
         let step = self.index.lock().step;
         let why = format!(
-            "its {} files or devices are not of one commit: none of what was read of {} belongs to step {step}, which the \
-             store is at. They were copied at different times or in different continuations of the run, or are damaged: \
-             put back copies of all of them that were made together",
+            "its {} files or devices are not of one commit: no extent that was sampled on {} belongs to step {step}, \
+             the store's last. They were copied at different times or in different continuations of the run, or are \
+             damaged: put back copies of all of them that were made together",
             sampled.len(),
             others.join(" and "),
         );

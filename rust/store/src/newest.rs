@@ -1,8 +1,9 @@
-//! Selects which commit is opened: the newest, or on request the one before it.
+//! Selects the commit to open: the newest, or on request the one before it.
 //!
-//! A root that is damaged may have been the newest, so nothing is opened in its place unasked. `Existing::Previous` asks:
-//! then every byte of the other commit is verified first, and a mark takes the newer root's place after that, before anything can
-//! be staged. So a death in the middle leaves the store as it was, or at the commit before.
+//! [Note: Going back] A damaged root may have been the newest, so an opening uses the other root only if the caller
+//! passes `Existing::Previous`. `settle_on_previous` then verifies every byte of the other commit. After that,
+//! `go_back` writes a mark over the page of the newer root, and only then can anything be staged. So a process that is
+//! killed at any point leaves the store as it was, or at the commit before.
 
 use std::{
     path::{Path, PathBuf},
@@ -24,24 +25,26 @@ use crate::{
     root::{self, Beside, Found, Root, Run},
 };
 
-/// Whether a store that was opened is the one that the caller meant.
+/// Checks that the description found in a store is the one that the caller expects.
 pub(crate) type Fits<'a> = dyn Fn(&Description) -> Result<()> + 'a;
-/// Hears of bytes done and of all while a store is verified, and ends that by `false`.
+/// Receives the bytes verified so far and the total; returns `false` to end the verification.
 pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
-/// The page of a root.
+/// The content of a root page.
 #[derive(Debug, Clone)]
 pub(crate) enum Page {
+    /// No root and no mark of this store: zeros, or a root or mark of another store.
     Blank,
-    /// It says that there is no root.
+    /// A mark: the page holds no root.
     Marked,
     Whole(Root),
-    /// Or it cannot be read.
+    /// The page is damaged, lost or unreadable.
     Damaged(Error),
 }
 
 impl Page {
-    /// What the next root says of it. A page that is damaged gets a mark before that.
+    /// Returns the `beside` field of the next root for this page. [`Store::go_back`] writes a mark over a damaged page
+    /// before that root is written.
     fn beside(&self) -> Beside {
         match self {
             Self::Blank | Self::Damaged(_) | Self::Marked => Beside::Mark,
@@ -50,7 +53,7 @@ impl Page {
     }
 }
 
-/// Both.
+/// Both root pages of a store.
 #[derive(Debug, Clone)]
 pub(crate) struct Roots {
     pub(crate) pages: [Page; 2],
@@ -58,12 +61,14 @@ pub(crate) struct Roots {
 }
 
 impl Roots {
+    /// Reads both root pages. A blank page counts as damaged if the other root, or a second label, shows that the store
+    /// had written to the page.
     pub(crate) fn read(volume: &Volume, devices: Devices, uuid: &Uuid, path: &Arc<Path>) -> Self {
         let page = |slot: u64| {
             let damaged = |why: String| damaged_page(devices, slot, path, why);
             match bytes_at(volume, devices.root_offset(slot), PAGE_BYTES).map(|page| root::read(&page, uuid)) {
                 Ok(Ok(Found::Root(root))) if root.generation & 1 != slot => {
-                    damaged("it belongs into the other slot".into())
+                    damaged("it belongs to the other slot".into())
                 }
                 Ok(Ok(Found::Root(root))) => Page::Whole(*root),
                 Ok(Ok(Found::Mark)) => Page::Marked,
@@ -84,7 +89,7 @@ impl Roots {
         Self { pages, path: Arc::clone(path) }
     }
 
-    /// Those that are whole, the newer one first.
+    /// Returns the whole roots, the newer one first.
     pub(crate) fn whole(&self) -> Vec<Root> {
         let whole = |page: &Page| if let Page::Whole(root) = page { Some(root.clone()) } else { None };
         let mut roots: Vec<Root> = self.pages.iter().filter_map(whole).collect();
@@ -97,14 +102,17 @@ impl Roots {
         self.whole().iter().map(named).collect()
     }
 
-    /// What is wrong with a page that is damaged, and which one it is.
+    /// Returns the slot of a damaged page, and its error.
     pub(crate) fn damaged(&self) -> Option<(u64, &Error)> {
         (0..)
             .zip(&self.pages)
             .find_map(|(slot, page)| if let Page::Damaged(error) = page { Some((slot, error)) } else { None })
     }
 
-    /// One that is whole: what it says of the description both say.
+    /// Returns the newer whole root, whose description is that of both roots.
+    ///
+    /// # Errors
+    /// Fails if no root is whole: with the error of a damaged page, or with [`Error::Unfilled`] if none is damaged.
     pub(crate) fn any(&self) -> Result<Root> {
         match (self.whole().first(), self.damaged()) {
             (Some(root), _) => Ok(root.clone()),
@@ -115,11 +123,12 @@ impl Roots {
         }
     }
 
+    /// Returns the newest root. Fails if a page is damaged: its root may have been newer.
     fn newest(&self) -> Result<Root> {
         self.damaged().map_or_else(|| self.any(), |(_, error)| Err(error.clone()))
     }
 
-    /// The one before the newest, and the page that names what is given up for it.
+    /// Returns the root before the newest, and the slot of the page that [`Store::go_back`] marks as empty.
     fn previous(&self) -> Result<(Root, u64)> {
         match (self.whole().as_slice(), self.damaged()) {
             ([_, older], _) if older.is_unclosed => refused(&self.path, NEVER_CLOSED),
@@ -135,7 +144,7 @@ impl Roots {
     }
 }
 
-/// Whether a device has its second label: those come after both pages of the roots have marks.
+/// True if any device has its second label. A new store writes second labels after the marks in both root pages.
 fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     (0..devices.count).any(|index| {
         let place = devices.second_label_offset(volume.size_bytes(), index);
@@ -144,7 +153,8 @@ fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     })
 }
 
-/// The page that is blank though the other root says that something was there: that may have been newer than this.
+/// Returns the slot of a blank page beside a whole root, and why it counts as damaged: each root states in `beside`
+/// what the other page held, and the lost root may have been the newer one.
 fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
     let (slot, root) = match pages {
         [Page::Blank, Page::Whole(root)] => (0, root),
@@ -155,28 +165,28 @@ fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
         Beside::Mark => "the mark of an empty one".to_owned(),
         Beside::Root(generation) => format!("generation {generation}"),
     };
-    Some((slot, format!("it is blank, where {was} was when the other root was written: what was there is lost")))
+    Some((slot, format!("it is blank, where {was} was when the other root was written: its content is lost")))
 }
 
 fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
     Page::Damaged(Error::corrupt(path, "the root", (devices.root_offset(slot), PAGE_BYTES), why))
 }
 
-/// A commit as its root names it.
+/// Identifies a commit, by the fields of its root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Named {
-    /// Counts commits of this store.
+    /// The number of the commit in this store, from 1.
     pub generation: u64,
-    /// The run of several ranks that it belongs to.
+    /// The run of several ranks that the commit belongs to.
     pub run: Run,
-    /// Whether it is kept: not so while a run with durability "none" goes on.
+    /// False if later commits in memory may have overwritten the commit: durability "none", and not closed.
     pub kept: bool,
 }
 
 impl Store {
-    /// The commits that the whole roots of a store name, the newest first, and what is wrong with a root that is not
-    /// whole; no commits where its first write did not finish or its file is empty, `None` where there is no store. Reads
-    /// nothing else, and writes nothing.
+    /// Returns the commits that the whole roots of a store name, the newest first, and the error of a damaged root.
+    /// Returns no commits if the store's first write did not finish or its file is empty, and `None` if the paths hold
+    /// no store. Reads labels, roots and description alone, and writes nothing.
     pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<Named>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         match look(&resolved, None)? {
@@ -191,7 +201,8 @@ impl Store {
         }
     }
 
-    /// Takes the catalog of the commit that is asked for, and makes sure that it can be gone on from.
+    /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from it.
+    /// Goes back to the commit before, unless `how.goes_back_later`.
     pub(crate) fn settle(
         &self,
         roots: &Roots,
@@ -232,13 +243,15 @@ impl Store {
                  overwrite: existing=\"previous\" cannot open it, and nothing was changed"
             ))
         })?;
-        // Nothing of it may be in a cache alone when the other root goes.
+        // The verified bytes must be on storage, and not in a device's cache alone, before `go_back` drops the other
+        // root.
         self.volume.flush(Wait::forever())?;
         self.index.lock().phase = Phase::Previous { newest };
         Ok(())
     }
 
-    /// Drops the newest commit for good, where the one before it was opened and this was left to the caller.
+    /// Drops the newest commit for good, if the commit before it was opened with [`Create::goes_back_later`]; else does
+    /// nothing.
     pub fn go_back(&self) -> Result<()> {
         let Phase::Previous { newest } = self.index.lock().phase else { return Ok(()) };
         self.mark_no_root(newest)?;
@@ -246,7 +259,7 @@ impl Store {
         Ok(())
     }
 
-    /// Says beside what is wrong with the newest commit whether the other one may be whole.
+    /// Adds to an error about the newest commit whether the catalog of the other commit is whole.
     fn advised(&self, error: Error, roots: &Roots) -> Error {
         let other = || -> Result<u64> {
             let (root, _) = roots.previous()?;
@@ -255,21 +268,21 @@ impl Store {
         };
         let advice = match other() {
             Ok(step) => format!(
-                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that one if every \
-                 byte of it is, too, which `memascend store verify` tells"
+                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that commit if \
+                 all its bytes are whole, too, which `memascend store verify` checks"
             ),
             Err(_) => "; no other commit is whole".into(),
         };
         error.adding(&advice)
     }
 
-    /// Takes the catalog of another commit than before.
+    /// Discards the loaded catalog, and loads that of the commit that `root` names.
     pub(crate) fn reload(&self, root: &Root) -> Result<()> {
         *self.index.lock() = Index::new(&self.description, &self.layout, &self.sections);
         self.load_table(root)
     }
 
-    /// Makes a page say, for good, that there is no root in it.
+    /// Writes a mark over the root page of `slot`, durably: the page holds no root from then on.
     pub(crate) fn mark_no_root(&self, slot: u64) -> Result<()> {
         self.write_root_page(slot, &root::mark(&self.uuid))?;
         self.index.lock().root_pages[slot as usize] = Beside::Mark;
@@ -277,12 +290,12 @@ impl Store {
     }
 }
 
-const EMPTIED: &str = "it is blank, though the store was made as far as to its second labels, which come later: what was \
-                       there is lost";
+const EMPTIED: &str = "it is blank, though the store has second labels, which are written after this page: its content \
+                       is lost";
 
-/// What is said where no commit is found of what was a run.
-pub(crate) const KEEP: &str = "keep what is there and restore the store from a copy, or begin from a checkpoint on another \
-                               path; existing=\"replace\" would write over all that is left";
+/// Advice for a store that had commits, if none of them can be found.
+pub(crate) const KEEP: &str = "keep this store and restore it from a copy, or begin from a checkpoint on another path; \
+                               existing=\"replace\" would write over all that is left of it";
 
 pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durability=\"none\", which keeps nothing \
                                      before close(); give existing=\"replace\"";

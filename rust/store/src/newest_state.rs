@@ -1,6 +1,13 @@
-//! Rebuilds the newest state of a record, chunk by chunk: its live slot, then the gradients of the log.
+//! Rebuilds the newest state of a record, chunk by chunk: reads its live slot, then applies the logged gradients that
+//! the slot lacks. Writes nothing to storage.
 //!
-//! For whoever looks at a store that has a log, and for values in RAM that somebody wrote to. Nothing is written to storage.
+//! `Store::scan` uses this for a store that was opened with a log, and `Store::refresh` for values in the RAM tier that
+//! were overwritten in place.
+//!
+//! [Note: Deferred updates] A commit may name a record's spilled gradient instead of the updated record
+//! (`Store::append_spilled`). Until the next commit, such a record is *behind*: its live slot lacks one update. To
+//! *settle* the record is to stage its other slot with that update (`Store::begin_settling`). Readers see the settled
+//! slot as soon as it is complete, although no root names it before the next commit.
 
 use std::sync::{Arc, MutexGuard};
 
@@ -11,72 +18,77 @@ use crate::{
     ram_tier::RamTier,
 };
 
-/// Applies one gradient of the log to a chunk, by arithmetic that the store does not have; or why it cannot.
+/// Applies one logged gradient to a chunk in place, or returns why it cannot. The engine provides it: this crate has no
+/// optimizer kernels.
 pub type Arithmetic = fn(&Store, &LoggedChunk<'_>) -> std::result::Result<(), String>;
 
-/// A chunk of a record, and a gradient that is to be applied to it.
+/// A chunk of a record, and the logged gradient to apply to it.
 #[derive(Debug)]
 pub struct LoggedChunk<'a> {
-    /// Whose.
+    /// The index of the record.
     pub record: usize,
-    /// Which.
+    /// The number of the chunk in the record.
     pub chunk: u32,
-    /// What the gradient is applied with.
+    /// The kernel, and the numbers that it computes with.
     pub rule: &'a LoggedRule,
-    /// The extents of values and state, which are the callee's, as is the gradient.
+    /// The extent of values. The callee may write to `values`, `state` and `gradient`; nothing else uses them
+    /// meanwhile.
     pub values: Shared,
-    /// As above; none of a record whose chunks have no state.
+    /// The extent of state; `None` if the record has no chunked state.
     pub state: Option<Shared>,
-    /// Whole pages, with the chunk's elements at the beginning.
+    /// The gradient in whole pages: the chunk's elements, then padding.
     pub gradient: Shared,
-    /// The gradient's.
+    /// The dtype of the gradient.
     pub dtype: Dtype,
 }
 
 impl Store {
-    /// Memory for what is read of the log.
+    /// Allocates memory for one chunk of a logged gradient of any dtype.
     pub(crate) fn log_room(&self) -> Result<Scratch> {
         let chunk = u64::from(self.description.chunk_elements) * Dtype::F32.bytes();
         Scratch::new(chunk as usize, 1, "gradients of the log")
     }
 
-    /// Says who applies gradients of the log, where no one was named yet.
+    /// Sets the function that applies logged gradients. Only the first call counts.
     pub fn apply_with(&self, arithmetic: Arithmetic) {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
-    /// Says who settles records that are read, from now on.
+    /// Sets the function that settles records before they are read, in place of an earlier one.
     pub fn settle_with(&self, settler: Box<Settler>) {
         *locked(&self.settler) = Some(settler.into());
     }
 
-    /// Whether the last commit left a record behind, and nobody has settled it yet.
+    /// True if the last commit deferred an update of the record, and the record is not settled yet. See
+    /// [Note: Deferred updates].
     #[must_use]
     pub fn is_behind(&self, record: usize) -> bool {
         self.index.lock().is_behind(record)
     }
 
-    /// Has those of some records settled that lack their last update.
+    /// Settles those of `records` that are behind, by the function that [`Store::settle_with`] set.
     pub(crate) fn settled(&self, records: impl IntoIterator<Item = usize>) -> Result<()> {
         let Some(settler) = locked(&self.settler).clone() else { return Ok(()) };
         let behind: Vec<usize> = records.into_iter().filter(|&record| self.is_behind(record)).collect();
         if behind.is_empty() { Ok(()) } else { settler(&behind) }
     }
 
-    /// The number of a record's first element in the whole parameter.
+    /// Returns the index of a record's first element in the whole parameter: 0 unless ranks share the parameter.
     #[must_use]
     pub fn first_element(&self, record: usize) -> u64 {
         self.description.first_elements.get(record).copied().unwrap_or(0)
     }
 
-    /// What the live slot of a record lacks, where nobody applied that yet.
+    /// Returns the log that the store was opened with, if the live slot of `record` lacks gradients of the log. Returns
+    /// `None` if memory has the newest version of the record.
     pub(crate) fn lacking(&self, record: usize) -> Option<Arc<Replay>> {
         let index = self.index.lock();
         let lacks = index.records.get(record)?.applied.is_none() && index.log.is_ahead(record);
         index.log.found.clone().filter(|_| lacks)
     }
 
-    /// Reads a chunk of a record into the memory of its two extents, with all that the log has of it applied.
+    /// Reads a chunk of a record into `values` and `state`, and applies each logged gradient that the live slot lacks.
+    /// `room` holds one chunk of a gradient at a time.
     pub(crate) fn read_newest(
         &self,
         replay: &Replay,
@@ -101,7 +113,8 @@ impl Store {
         Ok(())
     }
 
-    /// Puts chunks of a record in RAM together anew, of which memory had the only whole copy until somebody wrote to it.
+    /// Rebuilds chunks of a record in the RAM tier from its live slot and the log. Only memory had the newest version
+    /// of these chunks, until their values were written to in place.
     pub(crate) fn rebuild(&self, ram_tier: &RamTier, record: usize, chunks: &[u32]) -> Result<()> {
         let replay = self.committed_log()?;
         let (room, count) = (self.log_room()?, self.layout.chunks_of(record));

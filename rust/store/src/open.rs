@@ -1,4 +1,4 @@
-//! Creates and opens stores. A refused call leaves everything as it was.
+//! Creates and opens stores. A call that refuses leaves every file and device as it was.
 
 use std::{
     fs::File,
@@ -26,47 +26,49 @@ use crate::{
     table::table_checksum,
 };
 
-/// What to do where a store is already.
+/// What to do if the paths already hold a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Existing {
-    /// Refuse.
+    /// Return an error.
     #[default]
     Refuse,
-    /// Open its last committed step; where there is none, make one.
+    /// Open its last committed step; create a store if there is none.
     Resume,
-    /// Make a new one in its place. What is no store of ours is never replaced.
+    /// Create a new store in its place. Files and devices with other data are never overwritten.
     Replace,
-    /// Open the commit before the last one, or, where one of two roots is damaged, that of the other: every byte of it is
-    /// verified, then the other root is blanked. There must be a store.
+    /// Open the commit before the last one or, if one root is damaged, the commit of the other root. Every byte of that
+    /// commit is verified, then a mark is written over the other root. Fails if there is no store.
     Previous,
 }
 
-/// How a store is made or opened.
+/// Options for creating or opening a store.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Create {
-    /// What to do where one is already.
+    /// What to do if the paths already hold a store.
     pub existing: Existing,
-    /// Whether [`Existing::Previous`] leaves the newest commit there until [`Store::go_back`]; nothing is staged before.
+    /// With [`Existing::Previous`], keeps the newest commit until the caller calls [`Store::go_back`]. Until then
+    /// nothing can be staged.
     pub goes_back_later: bool,
-    /// What survives what.
+    /// Which commits survive a loss of power.
     pub durability: Durability,
-    /// How the volume is opened; size and stripe of a store that is there are its own.
+    /// How to open the volume. An existing store keeps its own size and stripe.
     pub volume: Options,
-    /// Its identity, for tests that want the same bytes again; random otherwise.
+    /// The uuid of a new store, for tests that compare bytes; `None`: a random one.
     pub uuid: Option<[u8; 16]>,
 }
 
 impl Store {
-    /// Makes a store, or opens the one that is there if `how.existing` says so and it fits the description.
+    /// Creates a store, or opens the existing one if `how.existing` allows that and `description` fits it. Returns the
+    /// store, and `true` if it is new.
     ///
-    /// A new store has to be filled: every record staged, and committed. Until then it is refused by whoever opens it.
-    /// Returns whether it is new.
+    /// The caller must fill a new store: stage every record, and commit. A store without a commit cannot be opened.
     pub fn create(paths: &[impl AsRef<Path>], description: Description, how: &Create) -> Result<(Self, bool)> {
         Self::create_watched(paths, description, how, &mut |_, _| true)
     }
 
-    /// The same; where a store has to be verified first, `progress` gets bytes done and of all, and ends it by `false`.
+    /// As [`Store::create`]. During the verification of [`Existing::Previous`], `progress` receives the bytes done and
+    /// the total, and returns `false` to stop.
     pub fn create_watched(
         paths: &[impl AsRef<Path>],
         description: Description,
@@ -79,16 +81,16 @@ impl Store {
         for (given, path) in given.iter().zip(&paths) {
             check_place(path, names_folder(given.as_ref()))?;
         }
-        // What is refused is refused before anything is made.
+        // Refuse before any file is created.
         match look(&paths, None)? {
-            // Somebody may have just made it: the claim says who has it.
+            // Another process may have just created the file; then the claim below fails.
             There::Empty(_) => {}
             there => drop(decide(&there, how.existing, &paths)?),
         }
-        // Of several files each would have to take its name at the same moment as the others.
+        // Only a single file is created under a pending name: several files cannot be renamed at once.
         let missing = if paths.len() == 1 { Missing::MakePending(is_left) } else { Missing::MakeInFolder };
         let claim = Claim::new(&paths, missing)?;
-        // Again, and now for good: nobody else can have it open, and somebody may have had it in the meantime.
+        // Look again: another process may have changed the files before the claim locked them.
         let there = if claim.is_pending() { There::Nothing } else { look(&paths, Some(&claim))? };
         if let Some(label) = decide(&there, how.existing, &paths)? {
             let fits = |found: &Description| match found.difference(&description) {
@@ -109,7 +111,7 @@ impl Store {
         let devices = Devices { count: paths.len() as u32, stripe_bytes };
         let layout = Layout::new(&description, devices)?;
         let mut options = how.volume.clone();
-        // All of what is there, as the second labels are at its end.
+        // Use existing files and devices to their end, where the second labels belong.
         options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
         let former = match there {
@@ -118,26 +120,27 @@ impl Store {
         };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-        // Where that fails, the end of the volume removes what was made, while nobody else can have it.
+        // If `format` fails, dropping the volume removes the files that the claim created, while they are still locked.
         let store = Self::format(volume, (devices, former), description, uuid, how)?;
         store.volume.keep();
         Ok((store, true))
     }
 
-    /// Opens the store that is there.
+    /// Opens an existing store.
     pub fn open(paths: &[impl AsRef<Path>], how: &Create) -> Result<Self> {
         Self::open_watched(paths, how, &mut |_, _| true)
     }
 
-    /// The same; where a store has to be verified first, `progress` gets bytes done and of all, and ends it by `false`.
+    /// As [`Store::open`]. During the verification of [`Existing::Previous`], `progress` receives the bytes done and
+    /// the total, and returns `false` to stop.
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.settle(&roots, how, &|_| Ok(()), progress)?;
         Ok(store)
     }
 
-    /// A store that is there, without any commit of it, and its roots. What opening its files changed of them is changed
-    /// back at the end, unless something is committed.
+    /// Opens the files of an existing store and reads its roots, but loads no commit. Dropping the store restores the
+    /// length and mode that its files had, unless a commit was made.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         there_is(&look(&paths, None)?, &paths)?;
@@ -154,7 +157,7 @@ impl Store {
         Self::prepare(claim.open(&options)?, label.devices, how)
     }
 
-    /// Makes a store on an open volume of so many simulated devices.
+    /// Creates a store on an open volume of simulated devices.
     #[cfg(feature = "sim")]
     pub fn create_on(volume: Volume, stripe_bytes: u64, description: Description, how: &Create) -> Result<Self> {
         description.check()?;
@@ -177,8 +180,10 @@ impl Store {
         Self::prepare(volume, devices, how)
     }
 
-    /// Writes labels and description. There is no root yet, so this is no store that can be opened. Whoever dies in it leaves
-    /// what was there, or what is known as ours: the first label comes before anything else.
+    /// Writes labels, marks and descriptions of a new store, but no root: it cannot be opened before its first commit.
+    ///
+    /// A process that is killed here leaves the former store, blank devices, or a store that counts as unfinished
+    /// ([`Error::Unfilled`]), because the first label is written before the rest of the store.
     fn format(
         volume: Volume,
         (devices, former): (Devices, Option<Label>),
@@ -194,8 +199,9 @@ impl Store {
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // First the old roots go, so that a second label that a former store left where no new one comes is that of no
-        // store any more. The newest goes last: as long as there is a root, it is that of the last commit.
+        // Overwrite the former store's roots with marks first: without a root, a second label that the former store
+        // left behind is not followed. Overwrite the newest root last, so that a root that is left names the last
+        // commit.
         if let Some(label) = former {
             let mut pages = former_roots(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
@@ -204,7 +210,8 @@ impl Store {
                 flush()?;
             }
         }
-        // The device with the pages of the roots comes first: where those are blank, the others may lack their labels.
+        // Label the device with the root pages first: `was_begun` accepts other devices without labels while both root
+        // pages are blank.
         store.put_first_labels(0..1)?;
         flush()?;
         store.put_first_labels(1..devices.count)?;
@@ -221,6 +228,7 @@ impl Store {
         Ok(store)
     }
 
+    /// Reads label, roots and description of an open volume, and makes a store of them that has no commit loaded.
     fn prepare(volume: Volume, devices: Devices, how: &Create) -> Result<(Self, Roots)> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
@@ -228,7 +236,7 @@ impl Store {
         let (size, roots_end) = (volume.size_bytes(), devices.root_offset(1) + PAGE_BYTES);
         if size < roots_end {
             let why = format!(
-                "{size} bytes of it are there, and its roots end at {roots_end}: it was truncated, and no commit is \
+                "it has {size} bytes, and its roots end at {roots_end}: it was truncated, and no commit is \
                  found: {KEEP}"
             );
             return Err(Error::corrupt(&path, "the store", (size, roots_end - size), why));
@@ -244,12 +252,13 @@ impl Store {
         })?;
         if volume.size_bytes() < layout.end() {
             let (needed, size) = (layout.end(), volume.size_bytes());
-            let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
+            let why = format!("the store needs {needed} bytes, and {size} are left: it was truncated");
             return Err(Error::corrupt(&path, "the store", (size, needed - size), why));
         }
         Ok((Self::new(volume, uuid, description, layout, how)?, roots))
     }
 
+    /// Reads the table that `root` names into the index, then the log.
     pub(crate) fn load_table(&self, root: &Root) -> Result<()> {
         if let Err(unread) = root.known() {
             return refused(&self.path, &Malformed::from(unread));
@@ -293,7 +302,7 @@ impl Store {
         self.load_log(root)
     }
 
-    /// Writes a part of the catalog.
+    /// Writes `bytes` of the catalog at `offset`, and zeros up to the end of the last page.
     pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (index, chunk) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let at = offset + index * CATALOG_CHUNK_BYTES as u64;
@@ -302,7 +311,7 @@ impl Store {
         Ok(())
     }
 
-    /// A chunk of the catalog in memory that it is written from: whole pages.
+    /// Copies a chunk of the catalog into memory for a write, with zeros up to the end of its last page.
     pub(crate) fn padded(&self, chunk: &[u8]) -> Result<Shared> {
         let mut lease = self.scratch.lease(Wait::forever())?;
         let padded = chunk.len().next_multiple_of(PAGE_BYTES as usize);
@@ -313,7 +322,7 @@ impl Store {
     }
 }
 
-/// The label of the store that is to be opened, `None` where one is to be made.
+/// Returns the label of the store to open, or `None` if a store is to be created.
 fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
@@ -329,13 +338,13 @@ fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option
     }
 }
 
-/// The label of the store that has to be there.
+/// Returns the label of the store at `paths`; fails if they hold none.
 fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
     let label = decide(there, Existing::Previous, paths)?;
     Ok(label.unwrap_or_else(|| unreachable!("without a store that is refused")))
 }
 
-/// The first label of a store that the volume's devices still belong to.
+/// Returns a first label that a former store of as many devices left on the volume.
 fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     for index in 0..devices.count {
         let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);
@@ -348,7 +357,7 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     Ok(None)
 }
 
-/// The pages of a former store's roots, as far as the volume reaches: the generation (0: no root) and the offset.
+/// Returns the generation (0: no root) and the offset of each root page of a former store that lies in the volume.
 fn former_roots(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
     let offsets = [0, 1].map(|slot| {
         let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
@@ -362,9 +371,9 @@ fn former_roots(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u
     reached.map(|offset| (generation(offset).unwrap_or(0), offset)).collect()
 }
 
-/// Bytes of the volume, from a page on; the caller has bounded how many.
+/// Reads `nbytes` of the volume from `offset`, a multiple of [`PAGE_BYTES`]. The caller bounds `nbytes`.
 ///
-/// Through aligned memory: a device reads nothing else directly, and the volume's threads that copy would come to stay.
+/// Reads through aligned memory: an unaligned read would start the volume's copy threads, which stay until it closes.
 pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
     let scratch = Scratch::new(CATALOG_CHUNK_BYTES, 1, "store catalog")?;
     let mut bytes = Vec::with_capacity(nbytes as usize);

@@ -1,4 +1,8 @@
-//! Reads a unit part by part through memory smaller than the unit, on the way to a device.
+//! Reads the values of a unit part by part, through memory that may be smaller than the unit.
+//!
+//! [Note: Holds of a unit] `Parts` holds the live slot of each of its records, so that nothing is staged into these
+//! slots before every part was read once. The holds end when the devices have read all parts, even if the caller never
+//! waits for them: a writer that needs a slot calls `OpenReads::settle`, which releases the holds of ended reads.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
@@ -10,39 +14,39 @@ use memascend_nvme::{Lane, Ticket};
 
 use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, holds::Hold};
 
-/// The values of a unit, all of one commit, cut into parts of whole extents that are read one by one.
+/// The values of a unit at one commit, cut into parts of whole extents that are read one by one.
 ///
-/// Until every part was read once, or it is dropped, nothing is staged into the slots that it reads.
+/// Nothing is staged into the slots of these values until every part was read once, or the `Parts` is dropped.
 pub struct Parts {
     store: Arc<Store>,
     reading: Arc<Reading>,
     cuts: Vec<Cut>,
 }
 
-/// The reads of units that hold slots: one may end without anybody waiting for it.
+/// All living [`Reading`]s of a store. See [Note: Holds of a unit].
 #[derive(Default)]
 pub(crate) struct OpenReads(Mutex<Vec<Weak<Reading>>>);
 
-/// What the parts of a unit are read under, and which of them are.
+/// The slot holds of a [`Parts`], and the state of its reads.
 struct Reading {
     holds: Vec<Hold<Arc<Store>>>,
     flights: Mutex<Flights>,
 }
 
 struct Flights {
-    /// Parts that were begun.
+    /// True for each part whose read was begun at least once.
     begun: Vec<bool>,
     flying: Vec<Weak<dyn Flight>>,
 }
 
-/// A part that may be on its way.
+/// A read of a part, of any buffer type.
 trait Flight: Send + Sync {
     fn has_ended(&self) -> bool;
 }
 
-/// Extents that follow each other in the unit.
+/// A part: extents that follow each other in the unit.
 struct Cut {
-    /// Where it begins in the unit.
+    /// Offset of the part in the unit.
     start: u64,
     bytes: u64,
     extents: Vec<CutExtent>,
@@ -50,24 +54,24 @@ struct Cut {
 
 struct CutExtent {
     record: usize,
-    /// Which of the holds; `None` where the record lacks its last update, and somebody computes its values.
+    /// Index in `Reading::holds`; `None` if the record is behind, so that the engine computes its values.
     hold: Option<usize>,
-    /// Which of the record's.
+    /// Number of the extent in the record.
     number: u32,
-    /// Where it begins in its part.
+    /// Offset of the extent in its part.
     at: u64,
-    /// Where it is in the volume, and its bytes.
+    /// Offset in the volume, and bytes.
     place: (u64, u64),
 }
 
-/// A part on its way into memory. Dropping it waits for the devices.
+/// The read of a part into memory. Dropping it waits for the devices.
 pub struct PartFetch<B: Buffer + Sync> {
     state: Arc<Mutex<FetchState<B>>>,
 }
 
 enum FetchState<B: Buffer + Sync> {
     Flying(Flying<B>),
-    /// It was waited for, and this is what came of it.
+    /// The outcome; `wait` has read it from the tickets and checked the extents.
     Ended(Result<()>),
 }
 
@@ -78,29 +82,32 @@ struct Flying<B: Buffer + Sync> {
     index: usize,
 }
 
-/// Values of a part that nobody reads: of a record that lacks its last update.
+/// A run of chunks in a part that [`Parts::begin`] does not read, because their record is behind: the caller computes
+/// their values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lacking {
-    /// Whose.
+    /// The record of the chunks.
     pub record: usize,
-    /// The first of its chunks, and how many.
+    /// The number of the first chunk.
     pub first: u32,
-    /// As above.
+    /// The number of chunks in the run.
     pub count: u32,
-    /// Where they begin in the part.
+    /// The offset of the run in the part.
     pub at: u64,
-    /// Their bytes: whole pages.
+    /// The bytes of the run: whole pages.
     pub bytes: u64,
 }
 
 impl Store {
-    /// The values of a unit as the last commit left them, in parts of at most `bytes_max` bytes. Nothing is read yet.
+    /// Returns the values of a unit at the last commit, in parts of at most `bytes_max` bytes. Settles records of the
+    /// unit that are behind; reads nothing yet.
     pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
         self.settled(self.records_of(unit))?;
         self.parts_lacking(unit, bytes_max, &[])
     }
 
-    /// The same, without the values of some records, which [`Parts::lacking`] names.
+    /// As [`Store::parts`], but leaves out the values of the records in `lacking`: [`Parts::lacking`] returns their
+    /// places. Settles nothing.
     pub fn parts_lacking(self: &Arc<Self>, unit: usize, bytes_max: u64, lacking: &[usize]) -> Result<Parts> {
         let Some(name) = self.description.units.get(unit) else {
             return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
@@ -146,18 +153,18 @@ impl Store {
 }
 
 impl Parts {
-    /// The newest version among the records: 0 where none has values.
+    /// Returns the newest version among the records that have values; 0 if none has.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.reading.holds.iter().map(|hold| hold.version).max().unwrap_or(0)
     }
 
-    /// Where each part begins in the unit, and its bytes.
+    /// Yields the offset of each part in the unit, and its bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.cuts.iter().map(|part| (part.start, part.bytes))
     }
 
-    /// What a part has of records that lack their last update: runs of chunks.
+    /// Returns the runs of chunks in a part that [`Parts::begin`] does not read.
     #[must_use]
     pub fn lacking(&self, index: usize) -> Vec<Lacking> {
         let mut found: Vec<Lacking> = Vec::new();
@@ -180,8 +187,8 @@ impl Parts {
         found
     }
 
-    /// Begins to read a part into memory of exactly its size, before all other I/O that waits. Memory that does not
-    /// begin on a page is right, and slower.
+    /// Begins to read a part into memory of exactly its size, ahead of all queued I/O. Memory may begin at any address;
+    /// reads into memory that does not begin on a page are slower.
     pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
         let Some(part) = self.cuts.get(index) else {
             return Err(Error::Invalid(format!("part {index} of {}", self.cuts.len())));
@@ -191,7 +198,7 @@ impl Parts {
         }
         let (memory, parts) = (Shared::new(memory), Arc::clone(self));
         let mut flying = Flying { tickets: Vec::new(), memory, parts, index };
-        // Extents that lie side by side in one slot are one read: where in the part, where in the volume, bytes.
+        // Extents side by side in the volume are one read: offset in the part, offset in the volume, bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
         let (cache, mut from_storage) = (self.store.ram_tier(), 0);
         for extent in &part.extents {
@@ -214,7 +221,7 @@ impl Parts {
                 _ => runs.push((extent.at, from, bytes)),
             }
         }
-        // None of them ends before this one is known.
+        // The lock stays until this read is in `flying`: `release_if_ended` must not release the holds before.
         let mut flights = self.reading.lock();
         self.reading.holds.iter().try_for_each(Hold::retake)?;
         for (into, from, bytes) in runs {
@@ -223,7 +230,7 @@ impl Parts {
             let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
             flying.tickets.push(ticket);
         }
-        // Not all of a unit's need be read.
+        // Count bytes for each part, since the caller may not read all parts of a unit.
         self.store.counters.began_part(from_storage);
         let state = Arc::new(Mutex::new(FetchState::Flying(flying)));
         let flight: Weak<Mutex<FetchState<B>>> = Arc::downgrade(&state);
@@ -241,7 +248,8 @@ impl OpenReads {
         reads.push(Arc::downgrade(read));
     }
 
-    /// Lets those that have ended go. Not under the index's lock, which they take.
+    /// Releases the holds of all readings that have ended. The caller must not hold the index's lock, which a release
+    /// takes.
     pub(crate) fn settle(&self) {
         let reads: Vec<Arc<Reading>> = locked(&self.0).iter().filter_map(Weak::upgrade).collect();
         for read in reads {
@@ -255,7 +263,7 @@ impl Reading {
         locked(&self.flights)
     }
 
-    /// Lets go of the slots if every part was read. Never waits.
+    /// Releases the slots if every part was begun and no read is in flight. Never waits for I/O.
     fn release_if_ended(&self) {
         let flights = self.lock();
         let ended = |flight: &Weak<dyn Flight>| flight.upgrade().is_none_or(|flight| flight.has_ended());
@@ -267,20 +275,23 @@ impl Reading {
 
 impl<B: Buffer + Sync> Flight for Mutex<FetchState<B>> {
     fn has_ended(&self) -> bool {
-        // Whoever has it locked waits for it.
+        // A thread in `PartFetch::wait` has the lock, so the read may not have ended.
         self.try_lock().is_ok_and(|state| state.is_done())
     }
 }
 
 impl<B: Buffer + Sync> PartFetch<B> {
-    /// Whether the devices are done with it. Never waits.
+    /// True if the devices are done with the read. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.state.has_ended()
     }
 
-    /// Waits, and checks every extent; waiting again says the same again. Once that succeeded, the memory is the caller's
-    /// again.
+    /// Waits for the devices, then checks every extent. Each further call returns the same outcome. After a success the
+    /// caller may use the memory again.
+    ///
+    /// # Errors
+    /// Fails if `wait` ends first, a device fails, or the checksum of an extent is wrong.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = locked(&self.state);
@@ -309,13 +320,13 @@ impl<B: Buffer + Sync> FetchState<B> {
 }
 
 impl<B: Buffer + Sync> Flying<B> {
-    /// What came of it, once every ticket is done.
+    /// Returns the outcome of the read and checks its extents. Every ticket must be done.
     fn ended(&self) -> Result<()> {
         for ticket in &self.tickets {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
         for extent in &self.parts.cuts[self.index].extents {
-            // What others compute may still be written meanwhile, so that nothing of it is looked at.
+            // Skip values that the engine computes: its thread may still be writing them to this memory.
             let Some(hold) = extent.hold.map(|hold| &self.parts.reading.holds[hold]) else { continue };
             let part = self.memory.part(extent.at as usize, extent.place.1 as usize);
             if let Some(part) = part.filter(|_| !hold.alone) {
@@ -328,7 +339,7 @@ impl<B: Buffer + Sync> Flying<B> {
 
 impl<B: Buffer + Sync> Drop for Flying<B> {
     fn drop(&mut self) {
-        // Also where only some of its reads were begun.
+        // `Parts::begin` may have failed after it had begun some of the reads.
         for ticket in &self.tickets {
             while !ticket.is_done() && ticket.wait_until(Wait::forever()).is_err() {}
         }

@@ -1,4 +1,4 @@
-//! Examines what lies at a path before anything is opened or changed.
+//! Examines the files and devices at a store's paths before any is opened for use or changed.
 
 use std::{
     fs::{self, File},
@@ -23,11 +23,11 @@ use crate::{
     root,
 };
 
-/// The file that a store is in a folder.
+/// The name of the store's file if the path is a folder.
 const FILE_NAME: &str = "memascend.store";
-/// How much of either end must be blank where there is no label.
+/// Bytes at either end that must be zeros for a file or device without a label to count as blank.
 const EDGE_BYTES: u64 = 1 << 20;
-/// File systems in memory: `statfs` says so.
+/// File systems in memory, by the type that `statfs` returns.
 const TMPFS_MAGIC: FsWord = 0x0102_1994;
 const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 /// File systems that show the state of the kernel.
@@ -44,32 +44,37 @@ const KERNEL_MAGICS: [FsWord; 10] = [
     0x1cd1,      // devpts
 ];
 
-/// What lies at the paths of a store.
+/// The result of [`look`]: what the paths of a store hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum There {
-    /// Nothing, or devices on which nothing is.
+    /// No files, or blank devices.
     Nothing,
-    /// A file that was there before, and of which both ends are blank: its store was lost, or never begun.
+    /// An existing file with zeros at both ends: its store was lost, or its first write did not finish.
     Empty(PathBuf),
-    /// A store of ours; the label of the first device.
+    /// A memascend store; the label of its first device.
     Store(Label),
-    /// A store of which some devices got their labels: whoever made it ended there.
+    /// A store that lacks labels on some devices: the process that created it ended before it wrote them.
     Unfilled,
-    /// A store of ours that cannot be opened, and why.
+    /// A memascend store that cannot be opened, and why.
     Unusable(String),
 }
 
-/// The file or device that a path means.
+/// Returns the file or device for a path; for a folder, the store's file in it.
 pub(crate) fn resolve(path: &Path) -> PathBuf {
     if names_folder(path) || path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
 }
 
-/// Whether a path means a folder, whatever is there: "runs/first/".
+/// True if a path ends with a slash, such as "runs/first/": it names a folder that may not exist yet.
 pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
 
-/// Looks at every path. Foreign, swapped and missing devices are refused by name. Files that a claim made count as missing.
+/// Reads the labels at every path and returns what the paths hold together. Files that `claim` created count as
+/// missing.
+///
+/// # Errors
+/// Names the device that holds other data, belongs to another store, is blank while others are not, or is out of order.
+/// Fails, too, if the store has another number of devices.
 pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
@@ -125,8 +130,8 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
     first.map(There::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
-/// Whether the first device got its label, and some other none yet: what is there is blank, or of the store before. The
-/// pages of the roots, which lie on the first device or right behind on the others, are written after all labels.
+/// True if a new store's creation ended before all labels were written: the first device has its label, another one is
+/// blank or has a former store's label, and both root pages are still blank. Root pages are written after all labels.
 fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let [Found::Label(first), others @ ..] = found else { return false };
     let belongs = |found: &Found| matches!(found, Found::Label(label) if label.uuid == first.uuid);
@@ -134,7 +139,7 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let lacks_root = |slot| {
         let (device, offset) = first.devices.on_device(first.devices.root_offset(slot));
         let mut page = vec![0; PAGE_BYTES as usize];
-        // A file that is made after the labels of others is empty.
+        // The file of a later device may be missing or empty: it gets its label after the first device.
         let Ok(file) = File::open(&paths[device as usize]) else { return device > 0 };
         match file.read_exact_at(&mut page, offset) {
             Ok(()) => matches!(root::read(&page, &first.uuid), Ok(root::Found::Blank)),
@@ -149,8 +154,8 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
         && (0..2).all(lacks_root)
 }
 
-/// Whether a file with a pending name is a store of one device that was never filled, or one that got its first root and
-/// not its name: nothing was ever trained in it. Why not, otherwise: a store may have been given such a name by its user.
+/// Checks that a file with a pending name may be removed: it is blank, or a store of one device with at most the first
+/// commit, which a killed process left. Otherwise returns why not: a user may have given a trained store such a name.
 pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
     let label = match look_at(path) {
         Ok(Found::Blank) => return Ok(()),
@@ -177,13 +182,14 @@ pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
 const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \
                        nothing on it is needed, remove the file or run `wipefs --all` on the device";
 
-/// What the beginning of a file or device says. Without a label, blank is what is blank at both ends.
+/// Reads the first label of a file or device. Without a label, the file is `Blank` if it is missing or both of its ends
+/// are zeros, else `Foreign`.
 fn look_at(path: &Path) -> Result<Found> {
     let opened = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Ok(Found::Blank),
         _ => refused(path, &format!("it cannot be opened: {error}")),
     };
-    // Before it is opened, as opening a pipe waits for its other end.
+    // Check the type before `File::open`, which blocks on a pipe until the other end is opened.
     match fs::metadata(path) {
         Ok(there) if !(there.is_file() || there.file_type().is_block_device()) => {
             return refused(path, "it is neither a file nor a block device");
@@ -203,7 +209,7 @@ fn look_at(path: &Path) -> Result<Found> {
         Ok(edge)
     };
     let page = match edge(0, bytes.min(PAGE_BYTES)) {
-        // A page that the device has lost: the second label may be whole.
+        // The device cannot read its first page, but the second label may be whole.
         Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
             return Ok(Found::Damaged(error.to_string()));
         }
@@ -221,7 +227,8 @@ fn look_at(path: &Path) -> Result<Found> {
     }
 }
 
-/// The geometries that a store may have: the one that a whole label says, or each stripe that is a power of two.
+/// Returns the geometries to try for second labels: that of a whole first label, or else each stripe size that is a
+/// power of two.
 fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     let known = found.iter().find_map(|found| match found {
         Found::Label(label) => Some(label.devices),
@@ -232,10 +239,10 @@ fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     known.map_or_else(|| all.collect(), |known| vec![known])
 }
 
-/// The second labels of the devices, of the first geometry that one is found for.
+/// Returns the second labels of the devices, for the first geometry with which any is found.
 ///
-/// A second label counts where a root of its store is whole, or nothing else has been written over the first one: what
-/// somebody put over an old store is not ours.
+/// A second label counts if a root of its store is whole, or if the first page of the device is zeros or still begins
+/// with the magic of a label. Otherwise, other data was written over an old store.
 fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
     let nothing = vec![None; paths.len()];
     let Some(files) = paths.iter().map(|path| File::open(path).ok()).collect::<Option<Vec<_>>>() else {
@@ -255,7 +262,7 @@ fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>
     let of = |devices: Devices, with_root: bool| -> Vec<Option<Label>> {
         let label = |index: u32| {
             let (device, offset) = place(devices, index)?;
-            // Its own stripe may be another one, and put it there all the same.
+            // The label may name another stripe size than `devices`, if that size puts it at the same place.
             let fits = |label: &Label| {
                 label.index == index
                     && label.devices.count == devices.count
@@ -280,13 +287,14 @@ fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>
         };
         (0..devices.count).map(|index| label(index).filter(is_ours)).collect()
     };
-    // One that a former store left at another place has no root any more.
+    // Try labels with a whole root first: a second label that a former store left at another place has no root.
     let tried = [true, false].into_iter().flat_map(|with_root| geometries.iter().map(move |&of| (of, with_root)));
     let mut found = tried.map(|(devices, with_root)| of(devices, with_root));
     found.find(|labels| labels.iter().any(Option::is_some)).unwrap_or(nothing)
 }
 
-/// Refuses places where a store cannot be. With `in_folder`, its folder may be missing.
+/// Rejects a path whose folder is missing, or whose file system is in memory or shows kernel state. With `in_folder`,
+/// the last folder of the path may be missing: the claim creates it.
 pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     let above = |path: &Path| match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
@@ -300,7 +308,7 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     if !place.exists() {
         return refused(path, &format!("the folder {} does not exist", folder.display()));
     }
-    // Where there is no answer it is none of these.
+    // If `statfs` fails, the file system counts as neither.
     let file_system = statfs(place).map_or(0, |answer| answer.f_type);
     if KERNEL_MAGICS.contains(&file_system) {
         return refused(
@@ -312,8 +320,8 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&file_system) && !is_device(path) {
         return refused(
             path,
-            "it is on a file system in memory, which would hold the state in the memory that it is to \
-                              spare; choose a folder on a disk",
+            "it is on a file system in memory, which would hold the state in the memory that offloading \
+                              spares; choose a folder on a disk",
         );
     }
     Ok(())
@@ -323,7 +331,7 @@ fn is_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Why nothing is resumed from an empty file: whoever lost a store must not begin another one unawares.
+/// Returns the error for resuming from an empty file: a user whose store was lost must not begin a new one unawares.
 pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     let bytes = fs::metadata(path).map_or(0, |there| there.len());
     let found = if bytes == 0 { "it has no bytes".into() } else { format!("its {bytes} bytes begin and end in zeros") };
@@ -334,6 +342,7 @@ pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     Err(Error::corrupt(path, "the store", (0, bytes), why))
 }
 
+/// Returns [`Error::Refused`].
 pub(crate) fn refused<T>(path: &Path, why: &str) -> Result<T> {
     Err(Error::Refused { path: Arc::from(path), why: why.into() })
 }

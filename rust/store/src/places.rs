@@ -1,4 +1,7 @@
-//! Computes where labels, roots and what the roots name lie, on any number of devices.
+//! Computes the offsets of labels, roots and the areas that the roots name, on any number of devices.
+//!
+//! [Note: Rows] A row is one stripe of each device; with one device, a page. The first labels take the first row, one
+//! at the beginning of each device. The second labels are in the last row, one at the end of each device.
 
 use std::{
     fs::File,
@@ -8,10 +11,10 @@ use std::{
 
 use crate::{Error, Result, fields::Malformed, layout::PAGE_BYTES};
 
-/// No volume is larger; leaves room for sums.
+/// The limit of offsets in a volume. Sums of a few offsets below it do not overflow.
 const STORE_BYTES_MAX: u64 = 1 << 60;
 
-/// The devices below, as far as placement depends on them.
+/// The number of devices and the stripe size: all that offsets depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Devices {
     pub(crate) count: u32,
@@ -19,28 +22,28 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// Where the label of device `index` lies: at the beginning of that device.
+    /// Returns the offset in the volume of the first label of device `index`: the beginning of that device.
     pub(crate) fn label_offset(self, index: u32) -> u64 {
         u64::from(index) * self.stripe_bytes
     }
 
-    /// Where root `slot` lies.
+    /// Returns the offset of the page of root `slot`, 0 or 1.
     pub(crate) fn root_offset(self, slot: u64) -> u64 {
         self.row_bytes() + slot * PAGE_BYTES
     }
 
-    /// Where what follows the roots begins.
+    /// Returns the offset of the first page behind the roots.
     pub(crate) fn first_offset(self) -> u64 {
         self.row_bytes() + 2 * PAGE_BYTES
     }
 
-    /// Bytes of the volume that are one stripe of each device: what the labels take, too.
+    /// Returns the bytes of a row. See [Note: Rows].
     fn row_bytes(self) -> u64 {
         if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
     }
 
-    /// Where the second label of device `index` lies in a volume of so many bytes: in the last page of its last stripe.
-    /// `None` where there is no room for one.
+    /// Returns the offset of the second label of device `index` in a volume of `volume_bytes`: the last page of the
+    /// device's last stripe. `None` if the volume has only the row of the first labels.
     pub(crate) fn second_label_offset(self, volume_bytes: u64, index: u32) -> Option<u64> {
         let row = self.row_bytes();
         let last = (volume_bytes / row).checked_sub(1).filter(|&last| last > 0)? * row;
@@ -51,24 +54,25 @@ impl Devices {
         })
     }
 
-    /// Bytes of a volume that holds what ends at `end`, and the second labels after that.
+    /// Returns the smallest size of a volume whose second labels all lie behind `end`. Their row may also hold bytes
+    /// before `end`, in front of the label of device 0.
     pub(crate) fn with_second_labels(self, end: u64) -> u64 {
         let row = self.row_bytes();
         let before = if self.count == 1 { 0 } else { self.stripe_bytes - PAGE_BYTES };
         (end.saturating_sub(before).div_ceil(row) + 1) * row
     }
 
-    /// What a volume of so many bytes holds before its second labels.
+    /// Returns the offset at which the row of the second labels begins in a volume of `volume_bytes`.
     pub(crate) fn before_second_labels(self, volume_bytes: u64) -> u64 {
         (volume_bytes / self.row_bytes()).saturating_sub(1) * self.row_bytes()
     }
 
-    /// Bytes of a volume that holds so many before its second labels.
+    /// Returns the smallest size of a volume whose row of second labels begins at `end` or behind it.
     pub(crate) fn with_second_labels_after(self, end: u64) -> u64 {
         (end.div_ceil(self.row_bytes()) + 1) * self.row_bytes()
     }
 
-    /// Bytes of the volume that existing files and devices make, none where one of them is not there.
+    /// Returns the size of the volume that existing files and devices make; 0 if any of them is missing.
     pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
         let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);
         let smallest = paths.iter().map(length).min().unwrap_or(0);
@@ -76,7 +80,7 @@ impl Devices {
         smallest / unit * self.row_bytes()
     }
 
-    /// Where a place of the volume is: which device, and where on it.
+    /// Converts an offset in the volume to a device and an offset on it.
     pub(crate) fn on_device(self, offset: u64) -> (u32, u64) {
         if self.count == 1 {
             return (0, offset);
@@ -86,7 +90,7 @@ impl Devices {
         ((stripe % count) as u32, stripe / count * self.stripe_bytes + within)
     }
 
-    /// Where a place of a device is in the volume.
+    /// Converts an offset on a device to an offset in the volume.
     pub(crate) fn in_volume(self, device: u32, offset: u64) -> u64 {
         if self.count == 1 {
             return offset;
@@ -96,7 +100,7 @@ impl Devices {
     }
 }
 
-/// Where each thing begins whose place the root names.
+/// The offsets of the areas that a root names. Pairs are slot 0 and slot 1, or the two copies of the description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Places {
     pub(crate) description: [u64; 2],
@@ -106,7 +110,7 @@ pub(crate) struct Places {
     pub(crate) spill: u64,
 }
 
-/// How long each of these is, in whole pages.
+/// The bytes of each area of [`Places`]: whole pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Lengths {
     pub(crate) description: u64,
@@ -117,7 +121,8 @@ pub(crate) struct Lengths {
 }
 
 impl Places {
-    /// One after the other from `first` on, the description's second copy at the end; and where that ends.
+    /// Places all areas one after the other from `first` on, the second copy of the description last. Also returns the
+    /// end.
     pub(crate) fn in_a_row(lengths: &Lengths, first: u64) -> Result<(Self, u64)> {
         let mut end = first;
         let mut next = |bytes: u64| -> Result<u64> {
@@ -136,7 +141,7 @@ impl Places {
         Ok((places, end))
     }
 
-    /// Every extent: where it begins, and its bytes.
+    /// Returns the offset and the bytes of every area.
     fn extents(&self, lengths: &Lengths) -> Vec<(u64, u64)> {
         let pairs = [
             (self.description, lengths.description),
@@ -148,7 +153,8 @@ impl Places {
         both.chain([(self.spill, lengths.spill)]).collect()
     }
 
-    /// Where the last extent ends; an error where they do not lie side by side behind the roots.
+    /// Returns the end of the last area. Fails if an area overlaps another, lies before `first`, is not aligned to a
+    /// page, or ends past the limit of offsets.
     pub(crate) fn end(&self, lengths: &Lengths, first: u64) -> std::result::Result<u64, Malformed> {
         let mut extents = self.extents(lengths);
         extents.sort_unstable();
@@ -157,17 +163,19 @@ impl Places {
             let after = at.checked_add(bytes).filter(|&after| after < STORE_BYTES_MAX);
             match after {
                 Some(after) if at.is_multiple_of(PAGE_BYTES) && (at >= end || bytes == 0) => end = end.max(after),
-                _ => return Err(format!("{bytes} bytes at offset {at} lie over what ends at {end}, or past all ends")),
+                _ => return Err(format!("{bytes} bytes at offset {at} overlap others up to {end}, or exceed limits")),
             }
         }
         Ok(end)
     }
 }
 
+/// Rounds bytes up to whole pages.
 pub(crate) fn paged(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE_BYTES)
 }
 
+/// Adds `bytes` to `sum`; fails if the sum reaches the limit of offsets.
 pub(crate) fn add(sum: &mut u64, bytes: u64) -> Result<()> {
     *sum = sum.checked_add(bytes).filter(|&sum| sum < STORE_BYTES_MAX).ok_or_else(too_large)?;
     Ok(())

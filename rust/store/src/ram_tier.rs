@@ -1,8 +1,10 @@
-//! Holds records in memory for as long as the store is open: their values, bound where they lie, and their state.
+//! Keeps records in RAM while the store is open: their values, with which modules compute in place, and their state.
 //!
-//! Each extent is in memory under the version of what it holds. Where storage has the newest version, too, what is staged
-//! replaces the extent in memory at once: a discard makes that stale, and [`Store::refresh`] reads it again. Where an
-//! update was applied in memory alone (`applied`), memory is the only copy, and nothing but an update writes to it.
+//! [Note: RAM tier versions] `Now::versions` states which version of each extent memory has. An extent is *fresh* if
+//! that is the newest version of its record, else *stale*. If storage has the newest version too, `Store::stage`
+//! replaces the extent in memory at once, under the version of the next commit; a discard makes it stale, and
+//! [`Store::refresh`] reads it again. If an update was applied in memory alone (`Slots::applied`), memory has the only
+//! copy of the newest version, and only further updates write to it.
 
 use std::{
     collections::BTreeMap,
@@ -21,40 +23,40 @@ use crate::{
     verify::in_flight,
 };
 
-/// Extents that are read at once where many are.
+/// Reads in flight at a time in [`Store::refresh`].
 const DEPTH: usize = 16;
 
-/// Memory in which some records are in RAM.
+/// The memory of the records that are kept in RAM.
 #[derive(Debug)]
 pub(crate) struct RamTier {
     memory: Shared,
     records: BTreeMap<usize, RamTierRecord>,
-    /// Where the values of each unit lie of which all records are in RAM.
+    /// The range in `memory` of the values of each unit whose records are all in RAM.
     units: BTreeMap<usize, Range<usize>>,
-    /// The process that has it: a forked child sees zeros there.
+    /// The process that allocated `memory`: a forked child sees zeros in it.
     maker: Maker,
 }
 
 #[derive(Debug)]
 struct RamTierRecord {
-    /// Where its values and its state begin in the memory.
+    /// Offsets of the values and of the state in `RamTier::memory`.
     values: usize,
     state: usize,
     now: Mutex<Now>,
 }
 
-/// What memory holds of a record. Whoever reads or writes that memory has this locked, but for those who compute with the
-/// values and for an update.
+/// The versions that memory has of a record. A thread that reads or writes the record's memory holds the lock of its
+/// `Now`, except modules that compute with the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
 #[derive(Debug)]
 pub(crate) struct Now {
-    /// The version of each extent; 0: nothing, or what is no version's.
+    /// The version of each extent; 0 if memory has none, or bytes of no version.
     pub(crate) versions: Box<[u64]>,
-    /// Of the values, where memory alone has them; otherwise the index knows.
+    /// The checksum of each chunk of values, if memory alone has the newest version; the index has the others.
     pub(crate) sums: Box<[u64]>,
 }
 
 impl Layout {
-    /// What it takes to hold a record: bytes of its values, and of its state.
+    /// Returns the bytes of memory that a record takes in the RAM tier: for its values, and for its state.
     #[must_use]
     pub fn ram_tier_bytes(&self, description: &Description, record: usize) -> (u64, u64) {
         let bytes = |extents: Range<u32>| extents.map(|extent| self.extent(description, record, extent).bytes()).sum();
@@ -64,8 +66,12 @@ impl Layout {
 }
 
 impl Store {
-    /// Holds records from now on, in memory of [`Layout::ram_tier_bytes`] for each; nothing is read now. What was in RAM before
-    /// is not any more. `keep_going` is asked while the memory is made, as by [`Region::interruptible`].
+    /// Allocates memory for `records`, [`Layout::ram_tier_bytes`] for each, and keeps them in RAM from then on,
+    /// instead of those that were kept before. Reads nothing: [`Store::refresh`] does. `keep_going` is called during
+    /// the allocation; see [`Region::interruptible`].
+    ///
+    /// # Errors
+    /// Fails if memory has the only copy of a record, the store is closed, or the memory cannot be allocated.
     pub fn hold(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
         if self.index.lock().has_applied() {
             return Err(Error::Usage(
@@ -91,14 +97,14 @@ impl Store {
             let now = Mutex::new(Now { versions, sums: vec![0; chunks].into() });
             ram_tier.insert(record, RamTierRecord { values: 0, state: 0, now });
         }
-        // The values of all of them, so that those of a unit lie as it is fetched; then their state.
+        // Place the values of all records first, so that those of a unit lie as in `Store::fetch`; then all state.
         let mut end = 0;
         for (&record, of_record) in &mut ram_tier {
             of_record.values = end;
             end += self.layout.ram_tier_bytes(&self.description, record).0 as usize;
         }
         let units = (0..self.description.units.len()).filter_map(|unit| {
-            // A record without values needs no place: whoever chooses what is in RAM may leave it out.
+            // A unit is complete without its records that have no values: the plan may leave them out of the RAM tier.
             let valued = |&record: &usize| self.layout.ram_tier_bytes(&self.description, record).0 > 0;
             let mut records = self.records_of(unit).filter(valued).peekable();
             let first = ram_tier.get(records.peek()?)?.values;
@@ -120,14 +126,14 @@ impl Store {
         Ok(Some(RamTier { memory, records: ram_tier, units, maker: Maker::here() }))
     }
 
-    /// Whether a record is in RAM.
+    /// True if a record is kept in RAM.
     #[must_use]
     pub fn is_in_ram(&self, record: usize) -> bool {
         self.ram_tier().is_some_and(|ram_tier| ram_tier.records.contains_key(&record))
     }
 
-    /// The values of a unit where they are in RAM, if all of its records are. [`Store::refresh`] says when they are those of
-    /// the last commit.
+    /// Returns the memory of a unit's values, if all of its records are in RAM. The memory has the values of the last
+    /// commit after [`Store::refresh`].
     #[must_use]
     pub fn ram_tier_unit(&self, unit: usize) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
@@ -135,13 +141,14 @@ impl Store {
         ram_tier.memory.part(range.start, range.len())
     }
 
-    /// Counts what made extents in memory stale. As long as the count stays, an extent that is fresh stays fresh.
+    /// Returns the count of events that made extents in memory stale. A fresh extent stays fresh until the count
+    /// changes.
     #[must_use]
     pub fn ram_tier_epoch(&self) -> u64 {
         self.index.lock().ram_tier_epoch
     }
 
-    /// Says that the values of a record in memory are not those of its version any more: somebody wrote to them.
+    /// Marks the values of a record in memory as stale, because something wrote to them in place.
     pub fn spoil(&self, record: usize) {
         if let Some(of_record) = self.ram_tier().as_ref().and_then(|ram_tier| ram_tier.records.get(&record)) {
             let mut now = locked(&of_record.now);
@@ -152,8 +159,8 @@ impl Store {
         }
     }
 
-    /// Reads what is in RAM of some records, and is stale, from storage. `progress` gets bytes done and of all, and ends
-    /// it by `false`.
+    /// Reads the stale extents of `records` from storage into the RAM tier. Rebuilds chunks that only memory had from
+    /// the log. `progress` receives the bytes done and the total, and returns `false` to stop.
     pub fn refresh(&self, records: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(ram_tier) = self.ram_tier() else { return Ok(()) };
         let (mut stale, mut lost) = (Vec::new(), Vec::new());
@@ -166,7 +173,7 @@ impl Store {
             let now = locked(&of_record.now);
             let extents = (0..).zip(&now.versions).filter(|&(_, &has)| has != version).map(|(extent, _)| extent);
             if alone {
-                // The state is as it was: somebody wrote to values.
+                // Only values can be stale here: modules and users have no access to the state.
                 let chunks: Vec<u32> = extents.filter(|&extent| extent < self.layout.chunks_of(record)).collect();
                 lost.extend((!chunks.is_empty()).then_some((record, chunks)));
             } else {
@@ -190,16 +197,18 @@ impl Store {
             let (_, version) = read.wait()?;
             locked(&ram_tier.records[&record].now).versions[extent as usize] = version;
             done += bytes;
-            if progress(done, all) { Ok(()) } else { Err(Error::Interrupted("reading what is in RAM")) }
+            if progress(done, all) { Ok(()) } else { Err(Error::Interrupted("reads of records kept in RAM")) }
         })
     }
 
-    /// That values in memory, the only ones, were written to; or are another process's.
+    /// Returns the error for a record whose only copy, in memory, was written to, or is in the memory of the process
+    /// that this one was forked from.
     pub(crate) fn lost(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.maker.is_elsewhere()) {
             return Error::Usage(format!(
-                "{name:?} is in the memory of the process that opened the store, and this one was forked from it: use it there"
+                "{name:?} is in the memory of the process that opened the store, and this one was forked from that: \
+                 use it there"
             ));
         }
         Error::Usage(format!(
@@ -208,8 +217,8 @@ impl Store {
         ))
     }
 
-    /// Copies an extent that is in RAM in this version to `into`, which has its size and which nothing uses; `false` where it
-    /// is not in RAM.
+    /// Copies an extent from the RAM tier to `into`, which must have its size and not be in use elsewhere. Returns
+    /// `false`, and copies nothing, if memory does not have the extent in this version.
     pub(crate) fn copy_in_ram(
         &self,
         ram_tier: Option<&RamTier>,
@@ -228,14 +237,16 @@ impl Store {
         }
         let from = ram_tier.part(self, record, extent);
         assert_eq!(into.len(), from.len(), "room of another size than the extent");
-        // SAFETY: both have room for the extent; the memory is the lock's holder's, and `into` the caller's.
+        // SAFETY: `from` and `into` have the same length, asserted above, and do not overlap. The caller owns `into`.
+        // The lock on `Now` excludes other copies, and `announce` lets no update of `from` begin under the caller's
+        // `Hold`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         self.counters.took_in_ram(into.len() as u64);
         true
     }
 
-    /// Holds an extent that is written now, if its record is one that is in RAM; not where memory has the only copy of what it
-    /// replaces.
+    /// Copies the bytes of an extent that is being staged to the RAM tier, under `version`. Does nothing if the record
+    /// is not in RAM, or if memory has the only copy of the version that the bytes would replace.
     pub(crate) fn keep(&self, ram_tier: Option<&RamTier>, (record, extent): (usize, u32), version: u64, bytes: &[u8]) {
         let Some((ram_tier, of_record)) =
             ram_tier.and_then(|ram_tier| Some((ram_tier, ram_tier.records.get(&record)?)))
@@ -248,17 +259,18 @@ impl Store {
         let mut now = locked(&of_record.now);
         let into = ram_tier.part(self, record, extent);
         assert_eq!(bytes.len(), into.len(), "an extent of another size");
-        // SAFETY: as above.
+        // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on `Now`
+        // excludes other copies, and the engine stages records in RAM only when it finishes a step: no module computes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.as_ptr().as_ptr(), bytes.len()) };
         now.versions[extent as usize] = version;
     }
 
-    /// Where records are kept now. Nowhere in a forked child, which reads storage then, and is refused.
+    /// Returns the RAM tier, if there is one. Returns `None` in a forked child, which cannot see its memory.
     pub(crate) fn ram_tier(&self) -> Option<Arc<RamTier>> {
         self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }
 
-    /// That an extent of values in memory is what its version was left as.
+    /// Checks that a chunk of values in memory has the bytes of its version; marks the values as stale if not.
     pub(crate) fn check_in_ram(&self, ram_tier: &RamTier, record: usize, chunk: u32) -> Result<()> {
         let number = (self.layout.record(record).first_extent + chunk) as usize;
         let (version, stored) = {
@@ -277,6 +289,7 @@ impl Store {
         Err(self.written_in_place(record))
     }
 
+    /// Returns the error for values in memory that were written to in place.
     pub(crate) fn written_in_place(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         Error::Usage(format!(
@@ -285,7 +298,8 @@ impl Store {
         ))
     }
 
-    /// An extent that is read from memory, checked as one that is read from storage where that has it, too.
+    /// Checks an extent that was copied from memory against the checksum of the slot; skips the check if memory has
+    /// the only copy of this version.
     pub(crate) fn check_copy(&self, hold: &Hold<&Self>, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         if hold.alone || hold.check(extent, bytes, place).is_ok() {
             return Ok(());
@@ -296,7 +310,7 @@ impl Store {
 }
 
 impl RamTier {
-    /// The memory of an extent.
+    /// Returns the memory of an extent of a record that is in RAM.
     pub(crate) fn part(&self, store: &Store, record: usize, extent: u32) -> Shared {
         let (of_record, laid) = (&self.records[&record], store.layout.record(record));
         let extent: Extent = store.layout.extent(&store.description, record, extent);
@@ -308,14 +322,15 @@ impl RamTier {
         part.unwrap_or_else(|| unreachable!("room was made for every extent of what is in RAM"))
     }
 
-    /// What memory holds of a record.
+    /// Locks the versions that memory has of a record.
     pub(crate) fn now(&self, record: usize) -> MutexGuard<'_, Now> {
         locked(&self.records[&record].now)
     }
 }
 
 impl Index {
-    /// Says that what is in memory of a record may be of a version that is not live: one that is staged, or was.
+    /// Increments `ram_tier_epoch` if the record is in RAM: memory may have it in a version that is staged, or that was
+    /// discarded.
     pub(crate) fn note_stale(&mut self, record: usize) {
         if self.ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.records.contains_key(&record)) {
             self.ram_tier_epoch += 1;

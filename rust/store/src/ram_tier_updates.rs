@@ -1,7 +1,8 @@
-//! Applies updates to records in RAM once a commit has made them; `close` writes these records.
+//! Applies updates to records in RAM after their commit, and writes these records to storage when the store is closed.
 //!
-//! An update is announced before its commit, and applied after it. Then memory has the only copy of the record until
-//! [`Store::write_applied`] writes that to the slot that is not live.
+//! The engine announces an update before its commit ([`Store::announce`]), and applies it to memory after the commit
+//! ([`Store::application`]). From then on memory has the only copy of the record's newest version, until
+//! [`Store::write_applied`] or a snapshot writes that to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -15,10 +16,12 @@ use crate::{
     ram_tier::RamTier,
 };
 
-/// Extents that are written at once.
+/// Writes in flight at a time in `stage_applied`.
 const DEPTH: usize = 16;
 
-/// A record whose update a commit has made, and which is in memory as it was before: whoever has this applies it.
+/// An update that is committed and that memory does not have yet. The owner applies it: updates the memory of each
+/// chunk ([`InMemoryUpdate::part`]), calls [`InMemoryUpdate::chunk_applied`] for it, and [`InMemoryUpdate::applied`]
+/// at the end.
 pub struct InMemoryUpdate<'a> {
     store: &'a Store,
     ram_tier: Arc<RamTier>,
@@ -27,19 +30,20 @@ pub struct InMemoryUpdate<'a> {
 }
 
 impl Store {
-    /// Whether updates of records in RAM are applied in memory: where nothing is to be durable before the end.
+    /// True if updates of records in RAM are applied in memory without a log: with [`Durability::None`].
     #[must_use]
     pub fn applies(&self) -> bool {
         self.durability == Durability::None
     }
 
-    /// Announces that the next commit makes update number `step` of a record in RAM, which is applied after it. What is stale
-    /// in memory is read; reads of the record that are open are waited for. Again is fine.
+    /// Announces update number `step` of a record in RAM: the next commit includes it, and the caller applies it to
+    /// memory after that. Reads stale extents of the record first, and waits until all open reads of the record end.
+    /// May be called again before the commit.
     pub fn announce(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.refresh(&[record], &mut |_, _| true)?;
         let free = |index: &Index| index.records[record].reads == [0, 0] || index.writable().is_err();
-        let mut index = self.when_read(wait, "the end of reads of what is in RAM", free)?;
+        let mut index = self.when_read(wait, "the end of reads of a record in RAM", free)?;
         index.writable()?;
         let slots = &mut index.records[record];
         slots.pending = match slots.pending {
@@ -53,7 +57,7 @@ impl Store {
         Ok(())
     }
 
-    /// Checks that nobody wrote to a chunk of the values of a record in RAM.
+    /// Checks that a chunk of values of a record in RAM was not written to in place since its last update.
     pub fn check_values(&self, record: usize, chunk: u32) -> Result<()> {
         match self.ram_tier() {
             Some(ram_tier) => self.check_in_ram(&ram_tier, record, chunk),
@@ -61,21 +65,21 @@ impl Store {
         }
     }
 
-    /// The memory of an extent that is in RAM.
+    /// Returns the memory of an extent; `None` if its record is not in RAM.
     #[must_use]
     pub fn ram_tier_extent(&self, record: usize, extent: u32) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
         (self.is_in_ram(record) && extent < self.layout.extents_of(record)).then(|| ram_tier.part(self, record, extent))
     }
 
-    /// The update of a record that was announced, once its commit was made.
+    /// Returns the update of a record that was announced and committed, for the caller to apply.
     pub fn application(&self, record: usize) -> Result<InMemoryUpdate<'_>> {
         let version = self.record_state(record)?.version;
-        let ram_tier = self.ram_tier().ok_or_else(|| Error::Usage("nothing is in RAM".into()))?;
+        let ram_tier = self.ram_tier().ok_or_else(|| Error::Usage("no record is kept in RAM".into()))?;
         Ok(InMemoryUpdate { store: self, ram_tier, record, version })
     }
 
-    /// Says that an update could not be applied: what memory has of it is of no step.
+    /// Reports that applying an update failed, so that memory has a mix of two steps: the store stages nothing more.
     pub fn fail_application(&self, record: usize, why: &str) {
         let name = &self.description.records[record].name;
         let error = Error::Usage(format!(
@@ -90,9 +94,9 @@ impl Store {
         self.index.notify_all();
     }
 
-    /// Writes the records of which memory has the newest copy, and commits that as a part of the last step; the log ends
-    /// with it. What else is staged is dropped. `progress` gets bytes done and of all, and ends it by `false`; called
-    /// again, it goes on where it was.
+    /// Writes each record whose newest version only memory has, and commits these writes as a part of the last step,
+    /// which also ends the log. Discards everything else that is staged. `progress` receives the bytes done and the
+    /// total, and returns `false` to stop; the next call continues where this one stopped.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = {
             let index = self.index.lock();
@@ -106,7 +110,7 @@ impl Store {
         self.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)
     }
 
-    /// Stages the records of which memory has the newest copy.
+    /// Stages each record whose newest version only memory has.
     fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let alone: Vec<usize> = {
             let index = self.index.lock();
@@ -134,7 +138,7 @@ impl Store {
                     write.wait()?;
                     done += nbytes;
                     if !progress(done, all) {
-                        return Err(Error::Interrupted("writing what is in RAM"));
+                        return Err(Error::Interrupted("writes of records kept in RAM"));
                     }
                 }
                 flying.push_back((self.stage_in_ram(record, extent)?, nbytes));
@@ -143,7 +147,7 @@ impl Store {
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Forgets what is staged, but for snapshots of what memory has.
+    /// Discards everything that is staged except snapshots; these keep the current memory, without an announced update.
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
@@ -158,22 +162,23 @@ impl Store {
         Ok(())
     }
 
-    /// Whether all of a record is staged from memory.
+    /// True if every extent of a record is staged from memory.
     fn is_written(&self, record: usize) -> bool {
         let slots = &self.index.lock().records[record];
         slots.pending.is_snapshot() && slots.missing == 0
     }
 
-    /// Gives up what only memory has, where it has something: nothing is committed any more, and the store stays unclosed,
-    /// which whoever opens it is told.
+    /// Abandons the versions that only memory has, if any: nothing can be committed from then on. The store stays
+    /// unclosed, and the next opening reports that.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
         if index.has_applied() {
-            index.break_by(Arc::new(Error::Usage("what only memory had was given up as it was closed".into())));
+            index.break_by(Arc::new(Error::Usage("updates that only memory had were abandoned at the close".into())));
         }
     }
 
-    /// Before the end: writes what only memory has, and makes it durable.
+    /// Writes each record whose newest version only memory has, and commits these writes in memory. `Store::close`, the
+    /// caller, makes that commit durable.
     pub(crate) fn close_applied(&self) -> Result<()> {
         let step = Some(self.index.lock()).filter(|index| index.has_applied()).map(|index| index.step);
         if let Some(step) = step {
@@ -185,19 +190,19 @@ impl Store {
 }
 
 impl InMemoryUpdate<'_> {
-    /// The memory of an extent, which is the caller's until [`InMemoryUpdate::applied`].
+    /// Returns the memory of an extent. Only the caller may use it until [`InMemoryUpdate::applied`].
     #[must_use]
     pub fn part(&self, extent: u32) -> Shared {
         self.ram_tier.part(self.store, self.record, extent)
     }
 
-    /// A chunk was updated, values and state.
+    /// Notes the checksum of a chunk whose values and state the caller has updated.
     pub fn chunk_applied(&self, chunk: u32) {
         let sum = self.store.sum_of(self.record, chunk, self.version, bytes_of(&self.part(chunk)));
         self.ram_tier.now(self.record).sums[chunk as usize] = sum;
     }
 
-    /// All of it was.
+    /// Notes that every chunk was updated: memory has the record's newest version.
     pub fn applied(self) {
         self.ram_tier.now(self.record).versions.fill(self.version);
     }

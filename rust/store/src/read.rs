@@ -1,19 +1,19 @@
-//! Reads live slots extent by extent, every byte checked before it is handed over.
+//! Reads live slots extent by extent; checks every byte before it returns an extent.
 
 use std::ops::Range;
 
 use crate::{Buffer, Error, Result, Store, Transfer, buffer::bytes_of, holds::Hold, layout::Extent, ram_tier::RamTier};
 
-/// Where an extent comes from.
+/// The source of an extent.
 enum Source<B: Buffer> {
     Storage(Transfer<B>),
-    /// It was kept in RAM, and is here.
+    /// The RAM tier: the buffer has the extent already.
     Memory(B),
 }
 
-/// An extent that is being read.
+/// The read of an extent. Dropping it waits for the device.
 pub struct ExtentRead<'a, B: Buffer> {
-    // Dropped in this order: the slot is held until the device is done.
+    // Fields are dropped in this order: `hold` keeps the slot until the device is done with `source`.
     source: Source<B>,
     hold: Hold<&'a Store>,
     extent: u32,
@@ -21,7 +21,10 @@ pub struct ExtentRead<'a, B: Buffer> {
 }
 
 impl Store {
-    /// Begins to read a live extent into a buffer of whole pages; from memory, where it is in RAM.
+    /// Begins to read a live extent into a buffer of its whole pages, or copies it from memory if it is in RAM.
+    ///
+    /// # Errors
+    /// Fails if the live slot lacks gradients of the log, or an update that is deferred and not settled.
     pub fn read<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let read = self.read_from(self.ram_tier().as_deref(), record, extent, buffer)?;
         if matches!(read.source, Source::Storage(_)) {
@@ -30,14 +33,16 @@ impl Store {
         Ok(read)
     }
 
+    /// Returns the error for reading a record whose live slot lacks gradients of the log.
     pub(crate) fn not_applied(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         Error::Usage(format!(
-            "the newest state of {name:?} is what its slot holds and then the gradients of the log: replay that first"
+            "the newest state of {name:?} is its slot with the gradients of the log applied: replay the log first"
         ))
     }
 
-    /// As [`Store::read`], from storage alone where nothing is in RAM.
+    /// As [`Store::read`], from the RAM tier `memory` if that has the extent. Does not check that the slot is the
+    /// newest state.
     pub(crate) fn read_from<B: Buffer>(
         &self,
         memory: Option<&RamTier>,
@@ -58,7 +63,7 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    /// Begins to read an extent of a record as its live slot has it, without what memory or the log has that is newer.
+    /// Begins to read an extent from the live slot of a record, even if memory or the log has a newer version of it.
     pub fn read_slot<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let layout = self.fitting_extent(record, extent, buffer.len())?;
         let hold = Hold::stored(self, &mut self.index.lock(), record, extent..extent + 1);
@@ -67,7 +72,7 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    /// Where an extent of a record lies that a buffer of so many bytes is for.
+    /// Returns the place of an extent. Fails if the record has no such extent, or the extent has not `nbytes` bytes.
     pub(crate) fn fitting_extent(&self, record: usize, extent: u32, nbytes: usize) -> Result<Extent> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -85,7 +90,8 @@ impl Store {
         Ok(layout)
     }
 
-    /// Whether a buffer of whole pages holds a live extent, bit for bit, as if it had been read just now.
+    /// True if a buffer has the bytes of a live extent, by its checksum. False if the slot lacks an update of its
+    /// record.
     pub fn holds(&self, record: usize, extent: u32, buffer: &impl Buffer) -> Result<bool> {
         self.known(record)?;
         if extent >= self.layout.extents_of(record) {
@@ -105,7 +111,7 @@ impl Store {
         Ok(buffer.len() as u64 == place.bytes() && self.sum_of(record, extent, version, bytes_of(buffer)) == wanted)
     }
 
-    /// The records of a unit.
+    /// Returns the range of the records of a unit.
     #[must_use]
     pub fn records_of(&self, unit: usize) -> Range<usize> {
         let records = &self.description.records;
@@ -115,19 +121,19 @@ impl Store {
 }
 
 impl<B: Buffer> ExtentRead<'_, B> {
-    /// Whether the device is done with it.
+    /// True if the device is done with the read, or none was needed.
     #[must_use]
     pub fn is_done(&self) -> bool {
         !matches!(&self.source, Source::Storage(transfer) if !transfer.is_done())
     }
 
-    /// Bytes that come from storage: all of it, or none where it was in RAM.
+    /// Returns the bytes that are read from storage: all of the extent, or 0 if it was copied from RAM.
     #[must_use]
     pub fn storage_bytes(&self) -> u64 {
         if matches!(self.source, Source::Storage(_)) { self.place.1 } else { 0 }
     }
 
-    /// Waits, checks, and gives the buffer and the version that it holds.
+    /// Waits for the device, checks the extent, and returns the buffer and the version of its content.
     pub fn wait(self) -> Result<(B, u64)> {
         let Self { source, hold, extent, place } = self;
         let buffer = match source {

@@ -1,4 +1,4 @@
-//! Reads the log: the chain of heads that a root names, and the gradients that live slots lack.
+//! Reads the log: the chain of heads that starts at a root, and the gradients that live slots lack.
 
 use std::{
     collections::BTreeMap,
@@ -22,18 +22,19 @@ use crate::{
     verify::{DEPTH, in_flight},
 };
 
-/// Gradients that were committed and that live slots lack, as the store was found.
+/// The committed gradients that live slots lack, in the heads of the log.
 #[derive(Debug, Default)]
 pub struct Replay {
-    /// The oldest first.
+    /// Heads from the oldest to the newest.
     heads: Vec<Head>,
-    /// Of each record: which heads, and which of their logged gradients.
+    /// For each record, the gradients that its slot lacks: index in `heads`, and index in the head's
+    /// `logged_gradients`.
     records: BTreeMap<usize, Vec<(usize, usize)>>,
-    /// Whether all of it, and what it is applied to, was found whole.
+    /// True once these gradients, and the slots that they are applied to, were verified.
     checked: AtomicBool,
 }
 
-/// A chunk of a gradient that is being read from the log. Dropping it waits.
+/// The read of a chunk of a logged gradient. Dropping it waits for the device.
 pub struct LoggedRead<'a, B: Buffer> {
     store: &'a Store,
     transfer: Transfer<B>,
@@ -44,6 +45,8 @@ pub struct LoggedRead<'a, B: Buffer> {
 }
 
 impl Replay {
+    /// Selects from `heads` the gradients that the live slots of `index` lack: those of a head at least as new as the
+    /// slot.
     fn of_heads(heads: Vec<Head>, index: &Index) -> Self {
         let mut records: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for (number, head) in heads.iter().enumerate() {
@@ -65,18 +68,18 @@ impl Replay {
         self.checked.store(true, Relaxed);
     }
 
-    /// The records that lack gradients.
+    /// Yields the records whose live slots lack gradients.
     pub fn records(&self) -> impl Iterator<Item = usize> + '_ {
         self.records.keys().copied()
     }
 
-    /// The steps that are in the log, the oldest first.
+    /// Returns the heads of the steps in the log, from the oldest to the newest.
     #[must_use]
     pub fn heads(&self) -> &[Head] {
         &self.heads
     }
 
-    /// What a record lacks, in the order in which it is applied to what its live slot holds.
+    /// Yields the gradients that the live slot of a record lacks, each with its head, in the order of application.
     pub fn of(&self, record: usize) -> impl Iterator<Item = (&Head, &LoggedGradient)> + '_ {
         let places = self.records.get(&record).into_iter().flatten();
         places.map(|&(head, logged)| (&self.heads[head], &self.heads[head].logged_gradients[logged]))
@@ -84,14 +87,15 @@ impl Replay {
 }
 
 impl Store {
-    /// What has to be applied before anything else, where the store was found with a log: staging each of its records
-    /// whole, with the gradients applied, and committing that ends it.
+    /// Returns the log that the store was opened with, until it is ended. To end it, the caller stages each of its
+    /// records whole with the gradients applied, and commits that, before it stages anything else.
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
         self.index.lock().log.found.clone()
     }
 
-    /// Begins to read a chunk of a gradient, of a head of [`Store::pending_replay`], into a buffer of whole pages.
+    /// Begins to read a chunk of a logged gradient of `head`, a head of [`Store::pending_replay`], into a buffer of
+    /// its whole pages.
     pub fn read_logged<'a, B: Buffer>(
         &'a self,
         head: &Head,
@@ -113,7 +117,10 @@ impl Store {
         Ok(LoggedRead { store: self, transfer, generation: head.generation, step: head.step, logged, chunk })
     }
 
-    /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
+    /// Reads and checks every gradient that live slots lack. Opening the store has checked the heads.
+    ///
+    /// `keep_going` is called after each chunk and returns `false` to stop. `damaged` receives the error of each chunk
+    /// that is not whole, and returns an error to stop.
     pub(crate) fn verify_log(
         &self,
         keep_going: &mut dyn FnMut() -> bool,
@@ -145,7 +152,8 @@ impl Store {
         Ok(done)
     }
 
-    /// Takes what a root, whose table was loaded, says of the log: every head that it needs, and which gradients are.
+    /// Loads the log that a root names: reads its heads, and finds the gradients that live slots lack. The root's
+    /// table must be loaded.
     pub(crate) fn load_log(&self, root: &Root) -> Result<()> {
         let said = root.log;
         if said == crate::root::LogFields::default() {
@@ -176,7 +184,7 @@ impl Store {
             }
         }
         let heads = &replay.heads;
-        // Positions as they would have come, had the log begun with the oldest of them.
+        // Ring positions are not stored: count them from the start of the oldest head.
         let mut since = heads.first().map_or(0, |head| head.start - ring.offset);
         for head in heads {
             since = ring.position(since, head.start).unwrap_or(since);
@@ -196,7 +204,7 @@ impl Store {
         Ok(())
     }
 
-    /// What live slots lack now of what was committed, read from the log.
+    /// Reads the log of the last commit, and returns the gradients that live slots lack.
     pub(crate) fn committed_log(&self) -> Result<Replay> {
         let (generation, head, ring) = {
             let index = self.index.lock();
@@ -206,7 +214,8 @@ impl Store {
         Ok(Replay::of_heads(heads, &self.index.lock()))
     }
 
-    /// The heads that a commit needs whose newest lies there, the oldest first.
+    /// Follows the chain of heads back from the newest head, at `place` (offset, checksum), to the oldest one that it
+    /// needs; returns them from the oldest to the newest. `newest` is the generation of the commit.
     fn chain(&self, newest: u64, mut place: (u64, u64), ring: Ring) -> Result<Vec<Head>> {
         let mut heads: Vec<Head> = Vec::new();
         loop {
@@ -231,6 +240,7 @@ impl Store {
         }
     }
 
+    /// Reads a head, checks its checksum, and checks that the gradients that it names fit the store.
     fn head_at(&self, (offset, sum): (u64, u64), ring: Ring) -> Result<Head> {
         let corrupt = |nbytes: u64, why: String| self.corrupt("the head of a step of the log", (offset, nbytes), why);
         let end = ring.offset + ring.bytes;
@@ -268,13 +278,13 @@ impl Store {
     }
 }
 
-/// A head in words.
+/// Describes a head in an error.
 fn named(head: &Head) -> String {
     format!("the head of step {} of the log", head.step)
 }
 
 impl<B: Buffer> LoggedRead<'_, B> {
-    /// Waits, checks, and gives the buffer.
+    /// Waits for the device, checks the chunk, and returns the buffer.
     pub fn wait(self) -> Result<B> {
         let Self { store, transfer, generation, step, logged, chunk } = self;
         let buffer = transfer.wait()?;

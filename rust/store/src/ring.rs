@@ -1,10 +1,11 @@
-//! Places logged gradients one after the other in a ring of storage, each in one piece, and none over what is still needed.
+//! Places the gradient chunks and heads of the log one after the other in a ring of storage: each in one piece, and
+//! none over bytes that are still needed.
 //!
-//! A *position* counts the bytes from the ring's beginning, round after round, and never falls.
+//! A *position* counts bytes from the ring's beginning, round after round, so it only grows.
 
 use crate::layout::PAGE_BYTES;
 
-/// Where the ring lies; no bytes where there is none.
+/// Offset and bytes of the ring in the volume; 0 bytes if the store has no log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Ring {
     pub(crate) offset: u64,
@@ -12,12 +13,13 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// Where a position lies in the volume.
+    /// Converts a position to an offset in the volume.
     pub(crate) fn place(self, position: u64) -> u64 {
         self.offset + position % self.bytes
     }
 
-    /// The first position from `next` on where `bytes` lie in one piece, if what begins at `oldest` stays whole.
+    /// Returns the first position at or after `next` where `bytes` fit in one piece; `None` if they are more than the
+    /// ring, or would overwrite bytes at or after the position `oldest`.
     pub(crate) fn fit(self, oldest: u64, next: u64, bytes: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         if bytes > self.bytes {
@@ -28,20 +30,21 @@ impl Ring {
         (at + bytes - oldest <= self.bytes).then_some(at)
     }
 
-    /// The first position from `since` on that lies at a place of the volume; `None` if that is not in the ring.
+    /// Returns the first position at or after `since` whose offset in the volume is `place`; `None` if `place` is not
+    /// in the ring.
     pub(crate) fn position(self, since: u64, place: u64) -> Option<u64> {
         let within = place.checked_sub(self.offset).filter(|&within| within < self.bytes)?;
         let before = since % self.bytes;
         Some(since + if within >= before { within - before } else { self.bytes - before + within })
     }
 
-    /// Bytes that hold `steps` steps, and one more that is being written, of so many bytes each, where nothing that lies
-    /// in one piece has more than `extent` bytes.
+    /// Returns the bytes of a ring for `steps` steps of at most `of_step` bytes each, and one more step that is being
+    /// written. `extent` is the size of the largest piece: the most that can be lost at the ring's end.
     pub(crate) fn bytes_for(steps: u64, of_step: u64, extent: u64) -> Option<u64> {
         steps.checked_add(1)?.checked_mul(of_step)?.checked_add(extent)
     }
 
-    /// The most steps that so many bytes hold, as [`Ring::bytes_for`] counts them.
+    /// Returns the most steps for which a ring of `bytes` suffices: the inverse of [`Ring::bytes_for`].
     pub(crate) fn steps_in(bytes: u64, of_step: u64, extent: u64) -> u64 {
         (bytes.saturating_sub(extent) / of_step.max(1)).saturating_sub(1)
     }
@@ -60,7 +63,7 @@ mod tests {
         assert_eq!(RING.fit(0, 0, 8 * page), Some(0));
         assert_eq!(RING.fit(0, page, 8 * page), None);
         assert_eq!(RING.fit(4 * page, 6 * page, 3 * page), Some(8 * page));
-        assert_eq!(RING.fit(4 * page, 6 * page, 4 * page + 1), None, "it would lie over the oldest");
+        assert_eq!(RING.fit(4 * page, 6 * page, 4 * page + 1), None, "it would overwrite the oldest bytes");
         assert_eq!(RING.place(8 * page), RING.offset);
     }
 
@@ -79,7 +82,7 @@ mod tests {
             let (mut next, mut starts) = (start * PAGE_BYTES, Vec::new());
             for _ in 0..30 {
                 starts.push(next);
-                // What the last `steps` steps began with stays whole while one more is written.
+                // The last `steps` steps stay whole while one more is written.
                 let oldest = starts[starts.len().saturating_sub(1 + usize::try_from(steps).unwrap_or(0))];
                 for nbytes in pages.iter().map(|pages| pages * PAGE_BYTES) {
                     let at = ring.fit(oldest, next, nbytes);

@@ -1,5 +1,8 @@
-//! Sizes the log and the second places of gradients, and schedules which records are written whole so that the log's room
-//! suffices.
+//! Sizes the log and the second places for spilled gradients, and schedules when each record is written whole.
+//!
+//! [Note: Turns] A record's gradients stay in the log until the record is written whole. Each record has a turn, 0 to
+//! `steps - 1`, and is written whole once in `steps` steps. Turns are balanced by bytes, and `steps` is chosen so that
+//! the ring has space for the gradients of that many steps.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -14,25 +17,28 @@ use crate::{
     ring::Ring,
 };
 
-/// What a step takes in a log, at most.
+/// The most bytes that a step takes in the log.
 #[derive(Debug, Clone, Copy)]
 struct StepBytes {
-    /// All of it.
+    /// All gradients and the head.
     all: u64,
-    /// The most of it that lies in one piece.
+    /// The largest piece: a chunk of a gradient, or the head.
     extent: u64,
+    /// The head alone.
     head: u64,
 }
 
 impl Description {
-    /// Bytes of a log in which each of these records is written whole every `steps` steps, with gradients of these dtypes.
+    /// Returns the bytes of a log for gradients of these records and dtypes, if each record is written whole every
+    /// `steps` steps.
     #[must_use]
     pub fn log_bytes(&self, records: &[(usize, Dtype)], steps: u32) -> u64 {
         let of_step = self.log_step(records, &[]);
         if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.extent).unwrap_or(u64::MAX) }
     }
 
-    /// Bytes of second places for spilled gradients, and of a log for the heads that name gradients of these records there.
+    /// Returns the bytes of second places for all spilled gradients, and of a log for heads that name gradients of the
+    /// records in `deferred`; 0 without such records.
     #[must_use]
     pub fn places_bytes(&self, deferred: &[usize]) -> u64 {
         let spilled: u64 = self.records.iter().filter_map(|one| Some(paged(one.elements() * one.spill?.bytes()))).sum();
@@ -40,7 +46,8 @@ impl Description {
         if deferred.is_empty() { 0 } else { spilled + Ring::bytes_for(1, of_step.all, of_step.extent).unwrap_or(0) }
     }
 
-    /// What a step takes with logged gradients of these records and dtypes, and with deferred updates of others.
+    /// Returns the most bytes of a step that logs gradients of `records` and defers updates of the records in
+    /// `deferred`.
     fn log_step(&self, records: &[(usize, Dtype)], deferred: &[usize]) -> StepBytes {
         let (mut all, mut extent) = (0, 0);
         for &(record, dtype) in records {
@@ -57,17 +64,20 @@ impl Description {
 }
 
 impl Store {
-    /// Bytes of a gradient in the log: whole pages.
+    /// Returns the bytes of a record's gradient in the log: whole pages.
     pub fn gradient_bytes(&self, record: usize, dtype: Dtype) -> Result<u64> {
         self.known(record)?;
         Ok(paged(self.description.records[record].elements() * dtype.bytes()))
     }
 
-    /// Makes room for a log of gradients of these records, in which each is written whole every `steps` steps; says how many
-    /// steps there is room for: fewer where that is all, and 0 where there is none, so that they have to be written whole
-    /// each step. Files grow by what is missing; a raw device has what lies behind the store.
+    /// Makes space for a log of gradients of these records, each of which is then written whole every `steps` steps.
     ///
-    /// What is in the log stays, and the room that it has. Second places ([`Store::keep_places`]) are made before.
+    /// Returns the number of steps that the log has space for, at most `steps`; 0 if there is no space, so that each
+    /// step must write the records whole. Files grow as needed; on a raw device, the log takes the space behind the
+    /// store.
+    ///
+    /// A log that is not empty keeps its content and its size. A caller that needs second places must call
+    /// [`Store::keep_places`] first.
     pub fn keep_log(&self, records: &[(usize, Dtype)], steps: u32) -> Result<u32> {
         if self.durability == Durability::None {
             return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
@@ -87,7 +97,7 @@ impl Store {
             let wanted = Ring::bytes_for(u64::from(steps), of_step, extent);
             let wanted = wanted.ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large")))?;
             let ring = self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?;
-            // Of deferred updates there are heads alone.
+            // Without space for gradients, keep the ring that `keep_places` made for heads of deferred updates.
             if ring.bytes == 0 && !deferred.is_empty() { self.index.lock().log.ring } else { ring }
         };
         let steps = Ring::steps_in(ring.bytes, of_step, extent).min(u64::from(steps)) as u32;
@@ -101,7 +111,7 @@ impl Store {
         if steps == 0 {
             return Ok(0);
         }
-        // The largest first, each to the turn that has the fewest bytes yet.
+        // Assign the largest record first, each to the turn with the fewest bytes so far. See [Note: Turns].
         let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(records.len());
         for &(record, dtype) in records {
             let (values, state) = self.layout.ram_tier_bytes(&self.description, record);
@@ -117,10 +127,11 @@ impl Store {
         Ok(steps)
     }
 
-    /// Makes second places for the spilled gradients of these records: their updates may be left to the next step from then
-    /// on ([`Store::append_spilled`]). `false`, and nothing is made, where there is no room: then they cannot.
+    /// Makes second places for spilled gradients, so that updates of the records in `deferred` can be deferred
+    /// ([`Store::append_spilled`]). Returns `false`, and changes nothing, if there is no space, the log is not empty,
+    /// or second places exist.
     ///
-    /// To be called once, where the log is empty, before [`Store::keep_log`].
+    /// Must be called before [`Store::keep_log`].
     pub fn keep_places(&self, deferred: &[usize]) -> Result<bool> {
         for &record in deferred {
             self.known(record)?;
@@ -146,7 +157,8 @@ impl Store {
         Ok(true)
     }
 
-    /// Room behind the store, of `wanted` bytes if they can be had; none where that is less than `least`.
+    /// Returns a ring behind the store, of `wanted` bytes or as many as the volume can grow to; an empty ring if they
+    /// are fewer than `least`.
     fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
         let devices = self.layout.devices;
         let second = if self.spill.has_places() { self.layout.spill_area_bytes() } else { 0 };
@@ -154,18 +166,18 @@ impl Store {
         let there = |size: u64| devices.before_second_labels(size).saturating_sub(offset);
         let mut bytes = there(self.volume.size_bytes());
         if bytes < wanted {
-            // As much of it as the file system has.
+            // Halve the size until the file system has the space.
             let mut tried = wanted;
             while tried > bytes && tried >= least {
                 if self.volume.grow(devices.with_second_labels_after(offset + tried))? {
-                    // Before anything else lies where they were.
+                    // The volume has a new end: write the second labels there before the log overwrites the old ones.
                     self.put_second_labels()?;
                     self.volume.flush(Wait::forever())?;
-                    // Nothing is repaired any more where they were.
+                    // Drop repairs of second labels at their old places, which now belong to the log.
                     self.note_damaged_copies()?;
                     break;
                 }
-                // The least of all is tried, too.
+                // Try `least` last.
                 tried = if tried > least { (tried / 2 / PAGE_BYTES * PAGE_BYTES).max(least) } else { 0 };
             }
             bytes = there(self.volume.size_bytes());
@@ -174,12 +186,12 @@ impl Store {
         Ok(if bytes < least { Ring::default() } else { Ring { offset, bytes } })
     }
 
-    /// What is in the log, as the last commit left it.
+    /// Returns size and content of the log at the last commit.
     #[must_use]
     pub fn log_state(&self) -> LogState {
         let index = self.index.lock();
         let live = &index.log.live;
-        // With durability "none" nothing is on storage but what was found there.
+        // With durability "none" storage has no log, except one that the store was opened with.
         let is_logged = self.durability == Durability::Step || index.log.found.is_some();
         let is_logged = is_logged && !live.ahead.is_empty();
         let (steps, records) = if is_logged { (live.heads.len(), live.ahead.len()) } else { (0, 0) };

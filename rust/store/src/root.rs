@@ -1,10 +1,9 @@
-//! The roots: two pages written in turn, each naming a whole table. The newest is the truth.
+//! Encodes and decodes roots: two pages written in turn, each of which names a whole table. The newest root counts.
 //!
-//! A root fills one sector, and stands in its page twice: in the first sector and in the last. A page that tore between
-//! sectors still has a whole one, and so does a page with a flipped bit; a page with none was damaged in two places.
-//!
-//! A page that holds no root has a mark in its place, and each root says what the other page held. So a page of zeros
-//! beside a root was lost, and the root in it may have been the newest.
+//! [Note: Root pages] A root fills one sector and is stored twice in its page: in the first sector and in the last. A
+//! page that was torn between sectors, or that has one flipped bit, still has a whole root; a page without a whole
+//! root was damaged in two places. A page without a root has a mark instead, and each root records what the other page
+//! held (`Root::beside`). So a page of zeros beside a root was lost, and the lost root may have been the newest.
 
 use crate::{
     checksum::{Subject, Uuid},
@@ -17,20 +16,20 @@ use crate::{
 
 const MAGIC: [u8; 8] = *b"mascrt02";
 const MAGIC_OF_MARK: [u8; 8] = *b"mascnone";
-/// Where a sector says what the other page held; what has no fixed length ends before.
+/// Offset of `beside` in a sector.
 const BESIDE_AT: usize = SECTOR_BYTES - 16;
-/// Where it has the identity of its commit and the rank, with the feature.
+/// Offset of the commit's identity, rank and number of ranks. The features, of variable length, end before it.
 const IDENTITY_AT: usize = BESIDE_AT - 24;
 
-/// A root.
+/// The fields of a root, which makes a commit valid. `docs/store-format.md` describes each.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Root {
     pub(crate) uuid: Uuid,
-    /// Counts commits from 1; its lowest bit says which slot root and table are in.
+    /// The number of the commit, from 1. Root and table are in slot `generation & 1`.
     pub(crate) generation: u64,
-    /// Steps were committed in memory since, and what it names may be overwritten: durability "none".
+    /// Commits in memory may follow and overwrite the extents that this root names: durability "none".
     pub(crate) is_unclosed: bool,
-    /// Flags that are not known here.
+    /// Flags that this version does not know.
     pub(crate) other_flags: u64,
     pub(crate) table_bytes: u64,
     pub(crate) table_checksum: u64,
@@ -40,57 +39,57 @@ pub(crate) struct Root {
     pub(crate) log: LogFields,
     pub(crate) run: Run,
     pub(crate) features: Vec<String>,
-    /// What the other page held when this was written.
+    /// The content of the other root page when this root was written.
     pub(crate) beside: Beside,
 }
 
-/// What the page of the other root holds.
+/// The content of the other root page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Beside {
-    /// The mark that there is no root.
+    /// A mark: no root.
     #[default]
     Mark,
-    /// The root of a generation.
+    /// The root of this generation.
     Root(u64),
 }
 
-/// What stands in a page.
+/// The content of a root page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Nothing was ever written there, or it was lost.
+    /// Zeros, an incomplete first write, or a page of another store.
     Blank,
     Mark,
     Root(Box<Root>),
 }
 
-/// The log of gradients that live slots lack; all zero without the feature.
+/// The place of the gradient log; all zero without the feature [`LOG`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct LogFields {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-    /// Its newest head.
+    /// Offset and checksum of the newest head.
     pub(crate) head_offset: u64,
     pub(crate) head_checksum: u64,
 }
 
-/// Which run of several ranks a commit belongs to, and which rank's store it is in; all zero where it belongs to none.
+/// The run of several ranks that a commit belongs to, and the rank of the store; all zero without such a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
-    /// The same in the stores of all ranks.
+    /// The id of the run, equal in the stores of all ranks.
     pub id: [u8; 16],
-    /// The number of the commit that all ranks share; generations differ.
+    /// The number of the commit, equal on all ranks; their generations differ.
     pub commit: u64,
-    /// What tells the commit from that of the same number in another continuation of the run; the same on all ranks.
+    /// Distinguishes the commit from one of the same number in another continuation of the run; equal on all ranks.
     pub identity: [u8; 16],
-    /// The rank that has the store. Its remainder by `ranks` says which rows those are.
+    /// The rank that owns the store. The store has the rows of shard `rank % ranks`.
     pub rank: u32,
-    /// The number of ranks that divide the rows: of all, or of a replica.
+    /// The number of ranks that the rows are sharded over: all ranks, or those of one replica.
     pub ranks: u32,
 }
 
-/// The flag of a root that [`Root::is_unclosed`].
+/// The flag for [`Root::is_unclosed`].
 const UNCLOSED: u64 = 1;
-/// Bytes that are zeros, before the features.
+/// Zeros before the features, for later versions.
 const RESERVED_BYTES: usize = 16;
 
 impl Root {
@@ -116,7 +115,7 @@ impl Root {
         twice(sector, &self.uuid)
     }
 
-    /// Refuses what is not known here.
+    /// Fails if the root has a feature or a flag that this version does not know.
     pub(crate) fn known(&self) -> Result<(), Unread> {
         features::known(&self.features)?;
         match self.other_flags {
@@ -143,12 +142,12 @@ impl Beside {
     }
 }
 
-/// A page that says that there is no root in it.
+/// Encodes a page with a mark, which states that the page holds no root.
 pub(crate) fn mark(uuid: &Uuid) -> Vec<u8> {
     twice([&MAGIC_OF_MARK[..], uuid].concat(), uuid)
 }
 
-/// A page with a sector in both of its places.
+/// Seals a sector and returns a page that has it first and last.
 fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     seal(&mut sector, uuid, Subject::Root);
     let mut page = sector.clone();
@@ -157,7 +156,10 @@ fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     page
 }
 
-/// What stands in a page. A root over a mark counts as soon as one of its sectors is whole, and until it has none.
+/// Decodes a root page. If one sector has a root and the other a mark, the root counts. See [Note: Root pages].
+///
+/// # Errors
+/// Fails if the page has neither a whole sector of this store nor zeros, and was not written by another store.
 pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
     let found = newest(page, uuid);
     let is_mark = |sector: Option<&[u8]>| sector.is_some_and(|sector| opened(sector, MAGIC_OF_MARK, uuid).is_ok());
@@ -169,13 +171,13 @@ pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
             Ok(Found::Mark)
         }
         Ok(None) => Ok(Found::Blank),
-        // Whoever makes a store in the place of another writes its label first.
+        // A new store writes its label before its marks: until then the page has a root or mark of the former store.
         Err(_) if is_of_another(page, uuid) => Ok(Found::Blank),
         Err(why) => Err(why),
     }
 }
 
-/// Whether a page was written as the root, or as the mark, of another store.
+/// True if a page has a whole root or mark of another store.
 fn is_of_another(page: &[u8], uuid: &Uuid) -> bool {
     page.chunks_exact(SECTOR_BYTES).any(|sector| {
         let mut fields = Fields::new(sector);
@@ -184,7 +186,7 @@ fn is_of_another(page: &[u8], uuid: &Uuid) -> bool {
     })
 }
 
-/// The newer of the two roots in a page.
+/// Decodes both sectors of a page and returns the newer root. Returns `None` if no sector has a root and one is zeros.
 fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
     if page.iter().all(|&byte| byte == 0) {
         return Ok(None);
@@ -198,14 +200,14 @@ fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
         (Ok(first), Ok(last)) => Ok(Some(if first.generation >= last.generation { first } else { last })),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => Ok(Some(one)),
         (Err(why), Err(_)) => {
-            // A page whose first write tore has a copy that is still blank.
+            // The first write to this page was torn: one of its sectors is still zeros.
             let blank = |sector: &[u8]| sector.iter().all(|&byte| byte == 0);
             if sectors.into_iter().any(blank) { Ok(None) } else { Err(why) }
         }
     }
 }
 
-/// A sector with these bytes as its fields.
+/// Encodes a root sector with `fields` behind its uuid, for fuzzing.
 pub(crate) fn sealed(fields: &[u8], uuid: &Uuid) -> Vec<u8> {
     let mut sector = Vec::with_capacity(SECTOR_BYTES);
     sector.extend(MAGIC);
@@ -215,11 +217,11 @@ pub(crate) fn sealed(fields: &[u8], uuid: &Uuid) -> Vec<u8> {
     sector
 }
 
-/// The fields of a sealed sector that begins as a root of `uuid`.
+/// Checks magic, uuid and checksum of a sector, and returns the fields behind them.
 pub(crate) fn opened<'a>(sector: &'a [u8], magic: [u8; 8], uuid: &Uuid) -> Result<Fields<'a>, Malformed> {
     let mut fields = Fields::new(sector);
     if fields.array()? != magic {
-        return Err("it does not begin as one".into());
+        return Err("it does not begin like a root".into());
     }
     if fields.array::<16>()? != *uuid {
         return Err("it belongs to another store".into());
@@ -260,7 +262,7 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
         return Err(format!("generation {}", root.generation));
     }
     let Some(before) = fields.left().checked_sub(SECTOR_BYTES - IDENTITY_AT) else {
-        return Err("its features go over what follows them".into());
+        return Err("its features overlap the fields behind them".into());
     };
     fields.take(before)?;
     root.run = Run { identity: fields.array()?, rank: fields.u32()?, ranks: fields.u32()?, ..root.run };

@@ -1,4 +1,4 @@
-//! Walks over live records: reads and checks every byte once, in order.
+//! Reads live records in order, checks every byte once, and passes the bytes to a callback.
 
 use std::collections::VecDeque;
 
@@ -6,20 +6,20 @@ use memascend_mem::Wait;
 
 use crate::{Error, ExtentRead, Result, Scratch, Shared, Store, buffer::bytes_of};
 
-/// Chunks in flight.
+/// Turns in flight at a time.
 const DEPTH: usize = 4;
 
 /// A part of a tensor, in memory.
 pub struct Part {
-    /// Which tensor of the record: 0 is its values, then its state as it is described.
+    /// The tensor: 0 for the record's values, then its state tensors in the order of the description.
     pub tensor: usize,
-    /// The first byte, in the tensor.
+    /// The offset in the tensor of the first byte.
     pub start: usize,
-    /// The bytes.
+    /// The bytes of the part.
     pub memory: Shared,
 }
 
-/// The extents of a chunk, being read.
+/// The extents of a record that `visit` receives together, and their reads.
 struct Turn<'a> {
     record: usize,
     reads: Vec<(u32, Reading<'a>)>,
@@ -27,17 +27,22 @@ struct Turn<'a> {
 
 enum Reading<'a> {
     Begun(ExtentRead<'a, Shared>),
-    /// It was put together with what the log has.
+    /// The newest state, from the slot and the log; already in memory.
     Newest(Shared),
 }
 
 impl Store {
-    /// Shows the parts of live records: of a chunk, its values and its state together; other tensors part by part.
+    /// Passes every live record of `records` to `visit`: the values and the state of each chunk together, then the
+    /// other state tensors part by part.
     ///
-    /// `visit` gets the record and ends the walk by `false`. Memory is taken again after the call, and must not be kept.
+    /// `visit` receives the record and its parts, and returns `false` to stop. It must not keep the memory of the
+    /// parts, which later reads use again.
+    ///
+    /// # Errors
+    /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record meanwhile.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
-        // What a record is settled to has the version of the next commit.
+        // A settled record has the version of the next commit. See [Note: Deferred updates] in `newest_state.rs`.
         let next = self.index.lock().generation + 1;
         for &record in records {
             let version = self.record_state(record)?.version;
@@ -55,7 +60,7 @@ impl Store {
             if visit(turn.record, parts) { Ok(()) } else { Err(Error::Interrupted("a walk over the store")) }
         };
         for (&record, &version) in records.iter().zip(&versions) {
-            // One after the other, so that a walk can be interrupted.
+            // Settle one record at a time, so that `visit` can stop the scan in between.
             self.settled([record])?;
             let lacking = self.lacking(record);
             for extents in self.turns(record) {
@@ -87,7 +92,7 @@ impl Store {
         Ok(())
     }
 
-    /// Extents that are shown together.
+    /// Yields the groups of extents that `visit` receives together.
     fn turns(&self, record: usize) -> impl Iterator<Item = Vec<u32>> + use<> {
         let chunks = self.layout.chunks_of(record);
         let stated = chunks > 0 && self.description.records[record].chunked().next().is_some();
@@ -96,6 +101,7 @@ impl Store {
         (0..chunks).map(of_chunk).chain((others..self.layout.extents_of(record)).map(|extent| vec![extent]))
     }
 
+    /// Waits for the extents of a turn, checks that they have `version`, and cuts them into parts of tensors.
     fn arrived(&self, record: usize, reads: Vec<(u32, Reading<'_>)>, version: u64) -> Result<Vec<Part>> {
         let mut parts = Vec::new();
         for (number, read) in reads {

@@ -1,4 +1,4 @@
-//! Computes how much a store will take from its description alone.
+//! Computes from a description how many bytes its store takes on storage and in memory.
 
 use memascend_nvme::STRIPE_BYTES_DEFAULT;
 
@@ -11,25 +11,25 @@ use crate::{
     table::Sections,
 };
 
-/// What a store takes on storage and in memory, in bytes.
+/// The bytes that a store takes on storage and in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sizes {
-    /// On storage, all of it.
+    /// Bytes on storage: the whole store, without a log.
     pub total_bytes: u64,
-    /// One slot of all values and state.
+    /// Bytes of one slot of all values and state.
     pub slot_bytes: u64,
-    /// In memory while it is open, growing with the state: [`Info::index_bytes`](crate::Info).
+    /// Memory of an open store that grows with the state: [`Info::index_bytes`](crate::Info).
     pub index_bytes: u64,
-    /// In memory while it is open, whatever it holds: [`Info::buffer_bytes`](crate::Info).
+    /// Memory of an open store that does not grow with the state: [`Info::buffer_bytes`](crate::Info).
     pub buffer_bytes: u64,
-    /// The values of each unit, as they are fetched.
+    /// Memory for the values of each unit.
     pub unit_bytes: Vec<u64>,
-    /// What it takes to hold each record in memory: its values, and its state.
+    /// Memory for each record in the RAM tier: its values, and its state.
     pub record_bytes: Vec<(u64, u64)>,
 }
 
 impl Description {
-    /// What a store of this takes on so many devices. Nothing is opened.
+    /// Returns the sizes of a store with this description on `devices` devices. Opens nothing.
     pub fn sizes(&self, devices: usize, stripe_bytes: Option<u64>) -> Result<Sizes> {
         self.check()?;
         let count = u32::try_from(devices).ok().filter(|&count| count > 0 && devices <= memascend_nvme::DEVICES_MAX);

@@ -1,14 +1,14 @@
-//! Stages snapshots: records in RAM from where they lie, as they are before the step that is being made.
+//! Stages snapshots: writes records from the RAM tier to storage, in the state before the step that is being made.
 //!
-//! So what the log has of a record before that step is needed no more. Memory is not changed by it, nor by its end.
+//! After the commit, the log no longer needs the record's gradients of earlier steps. Snapshots never change memory.
 
 use memascend_mem::Wait;
 
 use crate::{Error, Result, Shared, StepWrite, Store, log::Member};
 
 impl Store {
-    /// The records that are to be staged whole for the next commit, with the state that they have before it, so that the log
-    /// keeps its room; those left out that are staged already.
+    /// Returns the records that the caller must stage whole for the next commit, in their state before it, so that the
+    /// log does not run out of space. Leaves out records that are staged already. See [Note: Turns] in `room.rs`.
     #[must_use]
     pub fn due(&self) -> Vec<usize> {
         let index = self.index.lock();
@@ -18,7 +18,7 @@ impl Store {
         index.log.members.iter().filter(due).map(|(&record, _)| record).collect()
     }
 
-    /// Whether one record is.
+    /// True if [`Store::due`] returns this record.
     #[must_use]
     pub fn is_due(&self, record: usize) -> bool {
         let index = self.index.lock();
@@ -26,16 +26,18 @@ impl Store {
         member.is_some_and(|&member| !index.records[record].pending.is_staged() && index.log.is_due(record, member))
     }
 
-    /// Begins to stage a record in RAM as it is in memory. Every extent of it has to follow ([`Store::stage_in_ram`]).
+    /// Begins to stage a record in RAM as it is in memory. The caller must then stage every extent of it
+    /// ([`Store::stage_in_ram`]).
     ///
-    /// Waits as [`Store::begin`] does.
+    /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_snapshot(&self, record: usize, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.refresh(&[record], &mut |_, _| true)?;
         self.begin_as(record, None, wait)
     }
 
-    /// Begins to write an extent of a record from where it is in RAM: nothing may write to it meanwhile.
+    /// Begins to write an extent of a record from the RAM tier's memory. Nothing may write to that memory until the
+    /// write ends.
     pub fn stage_in_ram(&self, record: usize, extent: u32) -> Result<StepWrite<'_, Shared>> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -48,11 +50,12 @@ impl Store {
         self.stage(record, extent, part)
     }
 
-    /// Notes that records were written as they are in memory, where they had another version.
+    /// Changes the version of each record in memory from its former one to `generation`, the commit that wrote it from
+    /// memory. `records` has the records and their former versions.
     pub(crate) fn note_written(&self, records: &[(usize, u64)], generation: u64) {
         let Some(ram_tier) = self.ram_tier().filter(|_| !records.is_empty()) else { return };
         for &(record, before) in records {
-            // But for what somebody wrote to meanwhile.
+            // Extents with another version were spoilt meanwhile, and stay stale.
             ram_tier.now(record).versions.iter_mut().filter(|version| **version == before).for_each(|version| {
                 *version = generation;
             });

@@ -1,8 +1,11 @@
-//! Spills gradients to space beside the slots, in one of two places of each record.
+//! Spills gradients to space beside the slots.
 //!
-//! What is spilled belongs to no step, and nothing of it is known after the store was opened again; unless a commit makes it
-//! the record's newest update ([`Store::append_spilled`]). Then it stays as it is until another commit: what is spilled
-//! meanwhile goes to the record's other place. Checksums are in memory; those of a committed gradient are in its head, too.
+//! [Note: Places of a spilled gradient] Each record has one place for a gradient, or two after [`Store::keep_places`].
+//! A spilled gradient belongs to no step and is forgotten when the store is closed, unless a commit names it as the
+//! record's deferred update ([`Store::append_spilled`]). A gradient that the newest commit names is not overwritten:
+//! the next gradient goes to the record's other place. Checksums of spilled gradients are in memory; a head also
+//! stores those of the gradients that it names. A checksum is bound to the generation of the commit that may name the
+//! gradient.
 
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
@@ -11,34 +14,36 @@ use memascend_mem::locked;
 
 use crate::{Buffer, Description, Dtype, Error, Layout, Result, Store, Transfer, buffer::bytes_of, layout::PAGE_BYTES};
 
-/// The room of one record.
+/// The state of one record's places.
 #[derive(Debug)]
 struct Room {
-    /// Its first checksum.
+    /// Index in `Rooms::sums` of the checksum of the record's first chunk.
     first: u32,
-    /// What the gradient that lies there whole has in it; `None` while it is written, and where nothing is.
+    /// The overflow check and sum of squares of the complete gradient in place `at`; `None` if there is none, or while
+    /// one is written.
     whole: Option<Check>,
-    /// In which place it lies, and in which one it is being written.
+    /// The place of the latest complete gradient.
     at: u8,
+    /// The place to which `write_spill` writes.
     to: u8,
-    /// The place that the newest commit names.
+    /// The place of the gradient that the newest commit names and the live slot lacks.
     committed: Option<u8>,
-    /// What the checksums of each place are bound to: the generation of the commit that would name it.
+    /// For each place, the generation of the commit that may name its gradient; the checksums are bound to it.
     generations: [u64; 2],
 }
 
 #[derive(Debug)]
 struct Rooms {
     rooms: Box<[Room]>,
-    /// Of every chunk of every record that may spill, in each place.
+    /// For each place, the checksums of all chunks of all records that may spill.
     sums: [Box<[u64]>; 2],
 }
 
-/// The rooms for spilled gradients, and the checksums of what is in them.
+/// The places of spilled gradients. See [Note: Places of a spilled gradient].
 #[derive(Debug)]
 pub(crate) struct Spill {
     rooms: Mutex<Rooms>,
-    /// Where the second places begin in the volume, once there are any.
+    /// The offset in the volume of the second places, once they exist.
     second: OnceLock<u64>,
 }
 
@@ -58,8 +63,9 @@ impl Spill {
         Self { rooms: Mutex::new(Rooms { rooms, sums }), second: OnceLock::new() }
     }
 
-    /// Bytes of memory that one takes: a few words for each record and 24 for each chunk that may spill, of which 8 are for
-    /// the values that are computed before they are written.
+    /// Returns the bytes of memory that a `Spill` takes: a `Room` for each record, and 24 bytes for each chunk that
+    /// may spill. Of these, 16 are checksums in both places, and 8 are the engine's checksum of values that it
+    /// computes before it writes them.
     pub(crate) fn bytes(description: &Description, layout: &Layout) -> u64 {
         let spilling = (0..description.records.len()).filter(|&record| description.records[record].spill.is_some());
         let sums: u64 = spilling.map(|record| u64::from(layout.chunks_of(record)) * 24).sum();
@@ -70,7 +76,7 @@ impl Spill {
         locked(&self.rooms)
     }
 
-    /// Gives each record a second place, of which the first begins there.
+    /// Gives each record a second place, in an area that begins at `offset` in the volume.
     pub(crate) fn add_places(&self, offset: u64) {
         self.second.get_or_init(|| offset);
     }
@@ -79,8 +85,8 @@ impl Spill {
         self.second.get().is_some()
     }
 
-    /// A commit was made: the gradients that are spilled of some records are `named` by it, and slots still `lack` those of
-    /// the commit before.
+    /// Notes a commit: it named the spilled gradients of the records for which `named` is true. For the other records,
+    /// the gradient of an earlier commit stays committed if `lack` is true: the live slot still lacks it.
     pub(crate) fn committed(&self, named: impl Fn(usize) -> bool, lack: impl Fn(usize) -> bool) {
         for (record, room) in self.lock().rooms.iter_mut().enumerate() {
             let before = room.committed.filter(|_| lack(record));
@@ -89,21 +95,21 @@ impl Spill {
     }
 }
 
-/// A gradient that was spilled, as a commit names it: where each chunk lies, and its checksum.
+/// The offset and the checksum of each chunk of a spilled gradient, as a commit names it.
 pub(crate) type Laid = Box<[(u64, u64)]>;
 
-/// A chunk of a spilled gradient that is being read. Dropping it waits.
+/// The read of a chunk of a spilled gradient. Dropping it waits for the device.
 pub struct SpillRead<'a, B: Buffer> {
     store: &'a Store,
     transfer: Transfer<B>,
     record: usize,
     chunk: u32,
-    /// The place that it is read from.
+    /// The place that the chunk is read from.
     from: u8,
 }
 
 impl Store {
-    /// The dtype of gradients that the record has room for.
+    /// Returns the dtype of the record's spilled gradients. Fails if the record was described without one.
     fn spills(&self, record: usize) -> Result<Dtype> {
         self.known(record)?;
         let described = &self.description.records[record];
@@ -112,13 +118,14 @@ impl Store {
         })
     }
 
-    /// Bytes of a chunk of a spilled gradient, and the whole pages that it lies in.
+    /// Returns the bytes of a chunk of a spilled gradient, and those bytes rounded up to whole pages.
     pub fn spill_bytes(&self, record: usize, chunk: u32) -> Result<(u64, u64)> {
         let used = self.description.elements_of_chunk(record, chunk) as u64 * self.spills(record)?.bytes();
         Ok((used, used.next_multiple_of(PAGE_BYTES)))
     }
 
-    /// Where a chunk lies in one of the places, checked against the buffer for it.
+    /// Returns the offset in the volume of a chunk in a place. Fails if the record has no such chunk, or the buffer is
+    /// not as large as the chunk's pages.
     fn spill_place(&self, (record, place): (usize, u8), chunk: u32, buffer: &impl Buffer) -> Result<u64> {
         let (name, dtype) = (&self.description.records[record].name, self.spills(record)?);
         if chunk >= self.layout.chunks_of(record) {
@@ -134,6 +141,7 @@ impl Store {
         Ok(self.place_of_spill((record, place), chunk, dtype))
     }
 
+    /// Returns the offset in the volume of a chunk in a place.
     fn place_of_spill(&self, (record, place): (usize, u8), chunk: u32, dtype: Dtype) -> u64 {
         let start = match (place, self.spill.second.get()) {
             (1, Some(second)) => second + self.layout.in_spill(record),
@@ -142,13 +150,15 @@ impl Store {
         start + u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes()
     }
 
-    /// What lies in the room of a record; `None` where nothing does, or not the whole of it.
+    /// Returns the overflow check and sum of squares of a record's spilled gradient; `None` if there is no complete
+    /// one.
     pub fn spilled(&self, record: usize) -> Result<Option<Check>> {
         self.spills(record)?;
         Ok(self.spill.lock().rooms[record].whole)
     }
 
-    /// Says that all chunks of a record's gradient are written, or that what lies there is nothing any more.
+    /// Notes that all chunks of a record's gradient were written, with its overflow check and sum of squares; or with
+    /// `None`, that the record has no spilled gradient.
     pub fn set_spilled(&self, record: usize, whole: Option<Check>) -> Result<()> {
         self.spills(record)?;
         let mut rooms = self.spill.lock();
@@ -160,9 +170,9 @@ impl Store {
         Ok(())
     }
 
-    /// Begins a gradient, or adds to the one that is there; it goes to a place that the newest commit does not name. Nothing
-    /// counts as spilled until [`Store::set_spilled`] says so; what was there can be read meanwhile, each chunk before it
-    /// is written.
+    /// Begins to spill a gradient or, with `adds`, a sum with the spilled gradient; chooses a place that the newest
+    /// commit does not name. The record has no spilled gradient until the caller calls [`Store::set_spilled`]. Until a
+    /// chunk is written, the caller can still read it from the former gradient.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;
@@ -170,7 +180,7 @@ impl Store {
         let mut rooms = self.spill.lock();
         let room = &mut rooms.rooms[record];
         room.whole = None;
-        // What is there may have been spilled before another commit, to which its checksums are bound.
+        // True if a commit was made since the gradient was spilled: its checksums are bound to that commit.
         let is_old = adds && room.generations[usize::from(room.at)] != generation;
         room.to = match room.committed {
             Some(place) => 1 - place,
@@ -183,7 +193,8 @@ impl Store {
         Ok(())
     }
 
-    /// Begins to write a chunk of a gradient that was begun. What fills the buffer's last page should be zeros.
+    /// Begins to write a chunk of a gradient after [`Store::begin_spill`]. The buffer's last page should be padded
+    /// with zeros.
     pub fn write_spill<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<Transfer<B>> {
         let (used, _) = self.spill_bytes(record, chunk)?;
         let (to, generation) = {
@@ -201,13 +212,14 @@ impl Store {
         Transfer::begun(self.volume.write(buffer, offset))
     }
 
-    /// Begins to read a chunk of a gradient that was written since the store was opened.
+    /// Begins to read a chunk of the latest gradient that was spilled since the store was opened.
     pub fn read_spill<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
         let from = self.spill.lock().rooms[record].at;
         self.read_place((record, from), chunk, buffer)
     }
 
-    /// Begins to read a chunk of the gradient that the newest commit names ([`Store::append_spilled`]).
+    /// Begins to read a chunk of the gradient that the newest commit names and the live slot lacks
+    /// ([`Store::append_spilled`]).
     pub fn read_committed<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
         let from = self.spill.lock().rooms[record].committed;
         let from = from.ok_or_else(|| {
@@ -223,8 +235,8 @@ impl Store {
         Ok(SpillRead { store: self, transfer, record, chunk, from })
     }
 
-    /// The spilled gradient of a record, where the commit of a generation may name it: it is whole, its checksums are bound
-    /// to that generation, and it does not lie where the last commit has one.
+    /// Returns the spilled gradient of a record if the commit `generation` may name it: the gradient is complete, its
+    /// checksums are bound to that generation, and it is not in the place that the last commit names.
     pub(crate) fn laid_spill(&self, record: usize, generation: u64) -> Option<Laid> {
         let dtype = self.description.records.get(record)?.spill?;
         let rooms = self.spill.lock();
@@ -242,7 +254,7 @@ impl Store {
 }
 
 impl<B: Buffer> SpillRead<'_, B> {
-    /// Waits, checks, and gives the buffer.
+    /// Waits for the device, checks the chunk, and returns the buffer.
     pub fn wait(self) -> Result<B> {
         let Self { store, transfer, record, chunk, from } = self;
         let (number, generation) = {

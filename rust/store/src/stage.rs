@@ -1,4 +1,4 @@
-//! Stages writes to slots that are not live.
+//! Stages records: writes their extents to the slots that are not live, until a commit or a discard.
 
 use memascend_mem::Wait;
 
@@ -10,18 +10,18 @@ use crate::{
 };
 
 impl Store {
-    /// Begins to stage a record, as its update number `step`. Every extent of it has to follow before a commit.
+    /// Begins to stage a record, as its update number `step`. The caller must stage every extent of it before a commit.
     ///
-    /// Waits until the devices are done with every read of the slot that it will be written to.
+    /// Waits until the devices are done with every read of the slot that the record is staged to.
     pub fn begin(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.begin_as(record, Some(step), wait)
     }
 
-    /// Begins to settle a record that the last commit left behind: what is staged is what its live slot holds, with the update
-    /// that this lacks. Every extent of it has to follow before a commit; then readers see it, and a discard leaves it.
-    /// Begun again before that, it goes on.
+    /// Begins to settle a record that is behind: the caller must stage every extent of the live slot with the deferred
+    /// update applied, before a commit. Once all are written, readers see the settled slot, and a discard keeps it.
+    /// Further calls before that change nothing. See [Note: Deferred updates] in `newest_state.rs`.
     ///
-    /// Waits as [`Store::begin`] does.
+    /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_settling(&self, record: usize, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         {
@@ -37,7 +37,8 @@ impl Store {
         self.begin_as(record, None, wait)
     }
 
-    /// Whether anything is staged but what records are settled to.
+    /// True if a step is being made: a record is staged or announced, or a gradient is appended. Settled records do
+    /// not count.
     #[must_use]
     pub fn is_staging(&self) -> bool {
         let index = self.index.lock();
@@ -45,7 +46,7 @@ impl Store {
         !index.log.appended.is_empty() || index.records.iter().any(is_of_step)
     }
 
-    /// Whether an extent of a record is staged, or being staged.
+    /// True if an extent of a record is staged, or its write is in flight.
     #[must_use]
     pub fn is_extent_staged(&self, record: usize, extent: u32) -> bool {
         let index = self.index.lock();
@@ -53,7 +54,8 @@ impl Store {
         index.records[record].pending.is_staged() && index.written.has(number)
     }
 
-    /// The same; without a step, of a snapshot of what memory has of the record, or of what it is settled to.
+    /// Begins to stage a record: as update number `step`; with `None`, to settle a record that is behind, or else as a
+    /// snapshot of the RAM tier.
     pub(crate) fn begin_as(&self, record: usize, step: Option<u64>, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let free = |index: &Index| {
@@ -91,14 +93,14 @@ impl Store {
         slots.versions[slot] = version;
         slots.steps[slot] = step.or(settled).unwrap_or(slots.newest().1);
         if step.is_some() {
-            // What is staged replaces what is in RAM, extent by extent.
+            // `stage` replaces the record in RAM extent by extent.
             index.note_stale(record);
         }
         Ok(())
     }
 
-    /// Begins to write an extent of a record whose staging was begun. The buffer holds whole pages; what fills the last
-    /// one should be zeros.
+    /// Begins to write an extent of a record after [`Store::begin`], [`Store::begin_settling`] or
+    /// [`Store::begin_snapshot`]. The buffer has the extent's whole pages, padded with zeros.
     pub fn stage<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         let place = self.fitting_extent(record, extent, buffer.len())?;
         let name = &self.description.records[record].name;
@@ -123,15 +125,16 @@ impl Store {
             let slots = &mut index.records[record];
             slots.writing += 1;
             slots.digest = slots.digest.wrapping_add(digest);
-            // A snapshot is what is in RAM.
+            // Snapshots have the bytes that are in RAM already, and settled records are not in RAM.
             (slot, index.ram_tier.clone().filter(|_| index.records[record].pending == Pending::Staged))
         };
-        // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
+        // Store the bytes under the version of the next commit: before that commit, and after a discard, no read asks
+        // for this version.
         self.keep(ram_tier.as_deref(), (record, extent), version, bytes_of(&buffer));
         self.write_of_step(buffer, self.layout.offset(&place, slot), record, Self::staged)
     }
 
-    /// Has [`Store::digest`] be of what is staged of these records. Only the first call counts.
+    /// Selects the records that [`Store::digest`] covers. Only the first call counts.
     pub fn compare(&self, records: &[usize]) {
         let mut compared = vec![false; self.description.records.len()];
         for &record in records {
@@ -142,7 +145,8 @@ impl Store {
         self.compared.get_or_init(|| compared);
     }
 
-    /// A number that is the same in stores of the same records, if the same bytes of those compared are staged.
+    /// Returns a digest of the staged bytes and deferred updates of the records of [`Store::compare`]. It is equal in
+    /// two stores of the same records if these bytes and updates are equal.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let index = self.index.lock();
@@ -151,7 +155,8 @@ impl Store {
         staged.fold(index.log.digest, |sum: u64, slots| sum.wrapping_add(slots.digest))
     }
 
-    /// The same of the updates that a commit leaves to the next step: by which numbers they are made.
+    /// Returns a digest of the updates that a commit defers: their rules and counts of updates. 0 without compared
+    /// records.
     pub(crate) fn digest_of_left(&self, index: &Index, head: &Head) -> u64 {
         let Some(compared) = self.compared.get() else { return 0 };
         let is_left = |logged: &&LoggedGradient| {
@@ -165,13 +170,14 @@ impl Store {
         })
     }
 
+    /// Returns the summand of [`Store::digest`] for one extent; 0 if its record is not compared.
     fn digest_of(&self, record: usize, extent: u32, bytes: &[u8]) -> u64 {
         let place = (record as u64, u64::from(extent));
         let is_compared = self.compared.get().is_some_and(|compared| compared[record]);
         if is_compared { checksum(&[0; 16], Subject::Extent, place, 0, bytes) } else { 0 }
     }
 
-    /// Forgets everything that is staged, after what is in flight of it. The live slots are as they were.
+    /// Waits for the writes in flight, then discards everything that is staged. Live slots stay unchanged.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
@@ -179,7 +185,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets what is staged of one record, after what is in flight.
+    /// Waits for the writes of one record that are in flight, then discards what is staged of it.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let ended = |index: &Index| index.records[record].writing == 0;
@@ -189,6 +195,7 @@ impl Store {
         Ok(())
     }
 
+    /// Notes in the index that the write of an extent ended.
     fn staged(index: &mut Index, record: usize, is_whole: bool) {
         let slots = &mut index.records[record];
         slots.writing -= 1;

@@ -1,10 +1,10 @@
-//! Tracks one write that belongs to the step: an extent that is staged, or a chunk of a gradient in the log.
+//! Tracks one write that a commit waits for: of a staged extent, or of a gradient chunk in the log.
 
 use memascend_nvme::Ticket;
 
 use crate::{Buffer, Error, Result, Store, index::Index};
 
-/// A write that a commit waits for. Waiting for it, or dropping it, settles it.
+/// A write that a commit waits for. The index counts it as ended once the owner waits for it or drops it.
 pub struct StepWrite<'a, B: Buffer> {
     store: &'a Store,
     ticket: Option<Ticket<B>>,
@@ -12,11 +12,11 @@ pub struct StepWrite<'a, B: Buffer> {
     count: Count,
 }
 
-/// Counts a write of a record as ended in the index; whether it was whole.
+/// Notes in the index that a write of a record ended: `true` if it succeeded.
 type Count = fn(&mut Index, usize, bool);
 
 impl Store {
-    /// Begins a write that the index has counted as begun; `count` ends that.
+    /// Begins a write that the index already counts as in flight; `count` is called when it ends.
     pub(crate) fn write_of_step<B: Buffer>(
         &self,
         buffer: B,
@@ -34,6 +34,7 @@ impl Store {
         }
     }
 
+    /// Notes in the index that a write ended, and wakes the threads that wait for that.
     fn written(&self, record: usize, count: Count, result: Result<()>) {
         let mut index = self.index.lock();
         index.writing -= 1;
@@ -47,13 +48,13 @@ impl Store {
 }
 
 impl<B: Buffer> StepWrite<'_, B> {
-    /// Whether it has ended.
+    /// True if the write has ended on the device.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.ticket.as_ref().is_none_or(Ticket::is_done)
     }
 
-    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
+    /// Waits for the write and returns the buffer. After a failed write, the step can only be discarded.
     pub fn wait(mut self) -> Result<B> {
         match self.settle() {
             Some((buffer, result)) => result.map(|()| buffer),
@@ -61,6 +62,7 @@ impl<B: Buffer> StepWrite<'_, B> {
         }
     }
 
+    /// Waits for the write and notes its end in the index; `None` if that was done before.
     fn settle(&mut self) -> Option<(B, Result<()>)> {
         let finished = self.ticket.take()?.wait();
         let result = finished.result.map(drop).map_err(Error::from);

@@ -1,4 +1,4 @@
-//! The store itself: what it is made of, and what it says of itself.
+//! Defines `Store`, its queries, and the waits on its index.
 
 use std::{
     path::Path,
@@ -22,23 +22,23 @@ use crate::{
     table::Sections,
 };
 
-/// What survives what. Staging is the same in both.
+/// Which commits survive a loss of power or the end of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Durability {
-    /// Every commit survives a loss of power.
+    /// Every commit.
     #[default]
     Step,
-    /// Nothing is kept before [`Store::close`]; a store that was not closed is refused.
+    /// Only the last commit before [`Store::close`]. A store that was not closed is rejected when it is opened.
     None,
 }
 
-/// Bytes of the two buffers that tables and roots are written from.
+/// Bytes of each of the two buffers through which the catalog is read and written.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
-/// Settles these records, all of which lack their last update, and waits for that.
+/// Settles records, all of which are behind, and waits until that is done.
 pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
 
-/// State on SSD. See the crate's description.
+/// Training state on SSD. See the crate's documentation.
 pub struct Store {
     pub(crate) volume: Volume,
     pub(crate) path: Arc<Path>,
@@ -51,68 +51,68 @@ pub struct Store {
     pub(crate) spill: Spill,
     pub(crate) reads: OpenReads,
     pub(crate) durability: Durability,
-    /// Memory that the catalog passes through.
+    /// Buffers through which the catalog is read and written.
     pub(crate) scratch: Scratch,
     pub(crate) counters: Counting,
-    /// Copies of labels and description that are damaged, until a commit repairs them.
+    /// Damaged copies of labels and description, until a commit repairs them.
     pub(crate) to_repair: Mutex<Vec<Damage>>,
-    /// Applies gradients of the log.
+    /// Applies logged gradients; set by [`Store::apply_with`].
     pub(crate) arithmetic: OnceLock<Arithmetic>,
-    /// Settles records that are read and lack their last update.
+    /// Settles records before they are read; set by [`Store::settle_with`].
     pub(crate) settler: Mutex<Option<Arc<Settler>>>,
-    /// The records whose staged bytes are compared with those of other stores.
+    /// For each record, true if [`Store::digest`] covers it; set by [`Store::compare`].
     pub(crate) compared: OnceLock<Vec<bool>>,
 }
 
-/// Memory of the buffers that the catalog is written from, and of the texts.
+/// Returns the bytes of the catalog's buffers, and of the user's value and the hyperparameters.
 pub(crate) fn buffer_bytes(description: &Description) -> u64 {
     2 * CATALOG_CHUNK_BYTES as u64
         + u64::from(description.user_bytes_max)
         + u64::from(description.hyperparameters_bytes_max)
 }
 
-/// Memory of the description.
+/// Returns an estimate of the memory that the description takes.
 pub(crate) fn names_bytes(description: &Description) -> u64 {
     description.records.iter().map(|record| record.name.len() as u64 + 256).sum()
 }
 
-/// Where a record stands.
+/// The state of a record at the last commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordState {
-    /// Which slot is live.
+    /// The live slot.
     pub slot: u8,
-    /// The generation whose commit wrote it.
+    /// The generation of the commit that made the version that readers see.
     pub version: u64,
-    /// Its count of updates.
+    /// The record's count of updates.
     pub step: u64,
-    /// Whether a step is staged for it.
+    /// True if the record is staged for the next commit.
     pub staged: bool,
 }
 
 /// Identity, last commit and sizes of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Info {
-    /// Its identity.
+    /// The store's uuid.
     pub uuid: [u8; 16],
-    /// Counts commits.
+    /// The number of the last commit; 0 before the first.
     pub generation: u64,
-    /// Committed steps.
+    /// The number of committed steps.
     pub step: u64,
     /// The run of several ranks that the last commit belongs to.
     pub run: Run,
-    /// The user's value.
+    /// The user's value of the last commit.
     pub user: String,
-    /// The hyperparameters, as the last commit saw them.
+    /// The hyperparameters of the last commit.
     pub hyperparameters: String,
-    /// Bytes of one slot of values and state.
+    /// Bytes of one slot of all values and state.
     pub slot_bytes: u64,
-    /// Bytes of it all on storage.
+    /// Bytes of the whole store on storage, without a log.
     pub total_bytes: u64,
-    /// Bytes of memory that the index holds: it grows with the state.
+    /// Bytes of memory for the index, which grows with the state.
     pub index_bytes: u64,
-    /// Of that, what the checksums of spilled gradients take.
+    /// Bytes of `index_bytes` that the checksums of spilled gradients take.
     pub spill_index_bytes: u64,
-    /// Bytes of the buffers that the catalog is written from, and room for the user's value and the hyperparameters.
+    /// Bytes of memory for the catalog's buffers, the user's value and the hyperparameters.
     pub buffer_bytes: u64,
 }
 
@@ -152,43 +152,43 @@ impl Store {
         })
     }
 
-    /// What it holds.
+    /// Returns the description of the store's records.
     #[must_use]
     pub fn description(&self) -> &Description {
         &self.description
     }
 
-    /// Where it lies.
+    /// Returns the places of all records and areas.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The volume below.
+    /// Returns the volume of files or devices that the store is on.
     #[must_use]
     pub fn volume(&self) -> &Volume {
         &self.volume
     }
 
-    /// The index of the record called `name`.
+    /// Returns the index of the record with this name.
     pub fn record(&self, name: &str) -> Result<usize> {
         let found = self.description.records.iter().position(|record| record.name == name);
         found.ok_or_else(|| Error::Invalid(format!("the store has no record {name:?}")))
     }
 
-    /// Where a record stands.
+    /// Returns the state of a record at the last commit.
     pub fn record_state(&self, record: usize) -> Result<RecordState> {
         self.known(record)?;
         let index = self.index.lock();
         let slots = &index.records[record];
         let (version, step) = slots.newest();
-        // What is found with a log is newer than its slot before it is replayed, too.
+        // Until a log is replayed, the record's step is that of its last logged gradient, and not that of its slot.
         let ahead = index.log.live.ahead.get(&record).filter(|_| slots.applied.is_none());
         let step = ahead.map_or(step, |ahead| ahead.step);
         Ok(RecordState { slot: slots.live, version, step, staged: slots.pending.is_staged() })
     }
 
-    /// Identity, last commit and sizes.
+    /// Returns identity, last commit and sizes of the store.
     #[must_use]
     pub fn info(&self) -> Info {
         let index = self.index.lock();
@@ -209,23 +209,26 @@ impl Store {
         }
     }
 
-    /// What it has done for its readers.
+    /// Returns the counters of reads since the store was opened.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters.read()
     }
 
-    /// Notes for how long a caller waited for values that somebody else reads or computes.
+    /// Adds to [`Counters::waited`] the time that a caller waited for a fetch outside
+    /// [`Fetch::wait`](crate::Fetch::wait).
     pub fn note_wait(&self, time: Duration) {
         self.counters.waited(time);
     }
 
+    /// Fails if the store has no record of this index.
     pub(crate) fn known(&self, record: usize) -> Result<()> {
         let count = self.description.records.len();
         if record < count { Ok(()) } else { Err(Error::Invalid(format!("record {record} of {count}"))) }
     }
 
-    /// The index, once it is `ready`.
+    /// Waits until the index is `ready`, and locks it. `what` names the condition in the error of a wait that ends
+    /// before.
     pub(crate) fn when(
         &self,
         wait: &mut Wait<'_>,
@@ -235,7 +238,8 @@ impl Store {
         self.index.wait_until(wait, ready).map_err(|ended| Error::of_wait(ended, what))
     }
 
-    /// The same for the end of reads: nobody may wait for one, and then nobody else says that it ended.
+    /// As [`Store::when`], for a condition on open reads. Meanwhile, it releases the holds of ended reads of units,
+    /// whose callers may never wait for them. See [Note: Holds of a unit] in `parts.rs`.
     pub(crate) fn when_read(
         &self,
         wait: Wait<'_>,
@@ -251,16 +255,17 @@ impl Store {
         self.when(&mut Wait { timeout, keep_waiting: Some(&mut settled) }, what, ready)
     }
 
-    /// The checksum of an extent.
+    /// Returns the checksum of an extent's bytes at a version.
     pub(crate) fn sum_of(&self, record: usize, extent: u32, version: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Extent, (record as u64, u64::from(extent)), version, bytes)
     }
 
+    /// Returns [`Error::Corrupt`] for a place (offset, bytes) of this store.
     pub(crate) fn corrupt(&self, what: impl Into<String>, place: (u64, u64), why: impl Into<String>) -> Error {
         Error::corrupt(&self.path, what, place, why)
     }
 
-    /// An extent in words.
+    /// Describes an extent in an error.
     pub(crate) fn named(&self, record: usize, extent: u32) -> String {
         use crate::Content;
         let described = &self.description.records[record];

@@ -1,6 +1,7 @@
-//! The table that commits change: pages with their own checksums, of which only changed ones are written.
+//! Encodes and decodes the table of a commit, in pages with a checksum each. A commit writes only the pages that
+//! changed.
 //!
-//! `head | user value | hyperparameters | records | checksums of the extents`
+//! Pages: `committed steps | user value | hyperparameters | records | checksums of the extents`
 
 use std::ops::Range;
 
@@ -12,14 +13,14 @@ use crate::{
     layout::PAGE_BYTES,
 };
 
-/// What a page holds before its checksum.
+/// Bytes of a page before its checksum.
 pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES as usize - 8;
-/// Slot, version and step of a record.
+/// Bytes of a record in the table: slot, version and step.
 const RECORD_BYTES: usize = 24;
 const RECORDS_PER_PAGE: u64 = (PAYLOAD_BYTES / RECORD_BYTES) as u64;
 const SUMS_PER_PAGE: u64 = (PAYLOAD_BYTES / 8) as u64;
 
-/// Which pages hold what.
+/// The ranges of pages of each part of the table. Page 0 has the committed steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sections {
     pub(crate) user: Range<u64>,
@@ -43,12 +44,12 @@ impl Sections {
         self.sums.end
     }
 
-    /// The page that a record stands in.
+    /// Returns the page that has a record's slot, version and step.
     pub(crate) fn page_of_record(&self, record: usize) -> u64 {
         self.records.start + record as u64 / RECORDS_PER_PAGE
     }
 
-    /// The pages that the checksums of some extents stand in.
+    /// Returns the pages that have the checksums of a range of extents.
     pub(crate) fn pages_of_sums(&self, extents: Range<u32>) -> Range<u64> {
         if extents.is_empty() {
             return 0..0;
@@ -57,7 +58,7 @@ impl Sections {
         page(extents.start)..page(extents.end - 1) + 1
     }
 
-    /// Fills a page as it is after the commit that is being made, checksum included, and returns that.
+    /// Fills `bytes` with a page of the commit that is being made, and returns the page's checksum.
     pub(crate) fn encode(&self, index: &Index, page: u64, uuid: &Uuid, bytes: &mut [u8]) -> u64 {
         bytes.fill(0);
         let (payload, sum_bytes) = bytes.split_at_mut(PAYLOAD_BYTES);
@@ -87,8 +88,11 @@ impl Sections {
         sum
     }
 
-    /// Takes a page that was read into the index, whose live slots are known from the pages before; and what it has of the
-    /// user's value and of the hyperparameters, of which neither gets more than the room that it has.
+    /// Checks a page that was read, and takes its content into the index and the two texts. Returns the page's
+    /// checksum.
+    ///
+    /// Pages must come in order: pages of checksums need the live slots that pages of records set. The capacity of
+    /// `user` and `hyperparameters` bounds their lengths.
     pub(crate) fn decode(
         &self,
         index: &mut Index,
@@ -132,7 +136,7 @@ impl Sections {
     }
 }
 
-/// A checksum over the checksums of all pages: a page of another generation is found by it.
+/// Returns the checksum over the checksums of all pages, which detects a page of another generation.
 pub(crate) fn table_checksum(uuid: &Uuid, generation: u64, page_sums: &[u64]) -> u64 {
     let bytes: Vec<u8> = page_sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
     checksum(uuid, Subject::TablePages, (0, 0), generation, &bytes)
@@ -142,7 +146,7 @@ fn put(payload: &mut [u8], at: usize, value: u64) {
     payload[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// The part of a text with its length before it that stands in a page.
+/// Writes to `payload` the bytes of page `page` of a text, counted from the text's first page; its length comes first.
 fn put_text(payload: &mut [u8], text: &str, page: u64) {
     let length = (text.len() as u32).to_le_bytes();
     let start = page as usize * PAYLOAD_BYTES;
@@ -150,6 +154,7 @@ fn put_text(payload: &mut [u8], text: &str, page: u64) {
     payload.iter_mut().zip(stream).for_each(|(to, from)| *to = *from);
 }
 
+/// Reads from `payload` the bytes of page `page` of a text. Page 0 sets the text's length, at most its capacity.
 fn take_text(text: &mut Vec<u8>, payload: &[u8], page: u64) -> Result<(), Malformed> {
     if page == 0 {
         let nbytes = Fields::new(payload).u32()? as usize;

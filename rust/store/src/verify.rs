@@ -1,30 +1,35 @@
-//! Verifies a store: reads and checks every live extent.
+//! Verifies a store: reads and checks every live extent, and the log.
 
 use std::collections::VecDeque;
 
 use crate::{Error, ExtentRead, Result, Scratch, Shared, Store};
 
-/// Extents in flight, or chunks of the log.
+/// Reads in flight at a time: of extents, or of chunks of the log.
 pub(crate) const DEPTH: usize = 4;
 
-/// What a verification found to be whole.
+/// The amount of data that a verification found whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Extents.
+    /// Extents, and chunks of logged gradients.
     pub extents: u64,
-    /// Their bytes.
+    /// The bytes of these, in whole pages.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Reads every live extent and checks it. `progress` gets bytes done and of all, and ends it by `false`.
+    /// Reads and checks every live extent, and every gradient of the log that live slots lack. `progress` receives the
+    /// bytes done and the total, and returns `false` to stop.
+    ///
+    /// # Errors
+    /// Fails at the first extent or gradient that is damaged or cannot be read.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
         let verified = self.verify_each(progress, &mut Err)?;
         self.pending_replay().iter().for_each(|replay| replay.note_checked());
         Ok(verified)
     }
 
-    /// The same; `damaged` gets each extent that is not whole, or cannot be read, and says whether to go on.
+    /// As [`Store::verify`], but passes the error of each damaged or unreadable extent to `damaged`, which returns
+    /// `Ok` to continue.
     pub(crate) fn verify_each(
         &self,
         progress: &mut dyn FnMut(u64, u64) -> bool,
@@ -33,14 +38,17 @@ impl Store {
         let records = 0..self.description.records.len();
         let all = self.layout.slot_bytes();
         let extents = self.verify_slots(records, &mut |done| progress(done, all), damaged)?;
-        // The log is not counted: how much of it is needed is not known before.
+        // Progress leaves out the log, whose needed bytes are not known in advance.
         let logged = self.verify_log(&mut || progress(all, all), damaged)?;
         Ok(Verified { extents: extents.extents + logged.extents, bytes: extents.bytes + logged.bytes })
     }
 
-    /// Reads and checks what [`Store::pending_replay`] is applied to, and all that it applies; once, here or by [`Store::verify`]. Whoever replays has to
-    /// have done this before it stages anything: it writes over the commit before, which is all that is left of the run
-    /// where this is damaged. `keep_going` is asked after each extent.
+    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots that they are applied to; does
+    /// nothing if this call or [`Store::verify`] has done so before. `keep_going` is called after each extent and
+    /// returns `false` to stop.
+    ///
+    /// A caller that replays the log must call this before it stages anything: staging overwrites the commit before,
+    /// which is all that is left of the run if the log is damaged.
     pub fn check_log(&self, keep_going: &mut dyn FnMut() -> bool) -> Result<()> {
         let Some(replay) = self.pending_replay().filter(|replay| !replay.is_checked()) else { return Ok(()) };
         self.verify_slots(replay.records(), &mut |_| keep_going(), &mut Err)?;
@@ -49,7 +57,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads and checks the live slots of records; `progress` gets bytes done.
+    /// Reads and checks the live slots of records. `progress` receives the bytes done, and returns `false` to stop.
     fn verify_slots(
         &self,
         records: impl Iterator<Item = usize>,
@@ -79,14 +87,14 @@ impl Store {
 }
 
 impl Verified {
-    /// One more extent.
+    /// Counts one more extent.
     pub(crate) fn add(&mut self, bytes: u64) {
         self.extents += 1;
         self.bytes += bytes;
     }
 }
 
-/// Begins one operation for each item, and ends them in their order: at most so many are in flight.
+/// Begins one operation for each item, and ends the operations in the same order. At most `depth` are in flight.
 pub(crate) fn in_flight<T, O>(
     depth: usize,
     items: impl Iterator<Item = T>,

@@ -1,4 +1,4 @@
-//! Writes and reads whole tensors extent by extent, for a store's first write and for inspection.
+//! Stages and reads whole records from and to tensors in memory: for a store's first write, and for inspection.
 
 use std::ops::Range;
 
@@ -10,11 +10,12 @@ use crate::{
     layout::Extent,
 };
 
-/// Where bytes of an extent belong: which tensor (0 is the values), its bytes, and where in the extent they are.
+/// Bytes that an extent has of a tensor: the tensor (0: the values), the range of its bytes, and their offset in the
+/// extent.
 pub(crate) type TensorRun = (usize, Range<usize>, usize);
 
 impl Store {
-    /// The bytes of a record's tensors: its values, then its state tensors as they are described.
+    /// Returns the bytes of a record's tensors: its values, then its state tensors in the order of the description.
     pub fn tensor_bytes(&self, record: usize) -> Result<Vec<usize>> {
         self.known(record)?;
         let described = &self.description.records[record];
@@ -23,7 +24,7 @@ impl Store {
         Ok(std::iter::once(values).chain(state).map(|bytes| bytes as usize).collect())
     }
 
-    /// Stages a whole record, as its update number `step`, from its values and its state tensors.
+    /// Stages a whole record, as its update number `step`, from its tensors in the order of [`Store::tensor_bytes`].
     pub fn stage_record(&self, record: usize, step: u64, tensors: &[&[u8]], wait: Wait<'_>) -> Result<()> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
         let (state, values) = self.description.staging_bytes();
@@ -42,7 +43,8 @@ impl Store {
         Ok(())
     }
 
-    /// Reads a whole live record into its values and its state tensors. All of it is of one version, which is returned.
+    /// Reads a whole live record into its tensors, in the order of [`Store::tensor_bytes`]. Returns the version that
+    /// all of them have.
     pub fn read_record(&self, record: usize, tensors: &mut [&mut [u8]]) -> Result<u64> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
         self.settled([record])?;
@@ -56,6 +58,7 @@ impl Store {
         Ok(version)
     }
 
+    /// Fails unless `lengths` are the bytes of the record's tensors.
     fn fitting(&self, record: usize, lengths: &[usize]) -> Result<()> {
         let wanted = self.tensor_bytes(record)?;
         if lengths == wanted {
@@ -65,10 +68,11 @@ impl Store {
         Err(Error::Invalid(format!("the tensors of {name:?} have {wanted:?} bytes, not {lengths:?}")))
     }
 
+    /// Returns the bytes that an extent has of each tensor.
     pub(crate) fn runs(&self, record: usize, extent: &Extent) -> Vec<TensorRun> {
         let described = &self.description.records[record];
         let chunk_elements = self.description.chunk_elements as usize;
-        // The index of each state tensor that lies in chunks, or by itself.
+        // Yields the numbers, from 1, of the state tensors that lie in chunks, or of those with extents of their own.
         let places = |chunked: bool| {
             let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)

@@ -1,6 +1,7 @@
-//! Tests second copies of labels and description.
+//! Tests the second copies of labels and description.
 //!
-//! Each is used where the first is damaged, named, and repaired; and never that of a store that was there before.
+//! A store whose first copy is damaged opens by the second one, reports the damage, and repairs it. Second copies of a
+//! former store are never used.
 
 use std::{
     fs::{self, OpenOptions},
@@ -43,7 +44,7 @@ fn opened(paths: &[PathBuf]) -> Result<Store, Error> {
 #[test]
 fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
     for (count, stripe) in [(1, 1 << 20), (2, 4096), (3, 64 << 10)] {
-        // Blank, foreign bytes, and a bit of the label.
+        // The first label is overwritten with zeros, with other data, or with one wrong bit.
         for junk in [vec![0; 4096], vec![0xa5; 4096], b"memascnE".to_vec()] {
             let folder = Folder::new("found");
             let paths = folder.paths(count);
@@ -51,7 +52,7 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             for path in &paths {
                 put(path, 0, &junk);
             }
-            // Nobody takes it for nothing, and nobody replaces it unasked.
+            // The store does not count as blank, and is not replaced without `Existing::Replace`.
             let refused = Store::create(&paths, model::description(), &how(Existing::Refuse, stripe)).map(drop);
             assert!(
                 refused.as_ref().is_err_and(|why| why.to_string().contains("a store is there already")),
@@ -65,7 +66,7 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             ok(commit(&store, 3));
             assert_eq!(ok(store.damaged()), Vec::<String>::new());
             drop(store);
-            // The second ones are not needed any more.
+            // The first labels are repaired, so the second ones are not needed.
             for path in &paths {
                 put(path, length(path) - 4096, &[0; 4096]);
             }
@@ -83,7 +84,7 @@ fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
     put(&paths[1], 3, b"#");
     assert_eq!(check(&ok(opened(&paths)), "device 1"), 1);
     put(&paths[0], 3, b"#");
-    // Both: files end with their last stripe, so any stripe finds it.
+    // Both first labels are damaged. A file ends with its last stripe, so its second label is found with any stripe.
     assert_eq!(check(&ok(opened(&paths)), "both"), 1);
     let swapped = [paths[1].clone(), paths[0].clone()];
     assert!(opened(&swapped).is_err());
@@ -112,7 +113,8 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
 
 #[test]
 fn a_store_that_was_replaced_never_comes_back() {
-    // Of another stripe, so its second labels stay where they were; and of the same.
+    // With another stripe, the new store leaves the former store's second labels in place; with the same, it overwrites
+    // them.
     for (before, after) in [(4096, 64 << 10), (64 << 10, 4096), (8192, 8192)] {
         let folder = Folder::new("replaced");
         let paths = folder.paths(2);
@@ -134,7 +136,7 @@ fn a_store_that_was_replaced_never_comes_back() {
         let store = ok(opened(&paths));
         assert_eq!((store.info().uuid, check(&store, "replaced, by its second labels")), (new, 1));
         drop(store);
-        // Without the new second labels, too, there is nothing; least of all the old store.
+        // Without the new second labels, too, no store opens: the former store's second labels do not count.
         let end = paths.iter().map(length).min().unwrap_or(0) / after * after;
         for path in &paths {
             put(path, end - 4096, &[0x11; 4096]);
@@ -148,7 +150,7 @@ fn what_was_put_over_a_store_is_not_replaced() {
     let folder = Folder::new("put-over");
     let paths = folder.paths(1);
     made(&paths, &how(Existing::Refuse, 8192), 1);
-    // Labels and roots are gone, and the second label is there.
+    // Other data covers the first label and the roots; the second label is whole.
     put(&paths[0], 0, &[b"somebody's file ".repeat(16 * 256)].concat());
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
         let refused = Store::create(&paths, model::description(), &how(existing, 8192)).map(drop);
@@ -160,7 +162,7 @@ fn what_was_put_over_a_store_is_not_replaced() {
 #[test]
 fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
     let (step, none) = (Durability::Step, Durability::None);
-    // How many devices, what is kept, the last step, and what the roots of slots 1 and 0 say.
+    // Number of devices, durability, last step, and the steps of the roots in slots 1 and 0.
     for (count, durability, steps, says) in
         [(1, step, 2, [2, 1]), (2, step, 2, [2, 1]), (3, step, 3, [2, 3]), (1, none, 4, [4, 4])]
     {
@@ -177,7 +179,7 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
             let mut bytes = left[0].bytes();
             bytes[at + slot * 4096..][..4096].fill(0);
             left[0] = SimDisk::of(bytes);
-            // A root of zeros was lost, so the other one is opened where that is asked for.
+            // A root of zeros counts as lost: only `Existing::Previous` opens the other one.
             assert!(matches!(model::open(&left, &model::how()), Err(Error::Corrupt { .. })));
             let store = ok(model::open(&left, &model::existing(Existing::Previous)));
             assert_eq!(check(&store, "one root"), step);

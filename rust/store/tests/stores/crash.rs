@@ -1,7 +1,7 @@
 //! Tests kills and losses of power at every point of short runs, and at random points of long ones.
 //!
-//! What is found is the last committed step, or the one whose commit was in flight, and never a mixture; or a refusal that
-//! names the reason, where a run has promised no more.
+//! The next opening finds the last committed step, or the one whose commit was in flight, and never a mixture. Where
+//! the run did not promise durability, it may also fail with an error that names the reason.
 
 use crate::model::{self, COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 use memascend_mem::Wait;
@@ -11,21 +11,21 @@ use memascend_nvme::{
 };
 use memascend_store::{Durability, Error, Existing, Store};
 
-/// How a run ends that nothing cuts short.
+/// The end of a run that no fault cuts short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Closed,
     Killed,
 }
 
-/// One of the runs on some devices.
+/// One run on some devices.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     durability: Durability,
     commits: u64,
-    /// Steps that a log is for.
+    /// The number of steps for which to make a log; 0: none.
     log: u32,
-    /// Whether what a log has is written whole first.
+    /// True to replay and end the log of the run before, if it has one.
     settles: bool,
     end: End,
 }
@@ -35,23 +35,24 @@ const fn durable(commits: u64, log: u32, end: End) -> Run {
     Run { durability: Durability::Step, commits, log, settles: false, end }
 }
 
-/// A run that keeps nothing before it is closed.
+/// A run with durability "none": its commits become durable when it is closed.
 const fn in_memory(commits: u64, end: End) -> Run {
     Run { durability: Durability::None, commits, log: 0, settles: true, end }
 }
 
-/// A run that ends the log, and no more.
+/// A run that replays and ends the log, and commits no step.
 const SETTLING: Run = Run { settles: true, ..durable(0, 0, End::Closed) };
 
-/// What the devices may hold.
+/// The commits that the devices may hold.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
-    /// Nothing takes this commit away, nor what came after it from a run that promised more.
+    /// The last commit that is durable: an opening finds it or a later one.
     durable: Option<u64>,
-    /// The last one that was made, and the last that had begun.
+    /// The last commit that was made.
     committed: Option<u64>,
+    /// The last commit that was begun.
     tried: Option<u64>,
-    /// Whether a run that keeps nothing before it is closed has begun to commit.
+    /// True once a run with durability "none" has begun to commit.
     unclosed: bool,
 }
 
@@ -60,7 +61,8 @@ impl Known {
         Self { durable: Some(commit), committed: Some(commit), tried: Some(commit), unclosed: false }
     }
 
-    /// One run: opened or made, some commits, some of them discarded first, closed or not. How many requests it made.
+    /// Carries out one run: opens or creates the store, makes commits, some of them after a discarded attempt, and
+    /// closes the store or not. Returns the number of requests that the devices got.
     fn live(&mut self, disks: &[SimDisk], faults: &Faults, run: &Run) -> u64 {
         let mut how = model::how();
         how.durability = run.durability;
@@ -83,7 +85,8 @@ impl Known {
         if from > 0 && run.log > 0 {
             store.keep_log(&LOGGED, run.log)?;
         }
-        // What fails before its commit is discarded and done again; after a failed commit only opening helps.
+        // Discard a step that failed before its commit and make it again. After a failed commit only a new opening
+        // helps.
         for _ in 0..3 {
             match self.steps(store, run, from + run.commits) {
                 Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
@@ -104,7 +107,7 @@ impl Known {
                 model::abandon(store, number)?;
             }
             self.tried = Some(number);
-            // The first commit of all makes a store, whatever its durability.
+            // The first commit of a store is durable with any durability.
             self.unclosed |= run.durability == Durability::None && number > 0;
             commit(store, number)?;
             self.committed = Some(number);
@@ -118,7 +121,8 @@ impl Known {
         Ok(())
     }
 
-    /// Opens what is left, and says that it is a commit that it may be.
+    /// Opens the store and checks that its commit is one that the run may have left. Returns `false` if the opening
+    /// fails, as it may if no commit is durable.
     fn opened(&mut self, disks: &[SimDisk], lost_power: bool, name: &str) -> bool {
         let name = format!("{name}: {self:?}, lost power {lost_power}");
         match model::open(disks, &model::how()) {
@@ -139,7 +143,7 @@ impl Known {
     }
 }
 
-/// Runs on the same devices; the last one is cut short.
+/// Each story is a sequence of runs on the same devices, of which the last one is cut short.
 const STORIES: [&[Run]; 8] = [
     &[durable(4, 0, End::Killed)],
     &[durable(4, 0, End::Closed)],
@@ -166,7 +170,7 @@ fn a_run_is_cut_short_at_every_point() {
         let mut uncut = known;
         let points = uncut.live(&copies(&begun), &Faults::default(), &last);
         assert!(points > 20, "story {number}: {points}");
-        // Every point, or some; which ones, the number of the story says.
+        // Without `MEMASCEND_TEST_LONG`, try every 17th point; the first one differs from story to story.
         let stride = many(1, 17);
         side_by_side(0..points / stride + 1, |turn| {
             let point = turn * stride + number as u64 % stride;
@@ -180,7 +184,7 @@ fn a_run_is_cut_short_at_every_point() {
             }
             let name = format!("story {number}, point {point}, killed");
             if known.opened(&disks, false, &name) {
-                // It is gone on from, whatever was in flight.
+                // Training can continue from that commit, whatever was in flight.
                 known.live(&disks, &Faults::default(), &Run { settles: true, ..durable(2, 1, End::Closed) });
                 assert!(known.opened(&disks, false, &name), "{name}: closed");
             }
@@ -224,7 +228,7 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
             ok(commit(&store, number));
             let left = model::after_loss(&disks, 0);
             assert_eq!(model::opened(&left, &before), Ok(number - 1), "log of {log}");
-            // It was gone back to for good, and goes on from there.
+            // The opening above went back for good, so training continues from the commit before.
             let other = ok(model::open(&left, &newest));
             assert_eq!(check(&other, "gone back"), number - 1);
             ok(other.keep_log(&LOGGED, log));
@@ -235,7 +239,8 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
     }
 }
 
-/// Errors, retries, short transfers, reordering, kills and losses of power, again and again on the same devices.
+/// Runs several times on the same devices, with errors, retries, short transfers, reordering, kills and losses of
+/// power.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 1 + rng.below(2);

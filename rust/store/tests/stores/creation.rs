@@ -1,4 +1,5 @@
-//! Tests what whoever dies while a store is made leaves: the store that was there, nothing, or what is known as ours.
+//! Tests processes that die while they create a store: they leave the former store, nothing, or an unfinished store
+//! that a later call recognizes.
 
 use std::{
     fs,
@@ -18,8 +19,8 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
     how
 }
 
-/// Makes a store over what is there, and ends after so many operations: what that leaves on each device, as another
-/// process sees it and after losses of power. `None` where it was made.
+/// Creates a store over `before`, and dies after `point` operations. Returns the bytes that each device then has: as
+/// another process sees them, and after several losses of power. `None` if the creation finished before.
 fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec<u8>>>> {
     let disks: Vec<SimDisk> = before.iter().map(|bytes| SimDisk::of(bytes.clone())).collect();
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -27,14 +28,14 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
-    // In the first operations the roots of the store that was there go, one after the other.
+    // The first operations overwrite the roots of the former store one by one: try more losses of power there.
     let few = if point < 8 { 4 } else { 1 };
     let lost =
         (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
     Some(std::iter::once(disks.iter().map(SimDisk::bytes).collect()).chain(lost).collect())
 }
 
-/// What a call makes of what is there; what it refuses stays as it is.
+/// Writes `left` to the paths and calls `Store::create`; checks that a refused call leaves the files as they were.
 fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool), Error> {
     paths.iter().zip(left).for_each(|(path, bytes)| ok(fs::write(path, bytes)));
     let met = Store::create(paths, model::description(), how);
@@ -47,13 +48,13 @@ fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool
 #[test]
 fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
     let folder = Folder::new("creation");
-    // How many devices, the stripe of the store that was there, and that of the one that is made.
+    // Number of devices, stripe of the former store, stripe of the new store.
     for (count, old, new) in
         [(1, None, 8192), (2, None, 4096), (1, Some(8192), 8192), (2, Some(8192), 4096), (3, Some(4096), 4096)]
     {
         let paths = folder.paths(count);
         let disks = model::disks(count);
-        // The newest root lies first or second.
+        // Let the newest root be in the first page for some counts, and in the second page for others.
         let last = count as u64 % 2 + 1;
         if let Some(stripe_bytes) = old {
             let there = striped(&disks, stripe_bytes, &Faults::default());
@@ -112,7 +113,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
             assert!(refused.as_ref().is_err_and(named), "{count} of {bytes} bytes: {refused:?}");
         }
         assert!(Store::open(&paths, &Create::default()).is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
-        // One of two is missing: the one that is made for it is no reason to begin in the other.
+        // With one file empty and the other missing, `Resume` must not begin a store either, nor leave a file behind.
         if let [_, second] = &paths[..] {
             ok(fs::remove_file(second));
             let refused = Store::create(&paths, model::description(), &how(Existing::Resume, 8192)).map(drop);
@@ -126,7 +127,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
             ok(fs::remove_file(path));
         }
         assert!(ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
-        // One file has no name before its first commit.
+        // A single file has a pending name until the first commit.
         assert!(paths.iter().all(|path| path.exists() == (count > 1)));
         for path in &paths {
             drop(fs::remove_file(path));
@@ -146,7 +147,7 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
             model::description(),
             &model::how(),
         ));
-        // Of the first commit alone, one root has its mark still.
+        // After the first commit, one root page still has its mark; after the second, none.
         for step in 0..2 {
             ok(commit(&store, step));
             let whole: Vec<Vec<u8>> = disks.iter().map(SimDisk::bytes).collect();
@@ -163,7 +164,8 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
     }
 }
 
-/// The file's own name, its pending one, and all names in its folder.
+/// Returns whether the file exists under its own name, and under its pending name, and the number of names in its
+/// folder.
 fn names(path: &Path) -> (bool, bool, usize) {
     let folder = path.parent().unwrap_or(path);
     (path.exists(), pending(path).exists(), ok(fs::read_dir(folder)).count())
@@ -184,7 +186,7 @@ fn a_store_takes_its_name_with_its_first_root() {
         assert!(is_new && store.volume().lost().is_none());
         assert_eq!(names(path), (false, true, 1));
         assert!(ok(Store::commits(&[path], &Create::default())).is_none(), "there is no store yet");
-        // Another opening of it is refused by the name that was given.
+        // The error of another opening names the path that was given, not the pending name.
         for others in [Existing::Refuse, Existing::Resume, Existing::Replace] {
             let refused = Store::create(&[path], model::description(), &how(others, 8192)).map(drop);
             let said = refused.err().map(|why| why.to_string()).unwrap_or_default();
@@ -197,10 +199,10 @@ fn a_store_takes_its_name_with_its_first_root() {
         drop(store);
         assert_eq!(check(&ok(Store::open(&[path], &Create::default())), ""), 1);
         ok(fs::remove_file(path));
-        // Whoever ends without a first commit leaves nothing.
+        // A store that is dropped without a commit leaves no file.
         drop(ok(Store::create(&[path], model::description(), &how(existing, 8192))));
         assert_eq!(names(path), (false, false, 0));
-        // Nor does whoever does not want it any more.
+        // A store whose volume was forsaken leaves no file either.
         let (store, _) = ok(Store::create(&[path], model::description(), &how(existing, 8192)));
         ok(commit(&store, 0));
         store.volume().forsake();
@@ -232,7 +234,7 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
             assert_eq!(names(path), (false, false, 0));
             tried += 1;
         }
-        // Its root was there, and it died before its name.
+        // The last point has run all operations but the renaming of the file, which simulated devices do not have.
         if done {
             break;
         }
@@ -240,7 +242,8 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
     assert!(tried > 40, "{tried}");
 }
 
-/// What whoever makes and fills a store leaves that dies after so many operations, and whether it has done it all.
+/// Creates a store, makes its first commit, and dies after `point` operations. Returns the bytes that the device then
+/// may have, and whether the commit was made.
 fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
     let disk = SimDisk::of(blank.to_vec());
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -268,7 +271,7 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
-    // It went back, so that its other root has a mark; or something else is there.
+    // Neither a store that went back, so that one of its roots is a mark, nor a file with other data is removed.
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));
@@ -294,7 +297,7 @@ fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
     let named = |why: &Error| why.to_string().starts_with(&format!("{}: another file took this name", path.display()));
     assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     assert_eq!((ok(fs::read(path)), store.info().generation), (b"theirs".to_vec(), 0));
-    // It is not there any more: the same commit once more.
+    // Once the other file is gone, the same commit can be made.
     ok(fs::remove_file(path));
     ok(store.discard(memascend_mem::Wait::forever()));
     ok(commit(&store, 0));

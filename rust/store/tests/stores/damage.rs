@@ -1,6 +1,7 @@
 //! Tests flipped bits, misdirected and lost writes, foreign and random bytes.
 //!
-//! Each gives an error with a name, or the right numbers; never a crash, never wrong ones.
+//! An opening or a read of a damaged store returns a specific error or the right bytes: it never panics and never
+//! returns wrong bytes.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,7 +14,8 @@ use memascend_store::{
 };
 use proptest::prelude::*;
 
-/// A store at step 2, on one device, and where its live extents lie.
+/// Returns the bytes of a device with a store at step 2, its live extents (record, offset, bytes), and the offset of
+/// the first extent.
 fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
     let disks = model::disks(1);
     let store = model::trained(&disks, 2);
@@ -30,7 +32,7 @@ fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
     (disks[0].bytes(), extents, first)
 }
 
-/// What opening and reading everything says: the step, or the error's text.
+/// Opens a store and verifies it; returns its step, or the text of the error.
 fn outcome(bytes: Vec<u8>) -> Result<u64, String> {
     found_on(&SimDisk::of(bytes))
 }
@@ -41,7 +43,7 @@ fn found_on(disk: &SimDisk) -> Result<u64, String> {
     Ok(check(&store, "damaged"))
 }
 
-/// All that a store says of itself.
+/// Returns the state of a store and of all its records.
 fn known(store: &Store) -> (Info, Vec<RecordState>) {
     let records = 0..store.description().records.len();
     (store.info(), records.map(|record| ok(store.record_state(record))).collect())
@@ -58,7 +60,7 @@ fn every_byte_of_the_catalog() {
     let store = ok(model::open(&[SimDisk::of(bytes.clone())], &model::how()));
     let whole = known(&store);
     let total = size(store.info().total_bytes);
-    // Pages that have a copy, by what a flipped bit in them is called: all that lie elsewhere have none.
+    // The pages that have a copy, with the beginning of the damage report for a flipped bit in them.
     let copies = [
         (0, "the first label of"),
         (3 * 4096, "the first copy of the description"),
@@ -77,7 +79,8 @@ fn every_byte_of_the_catalog() {
         let number = size(number);
         let from = sectors[number];
         let copy = copies.iter().find(|(at, _)| (*at..at + 4096).contains(&from)).map(|(_, name)| name);
-        // Of sectors that hold nothing, some bytes; which of the others differs from sector to sector.
+        // In a blank sector flip a few bytes; in any other every `stride`th byte, with another first byte in each
+        // sector.
         let blank = bytes[from..from + 512].iter().all(|&byte| byte == 0);
         let (first, step) = if blank { (from, many(16, 128)) } else { (from + number % stride, stride) };
         for at in (first..from + 512).step_by(step) {
@@ -87,11 +90,11 @@ fn every_byte_of_the_catalog() {
             match opened {
                 Ok(store) => {
                     assert_eq!(known(&store), whole, "byte {at}");
-                    // What was flipped back is damaged no more, and was noted when it was opened.
+                    // The bit was flipped back, so only the damage that the opening noted is left to compare.
                     assert_eq!(store.noted_damage().len(), usize::from(copy.is_some()), "byte {at}");
                     let named = |name: &&str| store.noted_damage()[0].starts_with(*name);
                     assert!(copy.is_none_or(named), "byte {at}: {:?}", store.noted_damage());
-                    // The checksums that it knows are right if the extents pass.
+                    // The extents match only if the store has loaded the right checksums.
                     if at % 257 == 0 {
                         assert_eq!(check(&store, "flipped"), 2, "byte {at}");
                     }
@@ -144,7 +147,7 @@ fn a_write_that_was_lost_or_went_elsewhere_is_found() {
 
 #[test]
 fn a_lost_table_page_is_found() {
-    // The page of an older generation is whole in itself: only the root knows that it is not the one.
+    // A table page of an older generation has a valid checksum: only the table's checksum in the root detects it.
     let disks = model::disks(1);
     let store = model::created(&disks);
     let mut images = Vec::new();
@@ -160,7 +163,8 @@ fn a_lost_table_page_is_found() {
             let mut lost = images[3].clone();
             lost[at..at + 4096].copy_from_slice(&images[1][at..at + 4096]);
             match outcome(lost) {
-                // The newest root itself, lost: the step before it, whole. The other root is not needed.
+                // The page of the newest root was lost: the step before opens. A lost page of the other root has no
+                // effect.
                 Ok(step) => assert_eq!(step, if at == 4096 { 2 } else { 3 }, "page at {at}"),
                 Err(_) => found += 1,
             }
@@ -191,7 +195,7 @@ fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not
     let (begin, end) = (log.offset, log.offset + log.bytes);
     let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
     let pages = (begin..end.min(begin + (240 << 10))).step_by(4096);
-    // In what tells a page from others, and in what only its checksum says.
+    // Flip a bit in the first bytes of a page, where a head has its magic, and one further on.
     for (page, at) in pages.flat_map(|page| [(page, 3), (page, 24)]) {
         let disks = [found[0].after_power_loss(0)];
         disks[0].flip(size(page) + at, 4);
@@ -267,12 +271,12 @@ fn a_changed_description_is_refused_or_within_its_bounds() {
     }
 }
 
-/// Opens devices with stripes of so many bytes.
+/// Opens a store on devices with stripes of `stripe` bytes.
 fn open_striped(disks: &[SimDisk], stripe: u64) -> Result<Store, Error> {
     Store::open_on(striped(disks, stripe, &Faults::default()), stripe, &model::how())
 }
 
-/// Copies of the devices of one store at commits 0 to 8, then at commits 6 to 8 of a copy that went on in another way.
+/// Returns copies of a store's devices at commits 0 to 8, then at commits 6 to 8 of another continuation from commit 5.
 fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
     let disks = model::large_disks(count);
     let there = striped(&disks, stripe, &Faults::default());
@@ -296,7 +300,8 @@ fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
 
 #[test]
 fn devices_that_hold_copies_of_different_commits_are_refused() {
-    // A copy that is a commit ahead has all of the commit before, too.
+    // A device that is one commit ahead still has all extents of the commit before, so a store with such a device
+    // opens.
     let before = |number: usize| if number == 9 { 5 } else { number.wrapping_sub(1) };
     let mut refused = 0;
     for (count, stripe) in [(2, 64 << 10), (3, 64 << 10), (2, 8192)] {

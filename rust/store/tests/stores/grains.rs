@@ -1,6 +1,5 @@
-//! Tests elements of any size, and state whose items several elements share.
-//!
-//! Each byte comes back, and none lies over another.
+//! Tests elements of any size, and state tensors with one item for several elements: every byte is read back, and no
+//! two extents overlap.
 
 use crate::model::{self, ok, size};
 use memascend_mem::Wait;
@@ -12,7 +11,7 @@ fn described(chunk_elements: u32, records: Vec<Record>) -> Description {
     Description { chunk_elements, units: vec!["all".into()], records, ..model::description() }
 }
 
-/// What 8-bit moments look like, with a plane of bits and a tensor that lies by itself.
+/// Describes a record with state like 8-bit moments, a plane of bits, and a tensor with extents of its own.
 fn blocks(name: &str, numel: u64) -> Record {
     let mut record = model::record(name, 0, Dtype::Bf16, &[numel], &[]);
     record.state = vec![
@@ -49,12 +48,12 @@ fn require(store: &Store, step: u64) {
         let mut parts: Vec<&mut [u8]> = got.iter_mut().map(Vec::as_mut_slice).collect();
         ok(store.read_record(record, &mut parts));
         assert!(got == wanted, "record {record} at step {step}");
-        // And part by part, of the same bytes.
+        // `scan` must pass the same bytes part by part.
         let mut scanned: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
         ok(store.scan(&[record], &mut |_, parts| {
             for part in parts {
                 use memascend_store::Buffer;
-                // SAFETY: nothing uses the memory during the call.
+                // SAFETY: `scan` has waited for the read of this part, and uses its memory only after this call.
                 let bytes = unsafe { std::slice::from_raw_parts(part.memory.as_ptr().as_ptr(), part.memory.len()) };
                 scanned[part.tensor][part.start..part.start + bytes.len()].copy_from_slice(bytes);
             }
@@ -72,7 +71,7 @@ fn round_trip(description: &Description) {
         let volume = model::volume(&disks, &Faults::default());
         let store = ok(Store::create_on(volume, model::STRIPE, description.clone(), &model::how()));
         assert_eq!(store.volume().size_bytes(), store.info().total_bytes, "no byte too many");
-        // No two extents of a slot share a byte, and what a staging chunk holds holds each of them.
+        // No two extents share a byte, and each fits a staging chunk.
         let mut extents = Vec::new();
         for record in 0..description.records.len() {
             for extent in 0..store.layout().extents_of(record) {
@@ -103,7 +102,7 @@ fn one_byte_values_beside_wide_state_come_back() {
     let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
     let records: Vec<Record> = std::iter::once(wide).chain(narrow.map(of)).collect();
-    // What 20 bytes of state made the chunk: not laid out any more, and refused with what works.
+    // 51,200 one-byte values would end inside a page: such a chunk is rejected, with a size that works.
     let refused = described(51_200, records.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
     round_trip(&described(49_152, records));

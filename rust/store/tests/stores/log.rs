@@ -1,4 +1,4 @@
-//! Tests the log of gradients: records whose slots are old, and what opening makes of them.
+//! Tests the gradient log: records whose live slots lack gradients, and the replay after the store was opened.
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::SimDisk;
@@ -19,7 +19,7 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
                 if number % many(1, 3) > 0 {
                     continue;
                 }
-                // Whoever kills the process now leaves this.
+                // Open the devices as a kill of the process at this point leaves them.
                 let found = ok(model::open(&model::after_loss(&disks, number), &model::how()));
                 let name = format!("{steps} steps, {count} devices, commit {number}");
                 assert_eq!(check(&found, &name), number, "{name}");
@@ -38,7 +38,7 @@ fn less_room_is_fewer_steps_and_none_is_none() {
         let store = model::trained(&disks, 0);
         let steps = ok(store.keep_log(&LOGGED, 16));
         seen.push(steps);
-        // A record without room is written whole.
+        // `commit` writes a record whole if the log has no space for its gradient.
         (1..=30).for_each(|number| ok(commit(&store, number)));
         assert_eq!(store.log_state().steps > 0, steps > 0, "{steps} steps");
         drop(store);
@@ -104,7 +104,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     );
     ok(ok(store.append(record, 0, vec![0; 4096])).wait());
     assert!(store.append(record, 0, vec![0; 4096]).is_err_and(|error| error.to_string().contains("appended already")));
-    assert!(refused(head.clone()).contains("appended in part, 2 chunks lack"));
+    assert!(refused(head.clone()).contains("appended in part, 2 chunks are missing"));
     for chunk in 1..3 {
         ok(ok(store.append(record, chunk, vec![0; 4096])).wait());
     }
@@ -115,16 +115,16 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
-    // What its slot holds is not what the record is.
+    // The slot lacks a gradient, so it cannot be read as the record.
     let read = store.read(record, 0, vec![0; 4096]).map(drop);
-    assert!(read.is_err_and(|error| error.to_string().contains("replay that first")));
+    assert!(read.is_err_and(|error| error.to_string().contains("replay the log first")));
     ok(store.discard(Wait::forever()));
     assert_eq!((store.log_state().steps, store.info().step), (1, 1));
     ok(commit(&store, 2));
     drop(store);
     let found = ok(model::open(&disks, &model::how()));
     assert_eq!(check(&found, "found"), 2);
-    // Closing without a replay leaves it as it was.
+    // Closing without a replay leaves the log as it was.
     ok(found.close(Wait::forever()));
     drop(found);
     assert_eq!(model::opened(&disks, &model::how()), Ok(2));
@@ -148,7 +148,7 @@ fn files_grow_and_their_second_labels_move() {
     assert!(ok(store.damaged()).is_empty(), "{:?}", store.damaged());
     (1..=20).for_each(|number| ok(commit(&store, number)));
     drop(store);
-    // Cut to what a store without a log needs, it is refused by name.
+    // A file that was cut off within its log is rejected with an error that names the log.
     let whole = length();
     cut_to(whole - 8192);
     let refused = Store::open(&paths, &model::how()).map(drop).map_err(|error| error.to_string());

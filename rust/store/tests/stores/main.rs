@@ -1,4 +1,4 @@
-//! Tests stores on simulated devices and in files: what is committed, read, damaged, refused, and found after a crash.
+//! Tests stores on simulated devices and in files: commits, reads, damage, refusals, and recovery after a crash.
 
 mod copies;
 mod crash;

@@ -1,7 +1,7 @@
-//! The model of a store that all of these tests share: a run whose commits are known byte by byte.
+//! Models a run for all of these tests: [`after`] returns every byte of a store after each commit.
 //!
-//! The number of a commit says what it changes. [`commit`] carries it out on a store, with a log of gradients or without
-//! one; [`check`] compares a store with what that commit left.
+//! The number of a commit determines what it changes. [`commit`] makes that commit on a store, with a gradient log or
+//! without one; [`check`] compares a store with [`after`].
 
 use std::{
     cell::UnsafeCell,
@@ -26,17 +26,17 @@ use memascend_store::{
     StateTensor, StepHead, StepWrite, Store,
 };
 
-/// The error of a device.
+/// The errno of a failed device.
 pub(crate) const EIO: i32 = 5;
 pub(crate) const STRIPE: u64 = 8192;
 pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
-/// The last commit that is known.
+/// The last commit of the model.
 pub(crate) const COMMITS: u64 = 80;
-/// Records whose gradients may be logged, and the dtype of these: several chunks, one element, other dtypes than the
-/// values', no elements, a compact one.
+/// Records whose gradients may be logged, and the dtype of these gradients. Among them are records with several chunks,
+/// with one element, with none, with gradients of another dtype than the values, and a compact one.
 pub(crate) const LOGGED: [(usize, Dtype); 5] =
     [(0, Dtype::Bf16), (1, Dtype::F32), (3, Dtype::F32), (5, Dtype::Bf16), (7, Dtype::Bf16)];
-/// Records that each step writes whole.
+/// Records that each step stages whole.
 const STREAMED: [usize; 2] = [4, 6];
 
 pub(crate) fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
@@ -47,7 +47,7 @@ pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-// --- what it holds ----------------------------------------------------------------------
+// --- records and their contents ---------------------------------------------------------
 
 pub(crate) fn tensor(name: &str, dtype: Dtype, shape: &[u64], grain: u32) -> StateTensor {
     StateTensor { name: name.into(), dtype, shape: shape.into(), grain }
@@ -60,7 +60,8 @@ pub(crate) fn record(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: 
     Record { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
 }
 
-/// Every kind of record: several chunks, one element, no state, odd state, a buffer, nothing at all.
+/// Describes one record of every kind: several chunks, one element, no state, state of other shapes, no elements, a
+/// buffer, a compact one.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
     let mut odd = record("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
@@ -90,24 +91,24 @@ pub(crate) fn description() -> Description {
     }
 }
 
-/// A record: its extents, whole pages of each, and its count of updates.
+/// The contents of a record: its extents in whole pages, and its count of updates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Contents {
     pub(crate) extents: Vec<Vec<u8>>,
     pub(crate) step: u64,
 }
 
-/// All records.
+/// The contents of all records.
 pub(crate) type State = BTreeMap<usize, Contents>;
 
-/// What a commit does.
+/// The kind of a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
-    /// A step: most records have a gradient.
+    /// A step in which most records have a gradient.
     Step,
-    /// Values are written, without a step.
+    /// Some records get new values, without an update.
     Written,
-    /// A step without any gradient of a logged record.
+    /// A step in which no record of `LOGGED` has a gradient.
     Idle,
 }
 
@@ -123,12 +124,12 @@ fn has_gradient(record: usize, commit: u64) -> bool {
     act(commit) == Act::Step && (record == 0 || !(commit + record as u64).is_multiple_of(3))
 }
 
-/// Who is written whole by a commit without a step.
+/// True if a commit of the kind `Act::Written` writes the record.
 fn is_written(record: usize, commit: u64) -> bool {
     [0, 4].contains(&record) || commit.is_multiple_of(2) && record == 7
 }
 
-/// Bytes that these numbers say.
+/// Returns pseudo-random bytes that these numbers determine.
 pub(crate) fn content(record: usize, extent: u32, salt: u64, nbytes: usize) -> Vec<u8> {
     let mut rng = Rng::new(salt << 32 ^ (record as u64) << 16 ^ u64::from(extent));
     let mut bytes: Vec<u8> = Vec::with_capacity(nbytes + 8);
@@ -139,11 +140,12 @@ pub(crate) fn content(record: usize, extent: u32, salt: u64, nbytes: usize) -> V
     bytes
 }
 
+/// Returns the bytes of a record's gradient in a commit.
 pub(crate) fn gradient(store: &Store, record: usize, dtype: Dtype, commit: u64) -> Vec<u8> {
     content(record, 77, commit, size(store.description().records[record].elements() * dtype.bytes()))
 }
 
-/// The arithmetic of an update: what comes out depends on the order.
+/// Applies an update to a record. The result depends on the order of updates.
 pub(crate) fn update(contents: &mut Contents, gradient: &[u8], factor: u8) {
     contents.step += 1;
     for extent in &mut contents.extents {
@@ -158,7 +160,7 @@ fn factor(commit: u64) -> u8 {
     (commit % 250) as u8 | 1
 }
 
-/// The extents of a record, with bytes that the salt says.
+/// Returns contents of a record with pseudo-random bytes that `salt` determines.
 pub(crate) fn contents(store: &Store, record: usize, salt: u64, step: u64) -> Contents {
     let of = |extent| content(record, extent, salt, extent_bytes(store, record, extent));
     Contents { extents: (0..store.layout().extents_of(record)).map(of).collect(), step }
@@ -168,6 +170,7 @@ pub(crate) fn extent_bytes(store: &Store, record: usize, extent: u32) -> usize {
     size(store.layout().extent(store.description(), record, extent).bytes())
 }
 
+/// Computes the contents of all records after each commit.
 fn states() -> Vec<State> {
     let store = created(&disks(1));
     let records = 0..store.description().records.len();
@@ -194,7 +197,7 @@ fn states() -> Vec<State> {
     states
 }
 
-/// What all records hold after a commit.
+/// Returns the contents of all records after a commit.
 pub(crate) fn after(commit: u64) -> &'static State {
     static STATES: OnceLock<Vec<State>> = OnceLock::new();
     &STATES.get_or_init(states)[size(commit)]
@@ -204,9 +207,9 @@ fn user(commit: u64) -> String {
     format!("{{\"seen\": {commit}}}")
 }
 
-// --- what is done with it ----------------------------------------------------------------
+// --- commits and checks ------------------------------------------------------------------
 
-/// Stages a record whole.
+/// Stages all extents of a record and waits for the writes.
 pub(crate) fn stage(store: &Store, record: usize, contents: &Contents) -> Result<(), Error> {
     store.begin(record, contents.step, Wait::forever())?;
     let mut writes = Vec::new();
@@ -216,7 +219,7 @@ pub(crate) fn stage(store: &Store, record: usize, contents: &Contents) -> Result
     writes.into_iter().try_for_each(|write| write.wait().map(drop))
 }
 
-/// Appends a gradient; `None` where there is no room.
+/// Appends a gradient to the log; returns the writes, or `None` if the log has no space.
 pub(crate) fn append<'a>(
     store: &'a Store,
     record: usize,
@@ -229,14 +232,15 @@ pub(crate) fn append<'a>(
     let chunk_bytes = store.description().chunk_elements as usize * size(dtype.bytes());
     let write = |(chunk, part): (u32, &[u8])| {
         let mut part = part.to_vec();
-        // What fills the last page is anything.
+        // Nothing reads the padding of the last page, so it may be anything.
         part.resize(part.len().next_multiple_of(4096), 0xaa);
         store.append(record, chunk, part)
     };
     (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
-/// Carries out a commit on a store that holds what the one before left. A record without room in the log is written whole.
+/// Makes a commit of the model on a store at the commit before it. A record for whose gradient the log has no space is
+/// staged whole.
 pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let (before, after) = (after(commit.saturating_sub(1)), after(commit));
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
@@ -276,7 +280,7 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     store.commit(said, Wait::forever()).map(drop)
 }
 
-/// Begins some of a step and forgets it, as a skipped step does.
+/// Appends and stages garbage for some records, then discards the step, as a loop that skips a step does.
 pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
     for (record, dtype) in [LOGGED[0], LOGGED[2]] {
         let garbage = vec![0x55; gradient(store, record, dtype, at).len()];
@@ -289,7 +293,7 @@ pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
     store.discard(Wait::forever())
 }
 
-/// Which commit a store holds; panics if it does not hold exactly that one.
+/// Returns the number of the commit that a store is at; panics if any byte differs from that commit.
 pub(crate) fn check(store: &Store, name: &str) -> u64 {
     let info = store.info();
     assert_eq!(info.user, user(info.step), "{name}");
@@ -312,7 +316,7 @@ pub(crate) fn check(store: &Store, name: &str) -> u64 {
     info.step
 }
 
-/// Reads every record as it is found, and applies what the log has of it.
+/// Reads every record from its live slot, and applies the logged gradients that the slot lacks.
 pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     let replay = store.pending_replay().unwrap_or_default();
     let mut state = State::new();
@@ -340,7 +344,7 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     Ok(state)
 }
 
-/// Writes whole what the log has, and ends it.
+/// Replays the log: stages each of its records whole with the gradients applied, and commits, which ends the log.
 pub(crate) fn settle(store: &Store) -> Result<(), Error> {
     let Some(replay) = store.pending_replay() else { return Ok(()) };
     let state = replayed(store)?;
@@ -350,15 +354,15 @@ pub(crate) fn settle(store: &Store) -> Result<(), Error> {
     store.commit(Commit { step: store.info().step, ..Commit::default() }, Wait::forever()).map(drop)
 }
 
-// --- where it lies -----------------------------------------------------------------------
+// --- devices and files -------------------------------------------------------------------
 
-/// Room for a store, and on one device for a log of some steps.
+/// Makes devices with space for a store; a single device also has space for a log of some steps.
 pub(crate) fn disks(count: usize) -> Vec<SimDisk> {
     let bytes = if count == 1 { 640 << 10 } else { 400 << 10 };
     (0..count).map(|_| SimDisk::new(bytes)).collect()
 }
 
-/// Room for a log of many steps.
+/// Makes devices with space for a store and a log of many steps.
 pub(crate) fn large_disks(count: usize) -> Vec<SimDisk> {
     (0..count).map(|_| SimDisk::new((4 << 20) / count)).collect()
 }
@@ -385,7 +389,7 @@ pub(crate) fn existing(existing: Existing) -> Create {
     how
 }
 
-/// A store that nothing was written to.
+/// Creates a store, without a commit.
 pub(crate) fn created(disks: &[SimDisk]) -> Store {
     created_as(disks, &how())
 }
@@ -394,7 +398,7 @@ pub(crate) fn created_as(disks: &[SimDisk], how: &Create) -> Store {
     ok(Store::create_on(volume(disks, &Faults::default()), STRIPE, description(), how))
 }
 
-/// A store after a commit.
+/// Creates a store and makes all commits from 0 to `last`.
 pub(crate) fn trained(disks: &[SimDisk], last: u64) -> Store {
     let store = created(disks);
     (0..=last).for_each(|number| ok(commit(&store, number)));
@@ -405,27 +409,27 @@ pub(crate) fn open(disks: &[SimDisk], how: &Create) -> Result<Store, Error> {
     Store::open_on(volume(disks, &Faults::default()), STRIPE, how)
 }
 
-/// Opens what is left, and says which commit it is.
+/// Opens a store and returns the number of its commit, or the text of the error.
 pub(crate) fn opened(disks: &[SimDisk], how: &Create) -> Result<u64, String> {
     open(disks, how).map(|store| check(&store, "opened")).map_err(|error| error.to_string())
 }
 
-/// The devices after a loss of power.
+/// Returns the devices as they may be after a loss of power.
 pub(crate) fn after_loss(disks: &[SimDisk], seed: u64) -> Vec<SimDisk> {
     disks.iter().map(|disk| disk.after_power_loss(seed)).collect()
 }
 
-/// Other devices with the same bytes.
+/// Returns new devices with the same bytes.
 pub(crate) fn copies(disks: &[SimDisk]) -> Vec<SimDisk> {
     disks.iter().map(|disk| SimDisk::of(disk.bytes())).collect()
 }
 
-/// A folder of its own, gone in the end.
+/// A new folder, removed when it is dropped.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
     pub(crate) fn new(name: &str) -> Self {
-        // Not in memory, where no store can be.
+        // Not the system's temporary folder: it may be in memory, and a store rejects such a file system.
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         drop(fs::remove_dir_all(&path));
         ok(fs::create_dir_all(&path));
@@ -443,7 +447,7 @@ impl Drop for Folder {
     }
 }
 
-/// Memory that a test looks at after an operation has let go of it. Clones are the same memory.
+/// Memory that a test reads after the operation that had it has ended. Clones share the memory.
 #[derive(Clone)]
 pub(crate) struct Seen(Arc<[UnsafeCell<u8>]>);
 
@@ -452,24 +456,24 @@ impl Seen {
         Self((0..nbytes).map(|_| UnsafeCell::new(0xee)).collect())
     }
 
-    /// What it holds; no operation uses it now.
+    /// Returns a copy of the bytes. No operation may be using the memory.
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        // SAFETY: the tests look when the operation that had a clone is over.
+        // SAFETY: the tests call this only after they have waited for the operation that had a clone.
         self.0.iter().map(|byte| unsafe { *byte.get() }).collect()
     }
 
-    /// How many have it.
+    /// Returns the number of living clones.
     pub(crate) fn clones(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 }
 
-// SAFETY: one operation writes to it, and tests look when that is over.
+// SAFETY: only one operation writes to the memory, and the tests read it after they have waited for that operation.
 unsafe impl Send for Seen {}
-// SAFETY: as above.
+// SAFETY: as for `Send`: no write is concurrent with another access.
 unsafe impl Sync for Seen {}
 
-// SAFETY: the bytes stay where they are while any clone lives, and may be written to through a shared reference.
+// SAFETY: the `Arc` keeps the bytes at one address while any clone lives, and `UnsafeCell` allows writes through it.
 unsafe impl memascend_store::Buffer for Seen {
     fn as_ptr(&self) -> *const u8 {
         self.0.as_ptr().cast()
@@ -484,17 +488,17 @@ unsafe impl memascend_store::Buffer for Seen {
     }
 }
 
-// --- how much of it ----------------------------------------------------------------------
+// --- number and order of runs ------------------------------------------------------------
 
-/// All of them, or what is enough after every change: `MEMASCEND_TEST_LONG` says which.
+/// Returns `all` if `MEMASCEND_TEST_LONG` is set, else `few`, which is enough after every change.
 pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
-/// How many extents of work go on at a time: most of their time they wait for a simulated device.
+/// Threads of [`side_by_side`]. Each mostly waits for a simulated device.
 const LANES: usize = 4;
 
-/// Does the work of every number in a range, several at a time; a panic of any of them is a panic of this.
+/// Calls `work` with every number of a range, on several threads. Panics if a call panics.
 pub(crate) fn side_by_side(range: Range<u64>, work: impl Fn(u64) + Sync) {
     let next = AtomicU64::new(range.start);
     std::thread::scope(|scope| {
@@ -512,7 +516,8 @@ pub(crate) fn side_by_side(range: Range<u64>, work: impl Fn(u64) + Sync) {
     });
 }
 
-/// Lives of many seeds; `MEMASCEND_SEED` repeats one, and `MEMASCEND_SEEDS` says how many there are.
+/// Calls `life` with the seeds from 0 to `seeds`. `MEMASCEND_SEEDS` sets another number of seeds; `MEMASCEND_SEED`
+/// runs one seed alone.
 pub(crate) fn lives(seeds: u64, life: impl Fn(u64) + Sync + std::panic::RefUnwindSafe) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("MEMASCEND_SEED") {

@@ -1,6 +1,6 @@
-//! Tests the commit before the newest: opened where the newest is damaged or unwanted.
+//! Tests `Existing::Previous`, which opens the commit before the newest one if that is damaged or unwanted.
 //!
-//! It is opened if every byte of it is whole; never by itself, and never half.
+//! The commit before opens only if every byte of it is whole, and only on request.
 
 use std::slice;
 
@@ -12,7 +12,7 @@ use memascend_nvme::{
 };
 use memascend_store::{Create, Durability, Error, Existing, Store};
 
-/// Where the page of a root is, on one device.
+/// The offsets of the root pages of slots 0 and 1, on one device.
 const ROOTS: [usize; 2] = [4096, 8192];
 const PAGE: usize = 4096;
 
@@ -24,7 +24,8 @@ fn previous() -> Create {
     model::existing(Existing::Previous)
 }
 
-/// A store at step `last`, which is generation `last + 1`; `staged`: the step after it was begun.
+/// Returns a device with a store at step `last`, which is generation `last + 1`. With `staged`, the next step is partly
+/// staged.
 fn trained(last: u64, staged: bool) -> SimDisk {
     let disks = model::disks(1);
     let store = model::trained(&disks, last);
@@ -35,7 +36,7 @@ fn trained(last: u64, staged: bool) -> SimDisk {
     SimDisk::of(disks[0].bytes())
 }
 
-/// The page of the newest root, and of the one before.
+/// Returns the offsets of the pages of the newest root and of the one before.
 fn pages(last: u64) -> (usize, usize) {
     let slot = size((last + 1) & 1);
     (ROOTS[slot], ROOTS[1 - slot])
@@ -47,7 +48,7 @@ fn damage_root(disk: &SimDisk, page: usize) {
     disk.flip(page + PAGE - 512 + 40, 0x10);
 }
 
-/// Where the pages of the table lie that differ between two commits, of which the first begins after the description.
+/// Returns the bytes of both tables on the device: they lie between the description and the values.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
     let store = ok(model::open(slice::from_ref(disk), &newest()));
     let values = size(store.layout().offset(&store.layout().extent(store.description(), 0, 0), 0));
@@ -75,7 +76,8 @@ fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
         assert!(disk.bytes() == before, "a refused call changed something");
 
         assert_eq!(opened(slice::from_ref(&disk), &previous()), Ok(whole));
-        // From here on it is the newest, also for whoever does not ask, and training goes on from it.
+        // From here on the commit is the newest one: an opening without `Existing::Previous` finds it, and training
+        // continues from it.
         let disks = [disk.after_power_loss(1)];
         assert_eq!(opened(&disks, &newest()), Ok(whole));
         let only = opened(&disks, &previous());
@@ -88,14 +90,15 @@ fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
     }
 }
 
-/// The same disk with zeros in the page of its newest root, or of the other one.
+/// Returns a copy of the device with zeros in a root page.
 fn without_root(disk: &SimDisk, page: usize) -> SimDisk {
     let mut bytes = disk.bytes();
     bytes[page..page + PAGE].fill(0);
     SimDisk::of(bytes)
 }
 
-/// Refused with the reason, and the advice to open the step that is left.
+/// Checks that opening the device fails with the reason and the advice to open `step`, and that `Existing::Previous`
+/// opens that step.
 fn is_lost(disk: &SimDisk, step: u64) {
     let before = disk.bytes();
     let refused = error_of(disk, &newest());
@@ -109,11 +112,12 @@ fn is_lost(disk: &SimDisk, step: u64) {
 
 #[test]
 fn a_root_of_zeros_is_found_wherever_it_was() {
-    // The second commit lies where no root was before.
+    // With `last` 1, the newest root is in a page that had none before.
     for last in [1, 2, 3] {
         let disk = trained(last, false);
         is_lost(&without_root(&disk, pages(last).0), last - 1);
-        // The older one: nobody knows that it was, and nothing newer is given up for it.
+        // The older root is lost: an opening cannot tell that it was the older one, but going back keeps the newest
+        // commit.
         is_lost(&without_root(&disk, pages(last).1), last);
     }
     let disk = trained(0, false);
@@ -123,7 +127,7 @@ fn a_root_of_zeros_is_found_wherever_it_was() {
         for how in [newest(), previous()] {
             let refused = error_of(&lost, &how);
             let text = refused.to_string();
-            assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("keep what is there"), "{text}");
+            assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("keep this store"), "{text}");
         }
         assert!(lost.bytes() == before, "a refused call changed something");
     }
@@ -193,7 +197,7 @@ fn a_damaged_table_counts_as_its_root() {
         found += 1;
     }
     assert!(found > 4, "{found}");
-    // Both damaged: neither helps, and each says so.
+    // Both tables are damaged: neither commit opens, and the error about the newest mentions the other one.
     let disk = SimDisk::of(whole.bytes());
     for table in &tables {
         disk.flip(table.start + 5, 4);
@@ -239,7 +243,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         let points = ok(run(&SimDisk::of(image.bytes()), &Faults::default()));
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
-        // A request that has just been answered may not have been counted.
+        // The count of requests may lack one that was just answered.
         for point in (0..=points + 2).step_by(model::many(1, 2)) {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
@@ -282,7 +286,7 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
             }
         }
         let again = opened(slice::from_ref(&disk), &previous());
-        // The blanking was done in spite of its error, or before it.
+        // The device may have written the mark although it reported an error, or before a later error.
         let gone_back = again.as_ref().is_err_and(|why| why.contains("one commit and none before it"));
         assert!(gone_back || again == Ok(2), "seed {seed}: {again:?}");
         assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(2), "seed {seed}");
@@ -292,7 +296,7 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
 
 #[test]
 fn a_root_that_cannot_be_read_counts_as_damaged() {
-    // Of the first requests one reads a root: label, root 0, root 1.
+    // The first requests read the label, root 0 and root 1: with some seeds only the read of the older root fails.
     let mut opened_previous = 0;
     for seed in 0..model::many(200, 60) {
         let disk = trained(3, false);
@@ -315,7 +319,7 @@ fn what_was_not_closed_is_no_commit_to_go_back_to() {
     let disks = model::disks(1);
     let store = model::created_as(&disks, &how);
     (0..=2).for_each(|step| ok(commit(&store, step)));
-    // Steps 1 and 2 are in memory alone, and step 2 went over what step 0 is.
+    // Step 1 has an unclosed root, and step 2, which was committed in memory, has overwritten extents of step 0.
     assert!(matches!(error_of(&disks[0], &newest()), Error::Refused { .. }));
     assert!(matches!(error_of(&disks[0], &previous()), Error::Corrupt { .. }));
     ok(commit(&store, 3));
@@ -338,7 +342,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
             (last, all) = (done, of);
             true
         });
-        assert!(disk.bytes() == before, "looking changed something");
+        assert!(disk.bytes() == before, "the examination changed something");
         assert_eq!(last, all);
         ok(found)
     };
@@ -350,7 +354,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
     };
     assert_eq!(said(&trained(0, false)), [(Some(1), Some(0), 0)]);
     assert_eq!(said(&trained(3, false)), [(Some(4), Some(3), 0), (Some(3), Some(2), 0)]);
-    // The three chunks of the record that the next step staged, and of its state.
+    // The next step had staged one record: 3 extents of values and 3 of state.
     assert_eq!(said(&trained(3, true)), [(Some(4), Some(3), 0), (Some(3), Some(2), 6)]);
     let disk = trained(3, false);
     damage_root(&disk, pages(3).0);
@@ -371,7 +375,7 @@ fn the_newest_commit_stays_until_it_is_given_up() {
     let disks = [disk.clone()];
     for gives_up in [false, true] {
         let store = ok(model::open(&disks, &how));
-        assert_eq!(check(&store, "not given up"), 2);
+        assert_eq!(check(&store, "before going back"), 2);
         let refused = store.begin(0, 3, Wait::forever());
         assert!(matches!(refused, Err(Error::Usage(_))), "{refused:?}");
         if gives_up {

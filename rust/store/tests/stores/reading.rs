@@ -1,4 +1,5 @@
-//! Tests reads of live values: whole units, in parts, checked on other threads, from memory; always of one commit.
+//! Tests reads of live values: of whole units, in parts, checked on other threads, from the RAM tier; each read must
+//! return the values of one commit.
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ fn room(store: &Store, unit: usize) -> Vec<u8> {
     vec![0xee; size(store.layout().unit_bytes(unit))]
 }
 
-/// What a unit holds after a commit.
+/// Returns the values of a unit after a commit.
 fn expected(store: &Store, unit: usize, commit: u64) -> Vec<u8> {
     let mut bytes = vec![0; room(store, unit).len()];
     for record in store.records_of(unit) {
@@ -54,7 +55,7 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
     }
 }
 
-/// Waits until the devices are done, and nobody waits for the fetch.
+/// Waits until the devices are done, without a call of `wait` on the fetch.
 fn ended(is_done: impl Fn() -> bool) {
     while !is_done() {
         std::thread::yield_now();
@@ -67,7 +68,7 @@ fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked
     let memory = Seen::new(store.layout().unit_bytes(0));
     let fetch = ok(store.fetch(0, memory.clone()));
     ended(|| fetch.is_done());
-    // The slots that it read are written by the step after the next commit, and it still lives.
+    // `fetch` is still alive, but the devices have read its slots: the step after the next commit may overwrite them.
     for step in 2..=5 {
         ok(commit(&store, step));
     }
@@ -90,13 +91,13 @@ fn parts_hold_their_slots_until_each_was_read_once() {
     };
     let mut fetches = Vec::new();
     for index in 0..sizes.len() {
-        // What was not read yet is needed still.
+        // Parts that were not read yet still hold their slots.
         let refused = store.begin(0, 3, Wait::never());
         assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
         fetches.push(ok(begun(index)));
     }
     ended(|| fetches.iter().all(|(fetch, _)| fetch.is_done()));
-    // As long as nothing is written there, they may be read again.
+    // Parts may be read again until their slots are overwritten.
     let (again, _) = ok(begun(0));
     ok(again.wait(Wait::forever()));
     drop(again);
@@ -124,14 +125,14 @@ fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
         let found = fetch.wait(Wait::forever());
         assert!(matches!(&found, Err(Error::Corrupt { what, .. }) if what == "chunk 1 of \"odd\""), "{found:?}");
     }
-    // Other units are whole, and a step goes on.
+    // Other units can be read, and a step can be committed.
     let other = ok(store.fetch(0, room(&store, 0)));
     assert_eq!(other.wait(Wait::forever()).unwrap_or(0), 2);
     ok(commit(&store, 2));
     drop((store, fetch, other));
 
     drop(trained(&disks, 1));
-    // The power goes at each request in turn: opening fails, then the fetch does, then nothing.
+    // The device loses power at each request in turn: first the opening fails, then the fetch, then neither.
     let outcome = |requests: u64| {
         let faults = Faults { dies_after: Some(requests), ..Faults::default() };
         let store = Arc::new(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()).ok()?);
@@ -179,7 +180,7 @@ fn sizes_come_from_the_description_alone() {
 
 // --- parts that other threads check -------------------------------------------------------
 
-/// The smallest parts there are: the largest extent of the unit.
+/// Cuts a unit into parts of at most the smallest power of two that holds its largest extent.
 fn smallest_parts(store: &Arc<Store>, unit: usize) -> Arc<Parts> {
     let bytes = (12..40).map(|power| 1 << power);
     let parts = bytes.map(|bytes| store.parts(unit, bytes)).find_map(Result::ok);
@@ -196,7 +197,7 @@ fn read_all(parts: &Arc<Parts>, checkers: &Checkers<Seen>, rooms: &[Seen]) -> Ve
         .enumerate()
         .map(|(index, room)| parts.begin(index, room.clone()).map(|part| checkers.check(part)))
         .collect();
-    // The last ones first: each is told of by itself.
+    // Wait for the last parts first: each part reports its own outcome.
     let ended = begun.iter().rev().map(|part| match part {
         Ok(part) => {
             let first = part.wait(Wait::forever());
@@ -263,14 +264,14 @@ fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
         let part = ok(parts.begin(0, room.clone()));
         let checking = checkers.check(part);
         drop(checking);
-        // The checkers have let go of the memory; the disk's own thread does in a moment.
+        // The checkers have released the memory; the thread of the simulated disk releases it soon.
         let began = std::time::Instant::now();
         while room.clones() > 1 {
-            assert!(began.elapsed().as_secs() < 60, "somebody still has the memory");
+            assert!(began.elapsed().as_secs() < 60, "a thread still holds the memory");
             std::thread::yield_now();
         }
     }
-    // Those that were handed over are checked before the threads end.
+    // Dropping the checkers checks all parts that they were given, then ends their threads.
     let rooms = rooms(&parts);
     let begun: Vec<_> = (0..rooms.len())
         .map(|index| ok(parts.begin(index, rooms[index].clone())))
@@ -294,7 +295,7 @@ fn read_bytes(store: &Store) -> u64 {
     store.volume().stats().read.bytes
 }
 
-/// The values of a unit as a fetch gives them.
+/// Fetches the values of a unit.
 fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
     let memory = Seen::new(store.layout().unit_bytes(unit));
     let fetch = ok(store.fetch(unit, memory.clone()));
@@ -310,13 +311,13 @@ fn what_is_in_ram_is_read_once() {
     let before = read_bytes(&store);
     hold(&store, &all);
     let once = read_bytes(&store) - before;
-    assert!(once > 0, "it was read when it was in RAM");
+    assert!(once > 0, "refresh read the records into RAM");
     assert_eq!(check(&store, "from memory"), 0);
     for step in 1..4 {
         ok(commit(&store, step));
         assert_eq!(check(&store, "from memory"), step);
     }
-    assert_eq!(read_bytes(&store) - before, once, "all of it was in RAM");
+    assert_eq!(read_bytes(&store) - before, once, "all later reads came from RAM");
     let store = Arc::new(store);
     for unit in 0..3 {
         let from_memory = fetched(&store, unit);
@@ -325,7 +326,7 @@ fn what_is_in_ram_is_read_once() {
         hold(&store, &all);
     }
     assert!(store.counters().ram_tier_bytes > 0);
-    // Every write went to storage, too, and a verification looks there.
+    // Commits wrote the records to storage, too, and a verification reads storage.
     let before = read_bytes(&store);
     let verified = ok(store.verify(&mut |_, _| true));
     assert_eq!(read_bytes(&store) - before, verified.bytes);
@@ -340,13 +341,13 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
     ok(commit(&store, 2));
-    // The same version twice, with other bytes: the first is forgotten.
+    // Stage version 3 twice with different bytes: after the discard, memory must not have the bytes of the first.
     ok(model::abandon(&store, 3));
     assert_eq!(check(&store, "discarded"), 2);
     ok(model::abandon(&store, 3));
     ok(commit(&store, 3));
     assert_eq!(check(&store, "staged anew"), 3);
-    // Staged and not committed: readers see the last commit.
+    // The record is staged but not committed, so readers see the last commit.
     ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 4)));
     assert_eq!(check(&store, "staged"), 3);
 }
@@ -357,10 +358,10 @@ fn what_was_fresh_is_stale_after_a_discard() {
     hold(&store, &[0]);
     for of_one in [false, true] {
         ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 1)));
-        // Whoever looks now finds in memory what is staged, and remembers when.
+        // Memory has the staged bytes at this epoch.
         let epoch = store.ram_tier_epoch();
         ok(if of_one { store.discard_record(0, Wait::forever()) } else { store.discard(Wait::forever()) });
-        assert_ne!(store.ram_tier_epoch(), epoch, "what memory has is no version's");
+        assert_ne!(store.ram_tier_epoch(), epoch, "memory has bytes of no version");
         ok(store.refresh(&[0], &mut |_, _| true));
         assert_eq!(check(&store, "read again"), 0);
     }

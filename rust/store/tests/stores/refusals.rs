@@ -1,4 +1,4 @@
-//! Tests that an opening that is refused leaves a file as it was: its bytes, its length and its mode.
+//! Tests that an opening that fails leaves the file unchanged: its bytes, its length and its mode.
 
 use std::{
     fs,
@@ -19,7 +19,7 @@ fn how(existing: Existing) -> Create {
     how
 }
 
-/// The file of a run with a log that ended without a word.
+/// Returns the bytes of a store's file, with a log, whose run ended without closing it.
 fn killed(path: &Path) -> Vec<u8> {
     let (store, _) = ok(Store::create(&[path], model::description(), &how(Existing::Replace)));
     ok(model::commit(&store, 0));
@@ -30,7 +30,7 @@ fn killed(path: &Path) -> Vec<u8> {
     ok(fs::read(path))
 }
 
-/// Ways to damage it.
+/// Returns damaged copies of a file's bytes, each with the name of the damage.
 fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     let mut all = Vec::new();
     for length in
@@ -43,7 +43,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     for number in 0..model::many(400, 20) {
         let mut bytes = whole.to_vec();
         for _ in 0..=number % 3 {
-            // Often in the catalog, which comes first.
+            // In every other copy, flip bits of the first 20 pages alone, where the catalog is.
             let at = if number % 2 == 0 { rng.below(last) } else { rng.below(20 * 4096) };
             bytes[at] ^= 1;
         }
@@ -63,7 +63,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     all
 }
 
-/// Opens a store and ends its log, as a run does that goes on, and closes it.
+/// Opens a store, replays and ends its log, as a resumed run does, and closes the store.
 fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
     let store = Store::open(std::slice::from_ref(path), how).map_err(|error| error.to_string())?;
     let settled = store.check_log(&mut || true).and_then(|()| model::settle(&store));
@@ -95,7 +95,7 @@ fn looking_changes_nothing() {
     let folder = Folder::new("looking");
     let path = folder.paths(1).remove(0);
     let whole = killed(&path);
-    // With a tail, as a copy may have.
+    // Append bytes behind the store, as a copy may have.
     let bytes = [&whole[..], b"tail"].concat();
     ok(fs::write(&path, &bytes));
     let paths = [&path];
@@ -105,7 +105,7 @@ fn looking_changes_nothing() {
     assert!(ok(fs::read(&path)) == bytes);
 }
 
-/// Descriptors that this process has on a file.
+/// Returns the number of file descriptors that this process has open on a file.
 fn open_descriptors(path: &Path) -> usize {
     let all = ok(fs::read_dir("/proc/self/fd")).filter_map(Result::ok);
     all.filter(|one| fs::read_link(one.path()).is_ok_and(|of| of == path)).count()
@@ -128,7 +128,7 @@ fn whatever_opens_a_file_lets_go_of_it() {
         drop(Store::commits(&paths, &how));
         drop(Store::examine(&paths, &how, &mut |_, _| true));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}");
-        // And where it is refused.
+        // A refused opening must close its descriptors, too.
         ok(fs::write(&path, &bytes[..bytes.len() / 2]));
         drop(Store::create(&paths, model::description(), &how));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}, refused");

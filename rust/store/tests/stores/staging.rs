@@ -1,4 +1,5 @@
-//! Tests what a commit takes: all of what is staged, whole, in whichever page of the table it stands.
+//! Tests staging and commits: a commit makes all staged records live or fails, and writes each page of the table that
+//! changed.
 
 use crate::model::{self, Contents, check, content, ok};
 use memascend_mem::Wait;
@@ -50,11 +51,11 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     let faults = Faults { errors: vec![(Action::Write, model::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
-    // The others of the step would come without it.
+    // Discarding the record alone must not make the step committable: it would lack this record's update.
     ok(store.discard_record(0, Wait::forever()));
     let Err(Error::Usage(message)) = committed(&store, 3) else { panic!("the failure was forgotten") };
     assert!(message.contains("a write of this step failed"), "{message}");
-    // After the whole step was dropped a commit fails by the device alone.
+    // After a discard of the whole step, the commit gets as far as the device, which fails.
     ok(store.discard(Wait::forever()));
     assert!(matches!(committed(&store, 3), Err(Error::Storage(_))));
     drop(store);
@@ -65,7 +66,7 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
 fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
     let store = model::trained(&model::disks(1), 1);
     let open = ok(store.read(0, 0, vec![0; model::extent_bytes(&store, 0, 0)]));
-    // Staging goes to the other slot, and the read goes on being of version 2 after the commit.
+    // Step 2 is staged to the other slot, so the open read still returns version 2 after its commit.
     ok(model::commit(&store, 2));
     let refused = store.begin(0, 3, Wait::never());
     assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
@@ -89,7 +90,7 @@ fn an_record_whose_update_is_announced_is_not_staged_too() {
     assert_eq!(check(&store, "discarded and staged"), 1);
 }
 
-/// Records of which the table has three pages, and one on each.
+/// As many records as fill three pages of the table, and one record of each page.
 const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
@@ -111,7 +112,8 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
     for step in 1..=12 {
         let [given_up, record] = [0, 1].map(|next| ON_PAGES[model::size((step + next) % 3)]);
         if step > 6 {
-            // Others do not agree to a commit: the pages that it wrote are written again.
+            // `agree` returns `false`, so the commit fails after it wrote its pages: later commits must write them
+            // again.
             stage_one(&store, given_up, 100 + step);
             let (user, before) = (Some("given up".into()), store.info().user);
             let commit = Commit { step, user, ..Commit::default() };
@@ -139,7 +141,7 @@ fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
     let description = Description { units: vec!["all".into()], records, ..model::description() };
     let volume = model::volume(&disks, &Faults::default());
     let store = ok(Store::create_on(volume, model::STRIPE, description, &model::how()));
-    // The first commit to each of two tables writes all its pages.
+    // Only later commits skip unchanged pages: the first commit to each of the two tables writes all of its pages.
     for step in 0..4 {
         ok(model::stage(&store, 0, &model::contents(&store, 0, step, 0)));
         ok(committed(&store, step));
