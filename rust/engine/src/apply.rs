@@ -16,74 +16,79 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Records whose tensors of other shapes are in memory at once: one is computed while the next one's are read.
+/// Number of records whose tensors of other shapes are in memory at once: a function computes on one record while the
+/// next one's tensors are read.
 const OTHERS_AT_ONCE: usize = 2;
 
-/// What a function gets: memory that is its own during the call, each part exactly as long as its tensor.
+/// The arguments of a function: memory that the function owns during the call. Each part is exactly as long as its
+/// tensor.
 pub struct Chunk {
-    /// The values, `count` elements from `start` on in the order in which they are stored.
+    /// The values of `count` elements from element `start` on, in the stored order.
     pub values: Shared,
-    /// The spilled gradient, where that was asked for; alike.
+    /// The spilled gradient of the same elements, if [`Application::spilled`].
     pub gradient: Option<Shared>,
-    /// The state as it is described, unless it is widened: alike where it has the record's shape; the items of these elements where it has one for
-    /// several; else all of it, the same memory in each call.
+    /// The state tensors in the order of the description, unless they are widened ([`Given::Wide`]). A tensor of the
+    /// record's shape holds the same elements. A tensor with one item for several elements holds the items of these
+    /// elements. A tensor of another shape is given whole, in the same memory in each call.
     pub state: Vec<Shared>,
-    /// The first element.
+    /// The index of the first element.
     pub start: usize,
-    /// How many elements.
+    /// The number of elements.
     pub count: usize,
-    /// Whether it is the record's last call.
+    /// Whether this is the record's last call.
     pub last: bool,
 }
 
-/// Arithmetic that is not ours: computes one chunk in place, on a thread of the engine's; no two functions of an engine at
-/// once. It must not wait for the engine. Memory of the chunk that is held beyond the call is not written again, but it is
-/// missing to the engine: the function has to report it.
+/// A function of the caller that computes one chunk in place, on a thread of the engine. An engine runs one function at
+/// a time. The function must not wait for the engine. If the function keeps memory of the chunk beyond the call, the
+/// engine neither writes to that memory again nor can use it, so the function must return an error.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
 /// How a function gets a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
-    /// A call for each chunk.
+    /// One call for each chunk.
     InChunks,
-    /// One call, with all of it.
+    /// One call with the whole record.
     Whole,
-    /// The same, with state in a format of its own in float32: the master of 16-bit values, one moment or two.
+    /// One call with the whole record, its reduced state widened to float32: the master weights of 16-bit values, one
+    /// moment or two.
     Wide,
 }
 
-/// What is to be applied.
+/// A function, and how the engine applies it to a record.
 pub struct Application {
-    /// What computes.
+    /// The function.
     pub function: Box<Function>,
-    /// Bytes that it holds for the caller while it waits: those of a gradient.
+    /// Bytes of the caller's tensors that the function holds while it waits, such as its gradient.
     pub nbytes: usize,
-    /// The record's count of updates, this one included.
+    /// The number of this update in the record's count.
     pub step: u64,
-    /// Whether it gets the spilled gradient.
+    /// Whether the function gets the spilled gradient.
     pub spilled: bool,
-    /// How it gets the record.
+    /// How the function gets the record.
     pub given: Given,
-    /// Whether it is called after the commit, on the record in memory, where the record is in RAM and nothing is to be durable
-    /// before the end. So it must not fail, which would end the run. Otherwise it is called before the commit, and what it
-    /// writes is staged.
+    /// Whether the engine calls the function after the commit, on the record in memory, if the record is in RAM and the
+    /// durability is "none". Such a function must not fail: an error would end the run. Otherwise the engine calls the
+    /// function before the commit, and stages its results.
     pub after_commit: bool,
 }
 
-/// Room for the tensors of other shapes than their record's, of the record that has the most of them.
+/// Allocates memory for tensors of other shapes than their record's, for the record that has the most bytes of them.
 pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
     let bytes = largest_others(description);
     let room = (bytes > 0).then(|| Scratch::new(bytes, OTHERS_AT_ONCE, "other state"));
     Ok(room.transpose()?)
 }
 
-/// Room for one record in one piece, and for the next one, which may have to be a smaller one; the smaller room first.
+/// Allocates memory for one record in one piece, and for the next one, which may have to be smaller; the smaller memory
+/// first.
 pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
     let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
 }
 
-/// A slot of a room, if one is free.
+/// Leases a slot of `room`, or returns `None` if none is free.
 fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     match room.lease(Wait::never()) {
         Ok(lease) => Ok(Some(Shared::new(lease))),
@@ -92,7 +97,8 @@ fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     }
 }
 
-/// Bytes that an engine holds for state of other shapes than its records', on a store of this description.
+/// Returns the bytes that an engine holds for state of other shapes than its records', on a store with this
+/// description.
 #[must_use]
 pub fn other_bytes(description: &Description) -> u64 {
     (largest_others(description) * OTHERS_AT_ONCE) as u64
@@ -103,7 +109,7 @@ fn largest_others(description: &Description) -> usize {
     (0..description.records.len()).map(of).max().unwrap_or(0)
 }
 
-/// Where each tensor of another shape lies in their memory, and its bytes.
+/// Returns the offset and the bytes of each tensor of another shape in their common memory.
 fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
     description.records[record].whole().scan(0, |at, tensor| {
         let (start, nbytes) = (*at, tensor.nbytes() as usize);
@@ -126,20 +132,20 @@ impl Application {
     }
 }
 
-/// An [`Application`] that fits its record.
+/// A job that applies an [`Application`] to its record.
 pub(crate) struct Apply {
     asked: Arc<Application>,
-    /// The gradient that is kept in memory instead of spilled, where the record is in RAM.
+    /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
     kept: Option<Arc<Kept>>,
-    /// Bytes of the record in one piece.
+    /// Bytes of the whole record in one piece.
     whole_bytes: usize,
-    /// The values that it starts from, where the caller has them and they lie nowhere else in memory.
+    /// The values to start from, if the caller gave them and the record is not in RAM.
     live: Option<Live>,
-    /// Whether it is applied to the record in memory, which is neither read nor staged.
+    /// Whether the job copies the record out of the RAM tier and back, instead of reading and staging it.
     in_memory: bool,
-    /// The tensors of other shapes, once it has begun.
+    /// Memory for tensors of other shapes; `claim` leases it.
     others: RefCell<Option<Shared>>,
-    /// All of the record, once it has begun, where it is wanted whole.
+    /// Memory for the whole record, if the function gets it whole; `claim` leases it.
     all: RefCell<Option<Shared>>,
 }
 
@@ -164,17 +170,17 @@ impl Apply {
         Ok(Self { asked, kept: None, whole_bytes: needed, live: None, in_memory: false, others, all })
     }
 
-    /// The same, with a gradient that is kept in memory instead of spilled.
+    /// Returns the job with a gradient that the RAM tier keeps in memory.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
 
-    /// The same, on values that the caller has.
+    /// Returns the job with values that the caller gave.
     pub(crate) fn on_live(self, live: Option<Live>) -> Self {
         Self { live, ..self }
     }
 
-    /// The same, on a record that is in RAM, once its step is committed.
+    /// Returns the job for a record in RAM whose step is committed.
     pub(crate) fn in_memory(self) -> Self {
         Self { in_memory: true, ..self }
     }
@@ -189,7 +195,7 @@ impl Work for Apply {
         false
     }
 
-    /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
+    /// Leases memory for tensors of other shapes and for the whole record; `false` if either is not free.
     fn claim(&self, bench: &Workbench<'_>, record: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
@@ -215,7 +221,8 @@ impl Work for Apply {
         if self.in_memory { Ok(()) } else { bench.begin(record, self.asked.step) }
     }
 
-    /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
+    /// In chunks: one turn for each chunk, at least one. Whole: one turn to read each chunk, one for the call, one to
+    /// write each chunk.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         let chunks = bench.chunks_of(record);
         if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
@@ -255,7 +262,8 @@ impl Work for Apply {
         if !self.asked.is_whole() {
             return self.calling(bench, record, self.of_chunk(bench, turn)?)();
         }
-        // Without elements, it takes no memory of its own.
+        // Only a record without elements has its whole call here, and needs no memory: other calls run on the thread of
+        // `Caller`.
         if index == chunks {
             return self.calling(bench, record, self.in_one_piece(bench, record, memory)?)();
         }
@@ -269,7 +277,7 @@ impl Work for Apply {
         }
     }
 
-    /// Between reads and writes of a whole record.
+    /// The call of a whole record comes between its reads and its writes.
     fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
         let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)
@@ -348,7 +356,7 @@ impl Apply {
         Ok(Chunk { values, gradient, state, start, count, last })
     }
 
-    /// The state as it is described, from the parts that have the record's shape.
+    /// Returns the state tensors in the order of the description; `chunked` has the tensors that are cut into chunks.
     fn state(&self, bench: &Workbench<'_>, record: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
         let description = bench.store.description();
         let described = &description.records[record];
@@ -365,7 +373,7 @@ impl Apply {
         described.state.iter().map(part).collect()
     }
 
-    /// The extents of the tensors of other shapes, and the memory of each.
+    /// Returns the extents of the tensors of other shapes, each with its memory.
     fn other_extents(&self, bench: &Workbench<'_>, record: usize) -> Result<Vec<(u32, Shared)>> {
         let (layout, description) = (bench.store.layout(), bench.store.description());
         let others = self.others.borrow();

@@ -1,4 +1,4 @@
-//! Calls functions on a thread of their own, one after the other, while the pipeline's thread reads and writes.
+//! Calls functions on a separate thread, one at a time, while the pipeline's thread reads and writes.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -8,22 +8,22 @@ use std::{
 
 use crate::{Error, Result, job::Call, queue::Queue};
 
-/// A thread for calls. It is one for all of them, since each thread that computes with torch has a team of threads.
+/// The thread for calls. One thread serves all calls, because torch gives each thread that computes a team of threads.
 struct Calls {
     begun: Sender<Call>,
     ended: Receiver<thread::Result<Result<()>>>,
     thread: JoinHandle<()>,
 }
 
-/// Calls one function at a time. Dropping it waits for that.
+/// Calls one function at a time. Dropping it waits for the running call.
 #[derive(Default)]
 pub(crate) struct Caller {
-    /// From the first call on: most engines have none.
+    /// `None` until the first call: most engines call no function.
     calls: Option<Calls>,
 }
 
 impl Caller {
-    /// Begins a call; the one before was waited for.
+    /// Begins a call. The pipeline has waited for the previous call.
     pub(crate) fn begin(&mut self, queue: &Queue, call: Call) -> Result<()> {
         let calls = match self.calls.take() {
             Some(calls) => calls,
@@ -34,7 +34,7 @@ impl Caller {
         begun.map_err(|_| ended())
     }
 
-    /// Waits for the call that was begun. It panics where that did.
+    /// Waits for the call that `begin` started. If the function panicked, resumes the panic on this thread.
     pub(crate) fn wait(&self) -> Result<()> {
         let result = self.calls.as_ref().and_then(|calls| calls.ended.recv().ok());
         result.ok_or_else(ended)?.unwrap_or_else(|panic| resume_unwind(panic))
@@ -66,5 +66,5 @@ fn started(queue: &Queue) -> Result<Calls> {
 }
 
 fn ended() -> Error {
-    Error::Usage("the thread of functions has ended".into())
+    Error::Usage("the thread that calls functions has ended".into())
 }

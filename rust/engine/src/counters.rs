@@ -1,25 +1,25 @@
-//! Counts what the pipeline moves and where its time goes.
+//! Counts the bytes that the pipeline moves, and the time of its thread.
 
 use std::time::Duration;
 
-/// What the pipeline has moved, and where its thread's time went, since it was started.
+/// Jobs and bytes of the pipeline, and the time of its thread, since the engine started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Records updated.
     pub updates: u64,
-    /// Times that values of a record were computed before they were written.
+    /// Jobs that computed values of deferred updates without writing them.
     pub computed: u64,
-    /// Records that a function was applied to.
+    /// Records to which a function was applied.
     pub applied: u64,
-    /// Records filled with their first values.
+    /// Records whose first values were written.
     pub fills: u64,
-    /// Gradients spilled or added to spilled ones.
+    /// Gradients that were spilled, or added to a spilled gradient.
     pub spills: u64,
     /// Chunks computed.
     pub chunks: u64,
     /// Bytes of state read.
     pub state_read: u64,
-    /// Bytes of values read, where they are the master.
+    /// Bytes of values read. An update reads values only if they are the master weights, or a part of them.
     pub values_read: u64,
     /// Bytes of state written.
     pub state_written: u64,
@@ -31,26 +31,26 @@ pub struct Counters {
     pub spill_written: u64,
     /// Bytes of gradients written to the log.
     pub log_written: u64,
-    /// Updates whose gradients the log is for and did not take, so that their records were written whole.
+    /// Updates of logged records for whose gradients the log had no room. Each such record was written whole.
     pub unlogged: u64,
-    /// Bytes of callers' tensors that wait or are being used now.
+    /// Bytes of callers' tensors in queued and running jobs.
     pub queued: u64,
-    /// The most of them, those of first values left out.
+    /// Peak of `queued`, measured when a job of a step is queued; first values alone do not raise it.
     pub queued_peak: u64,
     /// Bytes of gradients of records in RAM that wait for their step.
     pub waiting: u64,
-    /// The most of them.
+    /// Peak of `waiting`.
     pub waiting_peak: u64,
-    /// Applying updates to records in RAM.
+    /// Time spent on updates of records in RAM after commits.
     pub applying: Duration,
-    /// Waiting for work.
+    /// Time without a job.
     pub idle: Duration,
-    /// Waiting for reads, their checksums included.
+    /// Time spent waiting for reads, including their checksums.
     pub reading: Duration,
-    /// Computing, and waiting for functions that compute on a thread of their own.
+    /// Time spent computing, including waits for functions that run on another thread.
     pub computing: Duration,
-    /// Computing checksums of what is written, and beginning the writes.
+    /// Time spent on checksums of written data, and on submitting the writes.
     pub sealing: Duration,
-    /// Waiting for writes.
+    /// Time spent waiting for writes.
     pub writing: Duration,
 }

@@ -1,4 +1,10 @@
-//! Leaves updates of streamed records to the next step: a commit names their gradients, and later what slots lack is settled.
+//! Leaves updates of streamed records to the next step.
+//!
+//! [Note: deferred updates] A commit may name a record's spilled gradient in place of a new slot. The record is then
+//! *behind*: its slot lacks this one update. A [`Settle`] job *settles* the record: it computes the update from slot
+//! and gradient, and stages it, before the next commit at the latest. Until then, `Engine::fetch` computes the record's
+//! values from slot and gradient. A discard drops neither the named gradient nor a settled record, because both belong
+//! to the last commit.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -27,30 +33,30 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// The most factors that a deferred update may have: the log keeps each.
+/// The most factors of a deferred update; the log stores each of them.
 const FACTORS_MAX: usize = 16;
 
-/// What a step leaves to the next one.
+/// The deferred updates of an engine; see [Note: deferred updates].
 #[derive(Default)]
 pub(crate) struct Deferred(Mutex<State>);
 
 #[derive(Default)]
 pub(crate) struct State {
-    /// What the step that is made will name: updates by spilled gradients, with their numbers.
+    /// The updates that the next commit will name, by record: update number and rule.
     named: BTreeMap<usize, (u64, LoggedRule)>,
-    /// What the last commit named.
+    /// The updates that the last commit named, by record.
     behind: BTreeMap<usize, Arc<Behind>>,
-    /// The jobs that settle it, each some chunks or all; one that was dropped has come to nothing.
+    /// The jobs that settle each record: some chunks each, or all. The queue may have dropped a job.
     settling: BTreeMap<usize, Vec<Arc<Mark>>>,
 }
 
-/// An update that a commit has made, and that the record's slot lacks.
+/// An update that the last commit named, and that the record's slot lacks.
 pub(crate) struct Behind {
     rule: (Taken, Vec<f32>),
     dtype: Dtype,
-    /// Checksums of the values of each chunk, once they were computed; 0 before.
+    /// The checksum of each chunk's values, once computed; 0 before.
     sums: Box<[AtomicU64]>,
-    /// Another commit was made since, so that the slot has it, or another record than that one's.
+    /// True after the next commit: the slot that this update started from may be overwritten.
     over: AtomicBool,
 }
 
@@ -65,17 +71,17 @@ impl Deferred {
         locked(&self.0)
     }
 
-    /// The updates that the commit names.
+    /// Returns the updates that the next commit names.
     pub(crate) fn named(&self) -> Vec<(usize, u64, LoggedRule)> {
         self.lock().named.iter().map(|(&record, (step, rule))| (record, *step, rule.clone())).collect()
     }
 
-    /// Forgets updates of the step that is made, of one record alone if one is given.
+    /// Forgets the updates that the next commit would name; if `record` is given, only that record's.
     pub(crate) fn discard(&self, record: Option<usize>) {
         self.lock().named.retain(|&one, _| record.is_some_and(|record| record != one));
     }
 
-    /// A commit was made: what was behind is settled, and what it named is behind.
+    /// Records a commit: updates that were behind are over, and the updates that the commit named are behind.
     pub(crate) fn committed(&self, store: &Store) -> Result<()> {
         let mut state = self.lock();
         let named = std::mem::take(&mut state.named);
@@ -96,18 +102,19 @@ impl Deferred {
         Ok(())
     }
 
-    /// The update that the slot of a record lacks, if it was not settled.
+    /// Returns the update that the slot of a record lacks, unless the record is settled.
     pub(crate) fn behind(&self, store: &Store, record: usize) -> Option<Arc<Behind>> {
         self.lock().behind.get(&record).cloned().filter(|_| store.is_behind(record))
     }
 }
 
 impl Engine {
-    /// Leaves the update of a record by its spilled gradient, multiplied by each factor in turn, to the next step: the commit
-    /// names the gradient, and what the slot lacks is settled as late as the commit after it, or as soon as somebody reads
-    /// more than the values that [`Engine::fetch`] computes.
+    /// Leaves the update of a record by its spilled gradient, multiplied by each factor in turn, to the next step. The
+    /// commit names the gradient. The record is settled before the commit after that, or as soon as a reader needs more
+    /// than the values that [`Engine::fetch`] computes.
     ///
-    /// `false` where the update has to be made at once: the record is in RAM, or there is no room for its gradient.
+    /// Returns `false` if the update cannot be deferred: the record is in RAM, has no second place for its gradient or
+    /// has state that is not cut into chunks, or `factors` are too many.
     pub fn defer(&self, record: usize, rule: impl Into<Rule>, factors: &[f32], mut wait: Wait<'_>) -> Result<bool> {
         let described = self.known(record)?;
         let store = &self.shared.store;
@@ -131,7 +138,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Queues what settles a record, if it is behind: after what is queued already.
+    /// Queues a job that settles a record, if it is behind, after the jobs in the queue.
     pub fn settle_later(&self, record: usize, wait: &mut Wait<'_>) -> Result<()> {
         self.known(record)?;
         match self.shared.settling(record, false) {
@@ -140,29 +147,29 @@ impl Engine {
         }
     }
 
-    /// How many records the last commit left behind, of those that were not settled.
+    /// Returns how many records are behind and not settled.
     #[must_use]
     pub fn behind(&self) -> usize {
         let state = self.shared.deferred.lock();
         state.behind.keys().filter(|&&record| self.shared.store.is_behind(record)).count()
     }
 
-    /// Whether the last commit left anything behind, though it may be settled: before a record of those is staged anew,
-    /// that has to be committed.
+    /// True if the last commit left any record behind, even if it is settled since. [`Engine::catch_up`] must commit
+    /// that before such a record is staged again.
     #[must_use]
     pub fn is_behind(&self) -> bool {
         !self.shared.deferred.lock().behind.is_empty()
     }
 
-    /// Settles what the last commit left behind, and commits that as a part of the last step; `false` where it left nothing.
-    /// Nothing of another step may be staged.
+    /// Settles the records that the last commit left behind, and commits them as a part of the same step. Returns
+    /// `false` if no record was behind. Nothing of another step may be staged.
     pub fn catch_up(&self, mut wait: Wait<'_>) -> Result<bool> {
         self.here()?;
         if !self.is_behind() {
             return Ok(false);
         }
         self.settle_rest(&mut wait)?;
-        // What fetches of other threads compute with is of one commit.
+        // Urgent jobs wait during the commit: a fetch of another thread must compute from one commit only.
         let _pause = self.shared.queue.paused(&mut wait, "updates that are settled", QueueState::is_idle)?;
         self.shared.queue.lock().failure()?;
         let store = &self.shared.store;
@@ -174,7 +181,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Settles the records that are behind, and waits for that and for all other jobs.
+    /// Settles all records that are behind; waits for that and for all other jobs.
     pub(crate) fn settle_rest(&self, wait: &mut Wait<'_>) -> Result<()> {
         loop {
             let records: Vec<usize> = self.shared.deferred.lock().behind.keys().copied().collect();
@@ -184,14 +191,15 @@ impl Engine {
                 }
             }
             self.shared.queue.wait(wait, "records to be written", QueueState::is_idle)?.failure()?;
-            // What was on its way may have been some chunks of a record alone, or have come to nothing.
+            // A job in flight may have settled only some chunks of a record, or may have been dropped: try again.
             if self.behind() == 0 {
                 return Ok(());
             }
         }
     }
 
-    /// Has the step name the spilled gradients of what it defers. One that lies where it cannot be named is spilled again.
+    /// Makes the step name the spilled gradients of its deferred updates. First spills a gradient again if a commit
+    /// cannot name it where it is.
     pub(crate) fn name_deferred(&self, wait: &mut Wait<'_>) -> Result<()> {
         let store = &self.shared.store;
         let mut moved = Vec::new();
@@ -213,7 +221,7 @@ impl Engine {
 }
 
 impl Shared {
-    /// A job that settles a record; `None` where it is not behind, or others do it.
+    /// Creates a job that settles a record; `None` if the record is not behind, or other jobs settle it already.
     pub(crate) fn settling(&self, record: usize, urgent: bool) -> Option<Job> {
         let behind = self.deferred.behind(&self.store, record)?;
         let mut state = self.deferred.lock();
@@ -232,8 +240,8 @@ impl Shared {
         Some(job)
     }
 
-    /// A job that computes values of some chunks of a record, and copies them somewhere; it settles these, too, if it is to
-    /// write them.
+    /// Creates a job that computes the values of `count` chunks of a record from chunk `first` on, and copies them to
+    /// `into`. With `writes`, the job also settles these chunks.
     pub(crate) fn computing(
         &self,
         (record, behind): (usize, Arc<Behind>),
@@ -248,7 +256,7 @@ impl Shared {
         job
     }
 
-    /// Settles those of some records that are behind, and waits for that.
+    /// Settles those of `records` that are behind, and waits until they are settled.
     pub(crate) fn settle(&self, records: &[usize], wait: &mut Wait<'_>) -> Result<()> {
         for &record in records {
             while self.deferred.behind(&self.store, record).is_some() {
@@ -265,34 +273,35 @@ impl Shared {
     }
 }
 
-/// Values of a commit are asked for, and another one was made.
+/// Returns the error for a fetch of values whose commit was followed by another one.
 pub(crate) fn overwritten(store: &Store, record: usize) -> Error {
     let name = &store.description().records[record].name;
-    Error::Usage(format!("the values of {name:?} that these parts are of are overwritten now; begin anew"))
+    Error::Usage(format!("a later commit overwrote the values of {name:?} in these parts; begin anew"))
 }
 
-/// Applies the update that a record lacks: writes the record whole, or computes values of some chunks alone.
+/// A job that applies a deferred update: settles the record, or only computes the values of some chunks.
 pub(crate) struct Settle {
     pub(crate) behind: Arc<Behind>,
-    /// The first of its chunks, and how many.
+    /// The first chunk, and the number of chunks.
     pub(crate) first: u32,
     pub(crate) count: u32,
-    /// Where their values go.
+    /// Where the job copies the values, if anywhere.
     pub(crate) into: Option<Room>,
-    /// All of the record is written.
+    /// Whether the job stages the chunks, which settles them.
     pub(crate) writes: bool,
 }
 
 impl Settle {
+    /// Returns the turn with its chunk's index in the record.
     fn turn(&self, turn: &Turn) -> Turn {
         Turn { record: turn.record, index: self.first + turn.index, memory: turn.memory.clone() }
     }
 
-    /// That values which are computed more than once are the same.
+    /// Returns an error if the values differ from an earlier computation of the same chunk.
     fn check(&self, bench: &Workbench<'_>, turn: &Turn, values: &[u8]) -> Result<()> {
         let mut sum = Checksum::default();
         sum.update(values);
-        // 0 says that there is none.
+        // 0 means "not computed yet".
         let sum = sum.value().max(1);
         let before = self.behind.sums[turn.index as usize].swap(sum, Relaxed);
         if before == 0 || before == sum {
@@ -310,7 +319,7 @@ impl Settle {
 impl Work for Settle {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.behind.is_over() {
-            // Others waited for no more than that it is settled, and it is.
+            // A later commit has the record settled, so a job that only settles has no work.
             return if self.into.is_some() { Err(overwritten(bench.store, record)) } else { Ok(()) };
         }
         if self.writes { bench.begin_settling(record) } else { Ok(()) }
@@ -341,7 +350,7 @@ impl Work for Settle {
         let (gradient, _) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
         applied(bench, &turn, &self.behind.rule, (&gradient, self.behind.dtype))?;
         let values = bench.part(turn.record, turn.index, &turn.memory)?;
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         let values = unsafe { crate::workbench::bytes_mut(&values) };
         self.check(bench, &turn, values)?;
         if let Some(into) = &self.into {

@@ -1,4 +1,4 @@
-//! The engine: owns the pipeline's thread and memory, and takes jobs from callers.
+//! Owns the pipeline's thread and memory, and takes jobs from callers.
 
 use std::{
     num::NonZeroUsize,
@@ -28,25 +28,25 @@ use crate::{
     workbench::{Parts, Workbench},
 };
 
-/// The fewest staging chunks: one is read while another is written.
+/// The minimum of staging chunks: the pipeline reads one while it writes another.
 const CHUNKS_MIN: usize = 2;
-/// The most. Real drives may want more than the default; past this nothing was ever gained.
+/// The maximum of staging chunks. Some drives need more than the default; none gained from more than this.
 const CHUNKS_MAX: usize = 64;
 
-/// How an engine works.
+/// The options of an engine.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Options {
-    /// Staging chunks.
+    /// Number of staging chunks.
     pub chunks: usize,
-    /// Bytes of gradients that may wait. One larger gradient is let in alone.
+    /// Bytes of gradients that the queue may hold. A gradient that is larger by itself is queued alone.
     pub queue_bytes_max: usize,
-    /// Bytes for a record in one piece, for functions that are applied to it whole.
+    /// Bytes for one record in one piece, for functions that get the whole record.
     pub whole_bytes: usize,
-    /// Bytes for a second such record, which is read, or written, while the function of another computes; at most as many.
-    /// One that does not fit waits for the memory of the first, as all do without.
+    /// Bytes for a second record in one piece, which is read or written while a function computes on the first; at most
+    /// `whole_bytes`. A record that does not fit waits for the memory of the first, as every record does if this is 0.
     pub whole_next_bytes: usize,
-    /// Threads that updates of records in RAM run on at the end of a step.
+    /// Number of threads that apply updates to records in RAM after a commit.
     pub threads: NonZeroUsize,
 }
 
@@ -62,7 +62,7 @@ impl Default for Options {
     }
 }
 
-/// Updates of a store. See the crate's description.
+/// Updates the records of a store. The crate's description gives an overview.
 pub struct Engine {
     pub(crate) shared: Arc<Shared>,
     pub(crate) ram_tier: RamTierGradients,
@@ -70,14 +70,14 @@ pub struct Engine {
     staging_bytes: usize,
     whole_bytes: usize,
     pub(crate) threads: NonZeroUsize,
-    /// The process that it works in.
+    /// The process that created the engine.
     maker: Maker,
 }
 
 pub(crate) struct Shared {
     pub(crate) store: Arc<Store>,
     pub(crate) queue: Queue,
-    /// The staging chunks, and how many there are.
+    /// The staging chunks; `chunks` is their number.
     pub(crate) staging: Scratch,
     pub(crate) chunks: usize,
     pub(crate) deferred: Deferred,
@@ -113,21 +113,22 @@ impl Engine {
         Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, maker })
     }
 
-    /// Begins the first values of a record, whose update number is then 0. Nothing is read.
+    /// Queues the first values of a record, whose count of updates becomes `first.step`. The job reads nothing.
     ///
-    /// Returns at once, or when so many bytes of tensors no longer wait. The tensors are held until they were used.
+    /// Returns once the queue has room for the tensors. The job holds the tensors until it has written them.
     pub fn fill(&self, record: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let fill = Fill::new(&self.shared.store, record, first)?;
         self.shared.queue.push(Job::new(record, fill), &mut wait)
     }
 
-    /// Begins the update of a record by its gradient, as update number `rule.step()`.
+    /// Queues update number `rule.step()` of a record by its gradient.
     ///
-    /// Where the update starts from the record's `values` and these are given, as the last commit left them, they are not
-    /// read. They are held as long as the gradient, and not counted in the queue.
+    /// `values` are the record's values as the last commit left them. If the update starts from values, it uses these
+    /// instead of reading them. The job holds them as long as the gradient; they do not count towards the queue's
+    /// bound.
     ///
-    /// Returns at once, or when so many bytes of gradients no longer wait. The gradient is held until it has been used.
+    /// Returns once the queue has room for the gradient. The job holds the gradient until it has used it.
     pub fn update(
         &self,
         record: usize,
@@ -146,10 +147,10 @@ impl Engine {
         }
         let rule = rule.into();
         let ram_tier = self.shared.store.is_in_ram(record);
-        // What is in RAM is checked where it lies.
+        // A record in RAM does not need `values`: `Workers::check` verifies the values in the RAM tier in place.
         let values = values.filter(|_| !ram_tier);
         if ram_tier && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
-            return Err(Error::Invalid("a gradient of a record in RAM lies in host memory".into()));
+            return Err(Error::Invalid("the gradient of a record in RAM must be in host memory".into()));
         }
         let update = KernelUpdate::new(&self.shared.store, record, by, values, rule)?;
         if spilled {
@@ -162,10 +163,12 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Begins the update of a record that is not in RAM by its gradient, which is spilled in the same turns: as
-    /// [`Engine::spill`] and an update by what that left, but nothing is read of it, and it is in memory once.
+    /// Queues the update of a record that is not in RAM, and spills its gradient in the same turns. The result is that
+    /// of [`Engine::spill`] and an update by the spilled gradient, but the update does not read the gradient from
+    /// storage, and memory holds the gradient once.
     ///
-    /// Where the job is discarded or fails, no gradient is left; where it has ended, discarding the update leaves it.
+    /// If the job is discarded or fails, no gradient remains. Once the job has ended, discarding the update keeps the
+    /// gradient.
     pub fn update_spilling(
         &self,
         record: usize,
@@ -187,11 +190,11 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Begins to write a gradient to the room that its record has for it; or to add it to what lies there, in its dtype,
-    /// computed in fp32 and rounded once.
+    /// Queues a gradient to be spilled to its record's place for it. With `add`, the job adds it to the spilled
+    /// gradient, in that gradient's dtype, computed in fp32 and rounded once.
     ///
-    /// Returns as [`Engine::update`] does. What is spilled is no part of a step: a commit leaves it, and nothing of it is
-    /// known once the store is opened again. A job of this kind that is discarded or fails leaves nothing there.
+    /// Returns as [`Engine::update`] does. A spilled gradient is not part of a step: a commit does not remove it, and
+    /// opening the store again forgets it. If the job is discarded or fails, no gradient remains in the place.
     pub fn spill(&self, record: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         if add {
@@ -205,7 +208,7 @@ impl Engine {
         self.shared.queue.push(Job::new(record, spill), &mut wait)
     }
 
-    /// Waits for the jobs of a record, and says what is spilled of it.
+    /// Waits for the jobs of a record, and returns the check (finite or not, sum of squares) of its spilled gradient.
     pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Check> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
@@ -216,7 +219,8 @@ impl Engine {
         spilled.ok_or_else(|| nothing(&self.shared.store, record))
     }
 
-    /// Reads a spilled gradient into memory that nobody else uses meanwhile, after the jobs that were begun before.
+    /// Reads a spilled gradient into `into`, after the jobs of the record that are queued already. Nothing else may use
+    /// that memory meanwhile.
     pub fn read_spilled(&self, record: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
@@ -235,7 +239,7 @@ impl Engine {
         Err(Error::Usage("the read of a spilled gradient was discarded".into()))
     }
 
-    /// Forgets what is spilled of a record, after the jobs that were begun before.
+    /// Forgets the spilled gradient of a record, after the jobs of the record that are queued already.
     pub fn drop_spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.ram_tier.forget(record);
@@ -247,10 +251,10 @@ impl Engine {
         Ok(self.shared.store.set_spilled(record, None)?)
     }
 
-    /// Begins to apply a function to a record: to a chunk after the other, or to all of it at once.
+    /// Queues the application of a function to a record: one chunk after the other, or the whole record at once.
     ///
-    /// Returns as [`Engine::update`] does, whose `values` these are, too. State of another shape than the record's is read
-    /// before the first call and staged after the last.
+    /// Returns as [`Engine::update`] does; `values` have the same meaning. State of another shape than the record's is
+    /// read before the first call and staged after the last.
     pub fn apply(
         &self,
         record: usize,
@@ -274,7 +278,7 @@ impl Engine {
         self.shared.queue.push(Job::new(record, apply.on_live(live)), &mut wait)
     }
 
-    /// Refuses what needs a spilled gradient where there is none, nor one on its way.
+    /// Returns an error if the record has no spilled gradient and no queued job that will spill one.
     pub(crate) fn will_be_spilled(&self, record: usize) -> Result<()> {
         if self.ram_tier.kept(record).is_some() {
             return Ok(());
@@ -288,12 +292,13 @@ impl Engine {
         if there {
             return Ok(());
         }
-        // Where an error of this step lost it, that is what is to be told.
+        // If an error of this step lost the gradient, return that error instead.
         self.shared.queue.lock().failure()?;
         Err(nothing(&self.shared.store, record))
     }
 
-    /// Refuses in a forked child, which has none of the threads, before a lock that one of them held is waited for.
+    /// Returns an error in a forked child. The child has none of the engine's threads; waiting for a lock that one of
+    /// them held would never end.
     pub(crate) fn here(&self) -> Result<()> {
         if self.maker.is_elsewhere() {
             let why = "this engine belongs to the process that made it, and this process is a fork of it: update there";
@@ -308,25 +313,26 @@ impl Engine {
         records.get(record).ok_or_else(|| Error::Invalid(format!("record {record} of {}", records.len())))
     }
 
-    /// What it works on.
+    /// Returns the store that the engine updates.
     #[must_use]
     pub fn store(&self) -> &Arc<Store> {
         &self.shared.store
     }
 
-    /// Bytes of its staging chunks, and of the memory for functions: all that it holds beside the tensors in its queue.
+    /// Returns the bytes of the staging chunks and of the memory for functions: all memory that the engine holds,
+    /// except tensors in its queue.
     #[must_use]
     pub fn staging_bytes(&self) -> usize {
         self.staging_bytes
     }
 
-    /// Bytes of callers' tensors that wait or are being used now.
+    /// Returns the bytes of callers' tensors in queued and running jobs.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
         self.shared.queue.lock().queued_bytes
     }
 
-    /// What it has done.
+    /// Returns the engine's counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         let (waiting, waiting_peak) = {
@@ -350,8 +356,8 @@ impl Engine {
         }
     }
 
-    /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.
-    /// Nothing in a forked child.
+    /// Drops queued jobs, drains running jobs and ends the thread. Uncommitted updates are lost. A second call does
+    /// nothing, nor does a call in a forked child.
     pub fn close(&self) {
         if self.here().is_err() {
             return;
@@ -359,7 +365,7 @@ impl Engine {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = locked(&self.thread).take();
-        // A function on the engine's own thread cannot wait for it; the thread ends after it.
+        // A function may close the engine that runs it. A thread cannot join itself; it ends after the function.
         if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());
         }
@@ -375,7 +381,8 @@ impl Drop for Engine {
 impl Shared {
     fn serve(&self, others: Option<Scratch>, wholes: Vec<Scratch>) {
         self.queue.work_here();
-        // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
+        // If this panics, unwinding drops the reads and writes in flight, and each drop waits for its devices. So the
+        // kernel never accesses freed memory.
         let served = contained(|| {
             let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::default();
@@ -388,7 +395,7 @@ impl Shared {
             lose_spilled(&self.store, mark);
         }
         self.queue.notify();
-        // A caller's memory is let go by what may panic, too; whoever waits has been told before.
+        // Dropping the jobs drops the callers' buffers, which may panic, too. All waiters are notified before.
         drop(caught(|| drop(dropped)));
     }
 }

@@ -1,56 +1,57 @@
-//! Errors of an update.
+//! Defines the errors of this crate.
 
 use std::sync::Arc;
 
-/// What a function that was applied failed with.
+/// The error of a function that `Engine::apply` called.
 pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
 
-/// The result of everything in this crate that can fail.
+/// The result of this crate's fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with an update. Cloned because the step that failed is asked more than once.
+/// An error of an update. It is `Clone` because the queue keeps the error of a failed step and returns it to several
+/// callers.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that is wrong. Nothing was begun.
+    /// An argument is wrong. The call started nothing.
     #[error("{0}")]
     Invalid(String),
 
-    /// A call that cannot be made now.
+    /// The engine's present state does not allow the call.
     #[error("{0}")]
     Usage(String),
 
-    /// Storage, or what is on it.
+    /// The store failed: a device, or the contents of the store.
     #[error(transparent)]
     Store(#[from] memascend_store::Error),
 
-    /// Host memory could not be had.
+    /// The staging chunks could not be allocated.
     #[error("no memory for the staging chunks: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
-    /// What a function that was applied failed with.
+    /// A function that `Engine::apply` called returned an error.
     #[error("the function applied to {name:?} failed: {cause}")]
     Function {
-        /// The record.
+        /// The name of the record.
         name: String,
-        /// Its error.
+        /// The function's error.
         cause: Cause,
     },
 
-    /// A fault of this crate, or of a function that was applied, ended the engine's thread.
+    /// A panic of this crate, or of an applied function, ended the engine's thread.
     #[error(
-        "the engine's thread has ended by a fault ({0}): what was not committed is lost, and the last commit stands; close \
+        "the engine's thread has ended by a fault ({0}): uncommitted updates are lost, and the last commit stands; close \
          this engine and resume from there"
     )]
     Panicked(String),
 
-    /// A number that the kernels refuse.
+    /// The kernels reject a hyperparameter.
     #[error(transparent)]
     Math(#[from] memascend_math::Error),
 }
 
 impl Error {
-    /// As an error of the store that asked for something.
+    /// Converts the error into a store error, for the callback with which the store settles records.
     pub(crate) fn of_store(self) -> memascend_store::Error {
         match self {
             Self::Store(error) => error,
@@ -65,7 +66,7 @@ impl From<memascend_mem::Error> for Error {
     }
 }
 
-/// Does work whose panic is an error for whoever waits for it.
+/// Runs `work` and turns a panic of it into [`Error::Panicked`].
 pub(crate) fn contained<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     memascend_mem::caught(work).unwrap_or_else(|said| Err(Error::Panicked(said)))
 }

@@ -14,31 +14,31 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, clear_from, elements_mut},
 };
 
-/// The name of the state tensor that begins as the values in float32.
+/// The name of the state tensor that starts as the values in float32.
 const MASTER: &str = "master";
 
-/// The first values of a record's tensors. Memory is held until it was written.
+/// The first values of a record's tensors. The job holds this memory until it has written the values.
 pub struct First {
     /// The values.
     pub values: Box<dyn Buffer>,
-    /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the record's shape is
-    /// the values.
+    /// The state tensors, in the order of the description. `None` is zeros, or the values for a float32 "master" of the
+    /// record's shape.
     pub state: Vec<Option<Box<dyn Buffer>>>,
-    /// In float32, in place of tensors that the record's format has otherwise: the master, unless it has none, which the
-    /// values are rounded from; and, of moments that are not float32, these. They are rounded to nearest.
+    /// Float32 tensors in place of state that the record's format stores otherwise: compact master weights, from which
+    /// the values are rounded; and moments that are not float32. The job rounds them to nearest.
     pub wide: WideState<Box<dyn Buffer>>,
-    /// The record's count of updates, which the state is the result of.
+    /// The number of updates of the record that led to this state.
     pub step: u64,
 }
 
-/// Where the bytes of a tensor come from.
+/// The source of a state tensor's bytes.
 enum Source {
     Given(Box<dyn Buffer>),
     Zeros,
     Values,
 }
 
-/// A [`First`] that fits its record.
+/// A job that writes a [`First`] that fits its record.
 pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
@@ -83,7 +83,7 @@ impl Fill {
         Ok(Self { values: first.values, dtype: described.dtype, state, wide: first.wide, step: first.step })
     }
 
-    /// The extents of a turn.
+    /// Returns the extents that a turn writes.
     fn extents(bench: &Workbench<'_>, record: usize, turn: u32) -> Vec<u32> {
         match turn.checked_sub(bench.chunks_of(record)) {
             None => bench.extents_of_chunk(record, turn).collect(),
@@ -91,7 +91,7 @@ impl Fill {
         }
     }
 
-    /// Brings what is given in float32 into the chunk's format; the rest of it was built already.
+    /// Rounds the tensors of `wide` to the chunk's format. `build` has filled the rest of the chunk.
     fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let elements = bench.elements(record, chunk);
@@ -119,7 +119,7 @@ impl Fill {
         }
         let values = bench.part(record, chunk, memory)?;
         let element = self.dtype.bytes() as usize;
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         let rounded = &mut unsafe { bytes_mut(&values) }[..elements.len() * element];
         let mut given = vec![0; rounded.len()];
         copied(&*self.values, elements.start * element, &mut given);
@@ -132,22 +132,23 @@ impl Fill {
             let (at, dtype) = (elements.start + at, self.dtype.name());
             return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to {dtype}")));
         }
-        // A NaN stays the NaN that was given.
+        // Keep the payloads of given NaNs.
         rounded.copy_from_slice(&given);
         Ok(())
     }
 
+    /// Fills the memory of an extent from the given tensors.
     fn build(&self, bench: &Workbench<'_>, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let (store, description) = (bench.store, bench.store.description());
         let place = store.layout().extent(description, record, extent);
         let described = &description.records[record];
         let used = place.used_bytes as usize;
-        // The sources of the tensors that lie in chunks, or by themselves.
+        // Iterates over the chunked state tensors, or over the other ones, each with its source.
         let sources = |chunked: bool| {
             let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.grain > 0) == chunked;
             described.state.iter().zip(&self.state).filter(of)
         };
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         unsafe { clear_from(part, used) };
         match place.content {
             Content::Values { chunk } => {
@@ -165,7 +166,7 @@ impl Fill {
                 for ((_, at, nbytes), (tensor, source)) in bench.in_chunk(record, chunk).zip(sources(true)) {
                     // SAFETY: as above.
                     let bytes = unsafe { bytes_mut(part) };
-                    // What lies between two tensors is nobody's, and written as zeros.
+                    // The padding between two tensors is stored as zeros.
                     bytes[filled..at].fill(0);
                     filled = at + nbytes;
                     match source {
@@ -176,7 +177,7 @@ impl Fill {
                         Source::Zeros => bytes[at..filled].fill(0),
                         Source::Values => {
                             let values = floats(&*self.values, self.dtype, elements.start, elements.len());
-                            // SAFETY: as above; `bytes` is not used after this.
+                            // SAFETY: as above; nothing uses `bytes` after this line.
                             let master = unsafe { elements_mut::<f32>(part, at, elements.len()) };
                             widen(values, master, bench.exec)?;
                         }
@@ -217,7 +218,7 @@ impl Work for Fill {
         bench.begin(record, self.step)
     }
 
-    /// One for each chunk, and one for each extent of a tensor of another shape.
+    /// One turn for each chunk, and one for each extent of a tensor of another shape.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         bench.chunks_of(record) + bench.store.layout().extents_of(record) - bench.first_other_extent(record)
     }
@@ -241,7 +242,8 @@ impl Work for Fill {
     }
 }
 
-/// Refuses float32 tensors that do not fit, or that the format of the record has as they are.
+/// Returns an error for a float32 tensor of another size, or of a kind that the record's format stores in float32
+/// anyway.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = described.elements() as usize * size_of::<f32>();
@@ -265,7 +267,7 @@ fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result
     Ok(())
 }
 
-/// A chunk of a tensor in float32, where one is given.
+/// Returns a chunk of a float32 tensor, if one is given.
 fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Option<&'a [f32]> {
     match floats(given?, Dtype::F32, elements.start, elements.len()) {
         Floats::F32(part) => Some(part),
@@ -273,7 +275,7 @@ fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Opti
     }
 }
 
-/// Whether the bytes of an element are a NaN.
+/// True if the bytes of an element are a NaN.
 fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     match (dtype, bytes) {
         (Dtype::Bf16, &[low, high]) => u16::from_le_bytes([low, high]) & 0x7FFF > 0x7F80,
@@ -282,11 +284,11 @@ fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// Fills `out` from byte `start` of memory that was handed over.
+/// Fills `out` from byte `start` on of a caller's buffer.
 pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
-    // SAFETY: inside the memory, which is mapped while it is held.
+    // SAFETY: the assertion above keeps the range inside `memory`, which stays mapped while it is borrowed.
     let first = unsafe { memory.as_ptr().add(start) };
-    // SAFETY: as above; nobody writes to what was handed over, and `out` is ours alone.
+    // SAFETY: as above; nothing writes to the buffer ([Note: handed-over memory]), and `out` is borrowed exclusively.
     unsafe { std::ptr::copy_nonoverlapping(first, out.as_mut_ptr(), out.len()) };
 }

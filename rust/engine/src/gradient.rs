@@ -1,4 +1,8 @@
-//! Defines gradients: memory held until it is used, or a source that lends it window by window.
+//! Defines gradients: memory that a job holds until it has used it, or a source that lends the gradient window by
+//! window.
+//!
+//! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to its memory until the engine
+//! drops it. So any thread of the engine may read the memory without a lock.
 
 use std::{cell::Cell, ptr::NonNull, sync::Arc};
 
@@ -15,7 +19,7 @@ pub struct Gradient {
 
 enum Memory {
     Here(Arc<Host>),
-    /// Elsewhere, and what of it is here now.
+    /// Outside host memory. `window` is the range that `source` lent last.
     Away {
         source: Box<Source>,
         nbytes: usize,
@@ -23,10 +27,10 @@ enum Memory {
     },
 }
 
-/// A gradient in host memory, which several may read.
+/// A gradient in host memory, which several threads may read.
 pub(crate) struct Host(Box<dyn Buffer>);
 
-// SAFETY: nobody writes to a gradient that was handed over; it is read from any thread.
+// SAFETY: nothing writes to the memory ([Note: handed-over memory]), so any thread may read it.
 unsafe impl Sync for Host {}
 
 impl Host {
@@ -43,12 +47,13 @@ impl std::ops::Deref for Host {
     }
 }
 
-/// Lends a gradient that lies where the engine cannot read it, on a device: `(start, nbytes)` gives these bytes of it in host
-/// memory and, if that costs nothing, more. They stay as they are until the next call of any source of the engine's. Called
-/// on the engine's thread, in order; it must not wait for the engine.
+/// Lends a gradient that the engine cannot read where it is, such as one on a device. `source(start, nbytes)` returns a
+/// window of host memory with these bytes of the gradient and, if that costs nothing, more. The window must stay
+/// unchanged until the next call of any source of this engine. The engine calls sources on its own thread, in order. A
+/// source must not wait for the engine.
 pub type Source = dyn Fn(usize, usize) -> std::result::Result<Window, Cause> + Send;
 
-/// Bytes of a gradient that are in host memory now.
+/// A range of a gradient's bytes that is in host memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
     address: NonNull<u8>,
@@ -56,15 +61,15 @@ pub struct Window {
     nbytes: usize,
 }
 
-// SAFETY: it is read by the engine's thread alone, between two calls of its source.
+// SAFETY: only the engine's thread reads the window, between two calls of its source.
 unsafe impl Send for Window {}
 
 impl Window {
-    /// `nbytes` of a gradient from its byte `start` on, at `address`.
+    /// Describes `nbytes` bytes of a gradient from its byte `start` on, which are at `address`.
     ///
     /// # Safety
-    /// The memory is mapped, aligned for the gradient's dtype, and nobody writes to it until the next call of a source of
-    /// the engine that it is for, or until all jobs of the source have ended.
+    /// `address` must be valid for reads of `nbytes` bytes and aligned for the gradient's dtype. Nothing may write to
+    /// the memory until the next call of any source of the same engine, or until all jobs of this source have ended.
     #[must_use]
     pub unsafe fn new(address: NonNull<u8>, start: usize, nbytes: usize) -> Self {
         Self { address, start, nbytes }
@@ -72,7 +77,7 @@ impl Window {
 }
 
 impl Gradient {
-    /// A gradient of `dtype` that lies in `memory`, aligned for it.
+    /// Creates a gradient of `dtype` in `memory`, which must be aligned for it.
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
         let element = require_float(dtype)?;
         if !memory.is_empty()
@@ -83,15 +88,15 @@ impl Gradient {
         Ok(Self { memory: Memory::Here(Host::new(memory)), dtype })
     }
 
-    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed.
+    /// Creates a gradient of `nbytes` bytes of `dtype`, which `source` lends window by window.
     pub fn lent(source: Box<Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
-            return Err(Error::Invalid(format!("{nbytes} bytes are no number of {}", dtype.name())));
+            return Err(Error::Invalid(format!("{nbytes} bytes are not a whole number of {}", dtype.name())));
         }
         Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
-    /// Bytes of it, which are held until it was used.
+    /// Returns the gradient's size in bytes. A job holds so many bytes of the queue until it has used the gradient.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         match &self.memory {
@@ -100,15 +105,15 @@ impl Gradient {
         }
     }
 
-    /// Its memory, where that is the host's.
+    /// Returns the gradient's host memory; an error if a source lends the gradient.
     pub(crate) fn memory(&self) -> Result<Arc<Host>> {
         match &self.memory {
             Memory::Here(memory) => Ok(Arc::clone(memory)),
-            Memory::Away { .. } => Err(Error::Invalid("a gradient of a record in RAM lies in host memory".into())),
+            Memory::Away { .. } => Err(Error::Invalid("the gradient of a record in RAM must be in host memory".into())),
         }
     }
 
-    /// Whether it lies in host memory.
+    /// True if the gradient is in host memory.
     pub(crate) fn is_here(&self) -> bool {
         matches!(self.memory, Memory::Here(_))
     }
@@ -121,31 +126,33 @@ impl Gradient {
         self.dtype
     }
 
-    /// `nbytes` from byte `start` on, which lie inside. Of a source, until the next call of this or another.
+    /// Returns `nbytes` bytes from byte `start` on. Panics if they exceed the gradient. Bytes of a source are valid
+    /// until the next call of any source of the engine.
     pub(crate) fn bytes(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
         let first = self.at(store, record, start, nbytes)?;
-        // SAFETY: inside the memory, which is mapped while it is held; nobody writes to a gradient that was handed over.
+        // SAFETY: `at` checked the range. `self` keeps the memory mapped, and nothing writes to it ([Note: handed-over
+        // memory]).
         Ok(unsafe { elements(first, 0, nbytes) })
     }
 
-    /// `count` elements from `start` on, which lie inside. Of a source, until the next call of this or another.
+    /// Returns `count` elements from element `start` on, like [`Gradient::bytes`].
     pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
         let element = self.dtype.bytes() as usize;
         let first = self.at(store, record, start * element, count * element)?;
-        // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a gradient that was
-        // handed over.
+        // SAFETY: as in `bytes`; the memory is aligned for the dtype, as `Gradient::new` and `Window::new` require.
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
-    /// As [`Gradient::part`], of a gradient of float64.
+    /// Returns `count` elements of a float64 gradient from element `start` on, like [`Gradient::bytes`].
     pub(crate) fn doubles(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<&[f64]> {
         assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
         let first = self.at(store, record, start * size_of::<f64>(), count * size_of::<f64>())?;
-        // SAFETY: as above.
+        // SAFETY: as in `part`.
         Ok(unsafe { elements(first, 0, count) })
     }
 
-    /// Where `nbytes` from byte `start` on lie.
+    /// Returns the address of `nbytes` bytes from byte `start` on. Calls the source if its last window lacks these
+    /// bytes.
     fn at(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<*const u8> {
         assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
         let (memory, from) = match &self.memory {
@@ -164,12 +171,12 @@ impl Gradient {
                 (lent.address.as_ptr().cast_const(), lent.start)
             }
         };
-        // SAFETY: inside the memory.
+        // SAFETY: the assertions above keep the range inside the memory, or inside the lent window.
         Ok(unsafe { memory.add(start - from) })
     }
 }
 
-/// The bytes of an element of a dtype that gradients have.
+/// Returns the bytes of an element of `dtype`; an error if a gradient cannot have this dtype.
 fn require_float(dtype: Dtype) -> Result<usize> {
     if dtype != Dtype::F64 {
         require_update(dtype)?;
@@ -177,7 +184,7 @@ fn require_float(dtype: Dtype) -> Result<usize> {
     Ok(dtype.bytes() as usize)
 }
 
-/// Refuses a gradient of a dtype that the kernels do not update by.
+/// Returns an error if the update kernels take no gradient of `dtype`.
 pub(crate) fn require_update(dtype: Dtype) -> Result<()> {
     if matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
         return Ok(());
@@ -185,42 +192,44 @@ pub(crate) fn require_update(dtype: Dtype) -> Result<()> {
     Err(Error::Invalid(format!("a gradient of {}: float32, bfloat16 and float16 have an update", dtype.name())))
 }
 
-/// As [`floats`], of memory that holds float64.
+/// Returns `count` elements from element `start` on of memory that holds float64, under the conditions of [`floats`].
 pub(crate) fn doubles(memory: &dyn Buffer, start: usize, count: usize) -> &[f64] {
     assert!((start + count) * size_of::<f64>() <= memory.len(), "elements past the end of a tensor");
-    // SAFETY: as in `floats`.
+    // SAFETY: as in `floats`, for float64.
     unsafe { elements(memory.as_ptr(), start, count) }
 }
 
-/// `count` elements from `start` on of memory that is aligned for its dtype, one of the three that kernels know.
+/// Returns `count` elements from element `start` on. `memory` must be aligned for `dtype`, which must be float32,
+/// bfloat16 or float16.
 pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize) -> Floats<'_> {
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
-    // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a tensor that was handed
-    // over.
+    // SAFETY: the assertion above keeps the elements inside `memory`, which is aligned for the dtype and stays mapped
+    // while it is borrowed. Nothing writes to it meanwhile: neither callers ([Note: handed-over memory]) nor the turn
+    // that owns a staging chunk.
     unsafe { floats_at(memory.as_ptr(), dtype, start, count) }
 }
 
 /// # Safety
-/// As [`elements`], for `dtype`.
+/// The conditions of [`elements`], for the element type of `dtype`.
 unsafe fn floats_at<'a>(memory: *const u8, dtype: Dtype, start: usize, count: usize) -> Floats<'a> {
     match dtype {
-        // SAFETY: the caller's.
+        // SAFETY: the caller meets the conditions of `elements` for this type.
         Dtype::F32 => Floats::F32(unsafe { elements(memory, start, count) }),
-        // SAFETY: the caller's.
+        // SAFETY: as for `F32`.
         Dtype::Bf16 => Floats::Bf16(unsafe { elements::<Bf16>(memory, start, count) }),
-        // SAFETY: the caller's.
+        // SAFETY: as for `F32`.
         _ => Floats::F16(unsafe { elements::<F16>(memory, start, count) }),
     }
 }
 
 /// # Safety
-/// `memory` holds at least `start + count` elements, aligned, that nobody writes to while the slice lives.
+/// `memory` must hold at least `start + count` aligned elements, and nothing may write to them while the slice lives.
 unsafe fn elements<'a, T>(memory: *const u8, start: usize, count: usize) -> &'a [T] {
     if count == 0 {
         return &[];
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees `start + count` elements at `memory`.
     let first = unsafe { memory.cast::<T>().add(start) };
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the `count` elements are aligned and that nothing writes to them.
     unsafe { std::slice::from_raw_parts(first, count) }
 }

@@ -1,4 +1,4 @@
-//! Jobs: what the pipeline is asked to do, one kind per file.
+//! Defines jobs, which the pipeline runs, and [`Work`], which each kind of job implements in a file of its own.
 
 use std::sync::Arc;
 
@@ -8,75 +8,77 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// A call of a function. It has ended, and holds nothing any more, when its result is there.
+/// A function call for [`Caller`](crate::caller::Caller). When its result arrives, the call has dropped everything that
+/// it captured.
 pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// A kind of job. What each of its turns reads, computes and writes; the pipeline keeps the order.
+/// A kind of job: defines what each turn reads, computes and writes. The pipeline keeps the order.
 pub(crate) trait Work: Send {
-    /// Bytes of the caller's that it holds until it has used them.
+    /// Returns the bytes of the caller's tensors that the job holds until it has used them.
     fn nbytes(&self) -> usize {
         0
     }
 
-    /// Whether what it holds counts among what a step holds; first values do not.
+    /// True if the job belongs to a step and so counts towards `Counters::queued_peak`; first values do not.
     fn is_of_a_step(&self) -> bool {
         true
     }
 
-    /// Whether it is arithmetic of ours, which several threads may do on one record in RAM, where that lies.
+    /// True if our own kernels do the arithmetic. Several threads may then update one record of the RAM tier in place.
     fn is_ours(&self) -> bool {
         true
     }
 
-    /// What it leaves in its record's room for a gradient if it succeeds.
+    /// Returns what the job, if it succeeds, leaves in its record's place for a spilled gradient.
     fn leaves(&self) -> Leaves {
         Leaves::Same
     }
 
-    /// Takes the memory that it needs beside staging chunks; `false` if that is not free yet.
+    /// Leases the memory that the job needs beside staging chunks; `false` if it is not free yet.
     fn claim(&self, _bench: &Workbench<'_>, _record: usize) -> Result<bool> {
         Ok(true)
     }
 
-    /// Readies the record for the first turn.
+    /// Prepares the record before the first turn.
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()>;
 
-    /// Turns that it takes, each with a staging chunk to itself.
+    /// Returns the number of turns. Each turn gets a staging chunk of its own.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         bench.chunks_of(record)
     }
 
-    /// Begins what a turn reads. A read that was begun is waited for when it is dropped.
+    /// Begins the reads of a turn. Dropping a read waits for it.
     fn reads<'a>(&self, _bench: &Workbench<'a>, _turn: &Turn) -> Result<Vec<Read<'a>>> {
         Ok(Vec::new())
     }
 
-    /// The one turn, if any, whose arithmetic is a call on a thread of its own: turns of other jobs are read, computed and
-    /// written meanwhile. It reads and writes nothing, and the job's next turn begins after it.
+    /// Returns the turn, if any, whose arithmetic is a call on the thread of [`Caller`](crate::caller::Caller).
+    /// Meanwhile the pipeline reads, computes and writes turns of other jobs. This turn reads and writes nothing, and
+    /// the job's next turn begins after the call.
     fn called_at(&self, _bench: &Workbench<'_>, _record: usize) -> Option<u32> {
         None
     }
 
-    /// What is called in that turn.
+    /// Returns the call of the turn that [`Work::called_at`] names.
     fn call(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<Call> {
-        Err(Error::Invalid("a job that calls nothing".into()))
+        Err(Error::Invalid("a job without a function to call".into()))
     }
 
-    /// The arithmetic of any other turn, once its reads have arrived.
+    /// Does the arithmetic of any other turn, after its reads have ended.
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()>;
 
-    /// Begins what a turn writes. A write that was begun is waited for when it is dropped.
+    /// Begins the writes of a turn. Dropping a write waits for it.
     fn writes<'a>(&self, _bench: &mut Workbench<'a>, _turn: &Turn) -> Result<Vec<Write<'a>>> {
         Ok(Vec::new())
     }
 
-    /// Where it is counted once it was computed to its end.
+    /// Returns the counter that the pipeline increments once the last turn is computed.
     fn counted<'a>(&self, _counters: &'a mut Counters) -> Option<&'a mut u64> {
         None
     }
 }
 
-/// One job: what is to be done with one record.
+/// A job on one record, and the mark through which callers follow it.
 pub(crate) struct Job {
     pub(crate) work: Box<dyn Work>,
     pub(crate) mark: Arc<Mark>,
@@ -87,7 +89,7 @@ impl Job {
         Self::boxed(record, Box::new(work))
     }
 
-    /// One that goes before all others, since somebody computes with its results.
+    /// Creates a job that goes before all others, because a caller waits to compute with its results.
     pub(crate) fn urgent(record: usize, work: impl Work + 'static) -> Self {
         Self { work: Box::new(work), mark: Arc::new(Mark::urgent(record)) }
     }

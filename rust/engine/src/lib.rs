@@ -1,10 +1,12 @@
-//! The pipelined update: reads a chunk of state, computes, writes it to the slot that is not live.
+//! Updates the training state of a store in a pipeline: reads a chunk of state, computes, and writes it to the slot
+//! that is not live.
 //!
-//! An [`Engine`] owns a few staging chunks and one thread. [`Engine::update`] hands it a parameter's gradient and returns
-//! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
-//! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
+//! An [`Engine`] owns a few staging chunks and one thread. [`Engine::update`] queues a parameter's gradient and returns
+//! at once; it waits only while the queue already holds [`Options::queue_bytes_max`] bytes of gradients.
+//! [`Engine::finish`] waits until every update is staged; [`Engine::commit`] makes the step live, [`Engine::discard`]
+//! drops it.
 
-#![expect(clippy::cast_possible_truncation, reason = "sizes of 64 bits are those of memory, whose usize has as many")]
+#![expect(clippy::cast_possible_truncation, reason = "64-bit sizes are sizes in memory, and usize has 64 bits here")]
 
 mod apply;
 mod caller;

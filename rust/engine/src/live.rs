@@ -1,4 +1,4 @@
-//! Takes an update's values from memory where they are resident, so that they are not read.
+//! Copies an update's values from memory where they are resident, so that the update does not read them from storage.
 
 use memascend_store::{Buffer, Dtype, Master, Record, Store};
 
@@ -9,17 +9,17 @@ use crate::{
     workbench::{Workbench, bytes_mut, clear_from},
 };
 
-/// Whether an update starts from the record's values: they are the master, the upper half of it, or all that
-/// there is.
+/// True if an update starts from the record's values: they are the master weights, or the upper half of them, or the
+/// record's only weights.
 pub(crate) fn are_needed(record: &Record) -> bool {
     record.dtype == Dtype::F32 || record.format.master() != Master::Own
 }
 
-/// A record's values as the last commit left them, somewhere in memory.
+/// A record's values in the caller's memory, as the last commit left them.
 pub(crate) struct Live(Box<dyn Buffer>);
 
 impl Live {
-    /// `None` where the update needs no values.
+    /// Returns `None` if the update does not start from values.
     pub(crate) fn new(store: &Store, record: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
         let described = &store.description().records[record];
         let wanted = described.elements() * described.dtype.bytes();
@@ -30,18 +30,18 @@ impl Live {
         Ok(are_needed(described).then_some(Self(values)))
     }
 
-    /// Copies a chunk of them to its part of a staging chunk, and checks them there as if they had been read: a weight
-    /// that was changed in place, or is of another step, would ruin the master in silence.
+    /// Copies a chunk of the values to its part of the staging chunk, and compares it with the checksum, like a read:
+    /// values that were changed in place, or belong to another step, would silently corrupt the master weights.
     pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));
         let described = &bench.store.description().records[record];
         let element = described.dtype.bytes() as usize;
         let (start, nbytes) = (elements.start * element, elements.len() * element);
-        // SAFETY: nothing is in flight of this part, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         let bytes = unsafe { bytes_mut(&part) };
         copied(&*self.0, start, &mut bytes[..nbytes]);
-        // SAFETY: as above; what fills the last page is written as zeros.
+        // SAFETY: as above. The rest of the last page is stored as zeros.
         unsafe { clear_from(&part, nbytes) };
         if bench.store.holds(record, chunk, &part)? {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Appends the gradient of a record in RAM to the log, and stages the record as it is before the step where that is due.
+//! Appends the gradient of a record in RAM to the log. Where due, also stages the whole record, in its state before the
+//! step.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, bytes_of, clear_from},
 };
 
-/// A gradient as the log has it: as it came.
+/// A gradient for the log: as the caller gave it, before any factor.
 pub(crate) struct Logged {
     memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -25,11 +26,12 @@ impl Logged {
     }
 }
 
-/// What is written of a record in RAM while the backward goes on. Its update is applied in memory after the commit.
+/// A job that writes a record in RAM during the backward: its gradient, the whole record, or both. The update itself is
+/// applied in memory after the commit.
 pub(crate) struct Keep {
-    /// The gradient, whose place in the log was begun.
+    /// The gradient, if it is logged. `Store::begin_append` has reserved its place in the log.
     pub(crate) gradient: Option<Logged>,
-    /// The record is written whole, as memory has it.
+    /// Whether to stage the whole record, as it is in memory.
     pub(crate) whole: bool,
 }
 
@@ -45,9 +47,9 @@ impl Work for Keep {
         let Some(gradient) = &self.gradient else { return Ok(()) };
         let (part, used) = bench.log_part(turn, gradient.dtype)?;
         let start = bench.elements(turn.record, turn.index).start * bytes_of(gradient.dtype);
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         copied(&**gradient.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
-        // SAFETY: as above; what fills the last page is written as zeros.
+        // SAFETY: as above. The rest of the last page is stored as zeros.
         unsafe { clear_from(&part, used) };
         Ok(())
     }
@@ -59,7 +61,7 @@ impl Work for Keep {
             writes.push(bench.append(turn, gradient.dtype)?);
         }
         if self.whole {
-            // What was begun is kept if one fails: dropping a write waits for it.
+            // On an error, dropping `writes` waits for the writes that were begun.
             for extent in bench.extents_of_chunk(record, chunk) {
                 writes.push(bench.stage_in_ram(record, extent)?);
             }
@@ -68,7 +70,7 @@ impl Work for Keep {
     }
 }
 
-/// Whether updates of a record may be logged: all of its state lies in chunks.
+/// True if updates of a record may be logged: all of its state is cut into chunks.
 pub(crate) fn may_log(store: &Store, record: usize) -> bool {
     store.description().records[record].whole().next().is_none()
 }

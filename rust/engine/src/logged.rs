@@ -1,4 +1,4 @@
-//! Applies gradients of the log by the kernels that would have applied them in their step.
+//! Applies gradients of the log with the kernels that would have applied them in their step.
 
 use memascend_math::{Rule, scale};
 use memascend_store::{Dtype, Shared, Store};
@@ -12,12 +12,12 @@ use crate::{
     workbench::{Workbench, floats, floats_mut, paged},
 };
 
-/// Bytes of a chunk of a gradient in the log: whole pages.
+/// Returns the bytes of a turn's chunk of a logged gradient, in whole pages.
 pub(crate) fn chunk_bytes(bench: &Workbench<'_>, turn: &Turn, dtype: Dtype) -> usize {
     paged(bench.elements(turn.record, turn.index).len(), dtype).1
 }
 
-/// What a rule of the log says for a record, which has the state for it.
+/// Decodes a rule of the log; an error if the record does not have the state that the rule needs.
 pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let (taken, factors) = rule::taken(rule)?;
     let described = &store.description().records[record];
@@ -34,7 +34,7 @@ pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Logg
     Err(Error::Invalid(format!("the store's log has gradients for {name:?} by {rule:?}, for which it has no state")))
 }
 
-/// Applies a chunk of a gradient, which is the callee's.
+/// Updates a turn's chunk by a logged gradient, and multiplies the factors into `gradient` itself.
 pub(crate) fn applied(
     bench: &Workbench<'_>,
     turn: &Turn,
@@ -43,7 +43,7 @@ pub(crate) fn applied(
 ) -> Result<()> {
     let elements = bench.elements(turn.record, turn.index).len();
     for &factor in factors {
-        // SAFETY: it was read, and is this turn's.
+        // SAFETY: the read of the gradient has ended, and its memory belongs to this turn.
         scale(unsafe { floats_mut(gradient, dtype, elements) }, factor, bench.exec);
     }
     let gradient = floats(gradient, dtype, 0, elements);
@@ -54,7 +54,7 @@ pub(crate) fn applied(
     }
 }
 
-/// Has a store apply what its log holds where somebody only looks.
+/// Registers the engine's kernels with a store, which applies its log with them for callers that read without a replay.
 pub fn apply_logs(store: &Store) {
     store.apply_with(|store, logged| {
         let apply = || {

@@ -1,13 +1,14 @@
 //! Overlaps reads, arithmetic and writes of several turns, in a fixed order.
 //!
-//! Turns are taken in the order of the queue, across jobs. Half of the staging chunks are ahead, being read; one is being
-//! computed; the others are being written. The order of operations depends on the jobs alone, never on time, so that a
-//! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its record is left.
+//! The pipeline takes turns in the order of the queue, across jobs. Half of the staging chunks are being read, ahead of
+//! the turn that is being computed; the others are being written. The order of operations depends on the jobs alone,
+//! never on time, so that a run on a simulated device can be repeated. The pipeline begins a job once no operation of
+//! an earlier job of the same record is in flight.
 //!
-//! A function that gets a whole record is called on a thread of its own. Meanwhile the last such record is written and the
-//! next one is read, if there is memory for two. Whether the call has ended is never asked: it is waited for where the next
-//! function is to be called, and where nothing else can be done. So no two functions run at once, and a record's memory
-//! is given back by turns that wait for nothing but earlier ones.
+//! A function that gets a whole record runs on the thread of [`Caller`]. Meanwhile the pipeline writes the previous
+//! such record and reads the next one, if the engine has memory for two. The pipeline never polls the call. It waits
+//! for the call before it starts the next function, and when nothing else is left to do. So no two functions run at
+//! once, and the turns that free a record's memory wait for earlier turns only.
 
 use std::{
     cell::Cell,
@@ -30,24 +31,27 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// Staging chunks unless the caller says otherwise. A disk that four requests of 1 MiB keep busy needs more chunks than
-/// that: one is computed, and a chunk whose last request is out has nothing for the disk until that is answered. A model
-/// of it, with a spin for the arithmetic, reached 0.8 of pure I/O with 4, 0.95 and more with 12, and with 16 no more.
+/// Default number of staging chunks. A disk that four requests of 1 MiB keep busy needs more than four chunks: one
+/// chunk is being computed, and a chunk whose last request is out has no other for the disk until the answer arrives.
+/// In a model of such a disk, with a spin loop for the arithmetic, 4 chunks reached 0.8 of pure I/O, 12 at least 0.95,
+/// and 16 no more than 12.
 pub const CHUNKS_DEFAULT: usize = 12;
-/// A chunk is free as soon as its last write was waited for; one that is not after this time never will be.
+/// The longest wait for a staging chunk. A chunk is free once the pipeline has waited for its last write; a chunk that
+/// is still not free by then has been kept by a function.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A job that was begun. The fields go in this order: what it holds, then the room in the queue that it took.
+/// A job that has begun. Fields drop in this order: first `work` with the caller's tensors, then `_room`, which frees
+/// their bytes in the queue.
 struct Begun<'a> {
     work: Box<dyn Work>,
     turns: u32,
-    /// The turn that is called on a thread of its own.
+    /// The turn whose arithmetic runs on the thread of [`Caller`].
     called_at: Option<u32>,
     _room: Room<'a>,
     running: Rc<Running<'a>>,
 }
 
-/// Room in the queue for the bytes that a job holds.
+/// A job's share of the queue's bound. Dropping it frees the share.
 struct Room<'a> {
     queue: &'a Queue,
     nbytes: usize,
@@ -60,18 +64,19 @@ impl Drop for Room<'_> {
     }
 }
 
-/// That a job runs: until its last write has ended, or it failed.
+/// Marks a job as running until its last write has ended, or the job failed.
 struct Running<'a> {
     store: &'a Store,
     queue: &'a Queue,
     mark: Arc<Mark>,
-    /// A write of it failed, or was not waited for.
+    /// True once a write of the job failed, or was dropped without a wait.
     failed: Cell<bool>,
 }
 
 impl Running<'_> {
-    /// Notes the first error of the step before the job can end by it: whoever then finds that the job has ended, or that
-    /// what it should have left is not there, finds out why. That of an urgent job is its own, and ends it alone.
+    /// Records the first error of the step before the job can end by it: a caller that finds the job ended, or the
+    /// gradient missing that the job should have spilled, then finds the reason, too. The error of an urgent job ends
+    /// that job alone, and the step goes on.
     fn heard(&self, result: Result<()>) -> Result<()> {
         let Err(error) = &result else { return Ok(()) };
         if self.mark.urgent {
@@ -94,22 +99,23 @@ impl Drop for Running<'_> {
     }
 }
 
-/// A job that would have changed a spilled gradient came to nothing: what lies there is not what was asked for.
+/// Forgets the record's spilled gradient if the job with this mark was to write it and failed or was dropped: the place
+/// does not hold what the caller asked for.
 pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     if mark.leaves == Leaves::Gradient {
-        // Refused only where there is no room for a gradient.
+        // `set_spilled` fails only for a record without a place for gradients.
         drop(store.set_spilled(mark.record, None));
     }
 }
 
 impl Begun<'_> {
-    /// Whether a function is called in a turn, here or on the thread for that.
+    /// True if the turn calls a function, on this thread or on that of [`Caller`].
     fn calls(&self, turn: u32) -> bool {
         self.called_at.map_or_else(|| !self.work.is_ours(), |called_at| called_at == turn)
     }
 }
 
-/// A turn that is being read. What is being read goes before its memory, and waits for it.
+/// A turn that is being read. `reads` drops before the staging chunk in `turn`, and waits for the reads.
 struct Reading<'a> {
     reads: Vec<Read<'a>>,
     turn: Turn,
@@ -122,23 +128,23 @@ struct Writing<'a> {
     running: Rc<Running<'a>>,
 }
 
-/// What the pipeline's thread works with.
+/// The state of the pipeline's thread.
 pub(crate) struct Pipeline<'a> {
-    /// First, so that unwinding waits for the call before it ends the job.
+    /// The first field, so that unwinding waits for the call before it drops the call's job.
     caller: Caller,
     bench: Workbench<'a>,
     queue: &'a Queue,
     staging: &'a Scratch,
     chunks: usize,
-    /// The job whose turns are being begun, and its next one.
+    /// The job whose turns are being begun, and the next turn.
     current: Option<(Rc<Begun<'a>>, u32)>,
-    /// An urgent job, whose turns go before those.
+    /// An urgent job, whose turns go before those of `current`, and the next turn.
     urgent: Option<(Rc<Begun<'a>>, u32)>,
-    /// The job whose function is being called, and the turn that this is.
+    /// The job whose function `caller` runs now, and the turn of that call.
     calling: Option<(Rc<Begun<'a>>, u32)>,
-    /// Jobs whose functions have returned, and their next turns, which go before those of a job that was not begun.
+    /// Jobs whose functions have returned, and their next turns. These turns go before new jobs.
     called: VecDeque<(Rc<Begun<'a>>, u32)>,
-    /// A job that cannot be begun yet.
+    /// A job that was taken and cannot begin yet.
     next: Option<Job>,
     reading: VecDeque<Reading<'a>>,
     writing: VecDeque<Writing<'a>>,
@@ -170,7 +176,7 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Works until the engine closes.
+    /// Runs turns until the engine closes.
     pub(crate) fn serve(&mut self) {
         loop {
             let result = self.turn();
@@ -193,14 +199,14 @@ impl<'a> Pipeline<'a> {
             && self.is_still()
     }
 
-    /// Whether nothing is being read, called or written.
+    /// True if no turn is being read, called or written.
     fn is_still(&self) -> bool {
         self.reading.is_empty() && self.calling.is_none() && self.writing.is_empty()
     }
 
-    /// One turn further.
+    /// Fills the read-ahead, then computes the first turn of it. Without one, waits for the call and the writes.
     fn turn(&mut self) -> Result<()> {
-        // At least one is ahead, and at most half.
+        // Read ahead at least one turn, and at most half of the chunks.
         let ahead_max = self.chunks.div_ceil(2);
         while self.reading.len() < ahead_max {
             let Some((job, turn)) = self.next_turn()? else { break };
@@ -212,7 +218,7 @@ impl<'a> Pipeline<'a> {
         if let Some(reading) = self.reading.pop_front() {
             return self.compute(reading);
         }
-        // Nothing is ahead: what is being written and called is all there is.
+        // No turn is being read: only the call and the writes are left to wait for.
         if self.writing.is_empty() {
             self.finish_call()?;
         }
@@ -223,7 +229,8 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// The next turn of the job at hand, or of the next job. Waits for one only when nothing is in flight.
+    /// Returns the next turn of the current job, or the first turn of the next job. Waits for a job only when nothing
+    /// is in flight.
     fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
             if let Some((job, turn)) = self.urgent.take() {
@@ -241,7 +248,7 @@ impl<'a> Pipeline<'a> {
                 if turn == job.turns || job.running.mark.is_cancelled() {
                     continue;
                 }
-                // After a call it goes on when that has ended.
+                // A job continues after its call through `called`, not through `current`.
                 if job.called_at != Some(turn) {
                     self.current = Some((Rc::clone(&job), turn + 1));
                 }
@@ -249,7 +256,7 @@ impl<'a> Pipeline<'a> {
             }
             let or_wait = self.is_still();
             let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
-            // Urgent ones change nothing that an earlier job of the record uses.
+            // Urgent jobs need not wait: they change no data that an earlier job of the record uses.
             if !job.mark.urgent && self.is_in_flight(job.mark.record) {
                 self.next = Some(job);
                 return Ok(None);
@@ -261,14 +268,14 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Whether something of a record is being read, called or written.
+    /// True if a turn of the record is being read, called or written.
     fn is_in_flight(&self, record: usize) -> bool {
         self.reading.iter().any(|reading| reading.job.running.mark.record == record)
             || self.calling.iter().any(|(job, _)| job.running.mark.record == record)
             || self.writing.iter().any(|writing| writing.running.mark.record == record)
     }
 
-    /// Begins a job, or gives it back where memory that it needs is not free yet.
+    /// Begins a job, or returns it if memory that it needs is not free yet.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
         let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.record) };
         if matches!(claimed, Ok(false)) && !self.is_still() {
@@ -362,7 +369,7 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Waits for the function that is being called, if any. Its job's other turns are the next to be begun.
+    /// Waits for the function that is being called, if any. The next turns to begin are then those of its job.
     fn finish_call(&mut self) -> Result<()> {
         let Some((job, turn)) = self.calling.take() else { return Ok(()) };
         let began = Instant::now();
@@ -393,13 +400,13 @@ impl<'a> Pipeline<'a> {
         writing.running.heard(result)
     }
 
-    /// Ends the step: the first error is kept, what waits is dropped, what is in flight is drained.
+    /// Ends the step after an error: records the first error, drops waiting jobs, and drains operations in flight.
     fn fail(&mut self, error: Error) {
         let mut state = self.queue.lock();
         state.failed.get_or_insert(error);
         let mut waiting = state.drop_waiting(None);
         drop(state);
-        // Urgent jobs go on.
+        // Urgent jobs go on, with their reads and writes.
         let (kept, ended) = mem::take(&mut self.writing).into_iter().partition(|one| one.running.mark.urgent);
         self.writing = kept;
         let ended: VecDeque<Writing<'_>> = ended;
@@ -416,7 +423,8 @@ impl<'a> Pipeline<'a> {
             lose_spilled(self.bench.store, &job.mark);
         }
         drop(waiting);
-        // Last, as a panic of the function goes on here. The step has failed already: its results are dropped.
+        // Last, because a panic of the function resumes in `wait`. The step has failed already, so the call's result is
+        // dropped.
         if let Some(calling) = self.calling.take() {
             drop(self.caller.wait());
             drop(calling);
@@ -426,14 +434,14 @@ impl<'a> Pipeline<'a> {
     }
 }
 
-/// Counts a job that was computed to its end.
+/// Increments the counter of a job whose last turn is computed.
 fn count(work: &dyn Work, counters: &mut Counters) {
     if let Some(count) = work.counted(counters) {
         *count += 1;
     }
 }
 
-/// Memory that nothing in flight uses is not free.
+/// Returns the error for staging memory that is not free although no operation in flight uses it.
 fn kept() -> Error {
     Error::Usage("tensors of a chunk are kept beyond the function that got them; drop them".into())
 }

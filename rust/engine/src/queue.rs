@@ -1,4 +1,4 @@
-//! Queues jobs, bounded in bytes, so that the backward waits for a slower disk.
+//! Queues jobs, bounded in bytes, so that the backward waits while the disk is slower.
 
 use std::{
     collections::VecDeque,
@@ -18,39 +18,42 @@ use crate::{
 #[derive(Default)]
 pub(crate) struct QueueState {
     jobs: VecDeque<Job>,
-    /// Those that go before.
+    /// Urgent jobs, which go before `jobs`.
     urgent: VecDeque<Job>,
-    /// Jobs that were taken and have not ended.
+    /// Jobs that the pipeline has taken and that have not ended.
     running: Vec<Arc<Mark>>,
-    /// Bytes of the callers' tensors that wait or are being used.
+    /// Bytes of callers' tensors in waiting and running jobs.
     pub(crate) queued_bytes: usize,
-    /// The pipeline has something in hand or in flight.
+    /// True while the pipeline has a job, or an operation in flight.
     busy: bool,
-    /// Callers that change what urgent jobs read: none of these is begun meanwhile.
+    /// Number of living [`Pause`]s. Their owners change data that urgent jobs read, so the pipeline begins no urgent
+    /// job meanwhile.
     pauses: u32,
     pub(crate) closing: bool,
-    /// The first error of the step, until a caller has heard of it; then the step only can be discarded.
+    /// The first error of the step. `failure` returns it once; after that the step can only be discarded.
     pub(crate) failed: Option<Error>,
+    /// True once `failure` has returned `failed`.
     pub(crate) told: bool,
-    /// What the pipeline's thread ended by before its time. From then on nothing is done any more.
+    /// The error that ended the pipeline's thread before `closing`. No job runs after it.
     ended_by: Option<Error>,
-    /// What the pipeline has counted, and what everything else has.
+    /// `piped` has the pipeline's counts, `counters` those of all other code.
     pub(crate) piped: Counters,
     pub(crate) counters: Counters,
 }
 
 impl QueueState {
-    /// Whether nothing waits and nothing runs.
+    /// True if no job waits and none runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.urgent.is_empty() && !self.busy
     }
 
-    /// That the pipeline's thread has not ended before its time.
+    /// Returns the error that ended the pipeline's thread early, if any.
     pub(crate) fn alive(&self) -> Result<()> {
         self.ended_by.clone().map_or(Ok(()), Err)
     }
 
-    /// The step's error, the first time; that it failed, later.
+    /// Returns the step's error on the first call; on later calls, an error which says that the step can only be
+    /// discarded.
     pub(crate) fn failure(&mut self) -> Result<()> {
         self.alive()?;
         match &self.failed {
@@ -67,39 +70,39 @@ impl QueueState {
         if self.pauses == 0 { self.urgent.pop_front() } else { None }
     }
 
-    /// A job that was taken has ended.
+    /// Removes an ended job from the running ones.
     pub(crate) fn ended(&mut self, mark: &Arc<Mark>) {
         self.running.retain(|running| !Arc::ptr_eq(running, mark));
     }
 
-    /// A job that was taken will not be begun.
+    /// Removes a job that was taken and never begun, and gives its bytes back.
     pub(crate) fn dropped(&mut self, job: &Job) {
         self.queued_bytes -= job.mark.nbytes;
         self.ended(&job.mark);
     }
 
-    /// Whether a job of a record waits or runs.
+    /// True if a job of the record waits or runs.
     pub(crate) fn has(&self, record: usize) -> bool {
         self.marks().any(|mark| mark.record == record)
     }
 
-    /// Whether a job waits or runs.
+    /// True if the job with this mark waits or runs.
     pub(crate) fn holds(&self, mark: &Arc<Mark>) -> bool {
         self.marks().any(|known| Arc::ptr_eq(known, mark))
     }
 
-    /// What the jobs of a record leave in its room for a gradient, if all of them succeed.
+    /// Returns what the jobs of a record, if all succeed, leave in its place for a spilled gradient.
     pub(crate) fn leaves(&self, record: usize) -> Leaves {
         let of_record = self.marks().filter(|mark| mark.record == record && mark.leaves != Leaves::Same);
         of_record.last().map_or(Leaves::Same, |mark| mark.leaves)
     }
 
-    /// Jobs that run, then those that wait, in their order.
+    /// Returns the marks of running jobs, then of waiting ones, in their order.
     fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
         self.running.iter().chain(self.urgent.iter().chain(&self.jobs).map(|job| &job.mark))
     }
 
-    /// Tells the jobs that run (of one record alone, if one is given) to end as soon as may be.
+    /// Cancels the running jobs that are not urgent; if `record` is given, only that record's.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         self.running
             .iter()
@@ -107,8 +110,8 @@ impl QueueState {
             .for_each(|mark| mark.cancel());
     }
 
-    /// Nobody works any more: whoever waits, and whoever comes, is told why. Gives the jobs back that waited, and the marks
-    /// of all.
+    /// Ends the queue: every present waiter and later caller gets `error`. Returns the jobs that waited, and the marks
+    /// of all jobs.
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
@@ -120,7 +123,7 @@ impl QueueState {
         (dropped, marks)
     }
 
-    /// Drops what waits, of one record alone if one is given.
+    /// Removes and returns the waiting jobs that are not urgent; if `record` is given, only that record's.
     pub(crate) fn drop_waiting(&mut self, record: Option<usize>) -> Vec<Job> {
         let (dropped, kept): (Vec<Job>, Vec<Job>) =
             self.jobs.drain(..).partition(|job| record.is_none_or(|record| job.mark.record == record));
@@ -130,7 +133,7 @@ impl QueueState {
     }
 }
 
-/// While it lives, urgent jobs wait.
+/// Holds back urgent jobs while it lives.
 pub(crate) struct Pause<'a>(&'a Queue);
 
 impl Drop for Pause<'_> {
@@ -140,13 +143,13 @@ impl Drop for Pause<'_> {
     }
 }
 
-/// The queue, shared by callers and the pipeline.
+/// The queue, which callers and the pipeline share.
 pub(crate) struct Queue {
     state: Guarded<QueueState>,
     bytes_max: usize,
-    /// The pipeline's thread, which must not wait for itself.
+    /// The pipeline's thread. It must not wait for the engine, that is, for itself.
     worker: OnceLock<ThreadId>,
-    /// The one on which it has functions called, which it waits for.
+    /// The thread on which functions are called. The pipeline waits for it, so it must not wait for the engine either.
     caller: OnceLock<ThreadId>,
 }
 
@@ -155,17 +158,17 @@ impl Queue {
         Self { state: Guarded::default(), bytes_max, worker: OnceLock::new(), caller: OnceLock::new() }
     }
 
-    /// Says that this thread is the pipeline's.
+    /// Registers the current thread as the pipeline's.
     pub(crate) fn work_here(&self) {
         self.worker.get_or_init(|| thread::current().id());
     }
 
-    /// Says on which thread functions are called.
+    /// Registers the thread on which functions are called.
     pub(crate) fn calls_on(&self, thread: ThreadId) {
         self.caller.get_or_init(|| thread);
     }
 
-    /// Whether this thread is one that the pipeline works with.
+    /// True if the current thread is the pipeline's, or the one on which functions are called.
     pub(crate) fn is_worker(&self) -> bool {
         let here = Some(&thread::current().id());
         self.worker.get() == here || self.caller.get() == here
@@ -179,7 +182,7 @@ impl Queue {
         self.state.notify_all();
     }
 
-    /// Adds a job when there is room. One that holds more than the bound is let in alone.
+    /// Adds a job once the queue has room for its bytes. A job with more bytes than the bound is added alone.
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
@@ -205,7 +208,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Adds a job that somebody waits to compute with: it goes before others, also where the step has failed.
+    /// Adds a job whose results a caller waits for. The job goes before others, and is accepted even in a failed step.
     pub(crate) fn push_urgent(&self, job: Job) -> Result<()> {
         let mut state = self.lock();
         state.alive()?;
@@ -218,7 +221,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits until `ready`; from then on no urgent job is begun until what this gives is dropped.
+    /// Waits until `ready`. The pipeline then begins no urgent job until the returned [`Pause`] is dropped.
     pub(crate) fn paused(
         &self,
         wait: &mut Wait<'_>,
@@ -231,7 +234,7 @@ impl Queue {
         Ok(Pause(self))
     }
 
-    /// The next of those jobs, if there is one.
+    /// Takes the next urgent job; `None` if none waits or a [`Pause`] lives.
     pub(crate) fn next_urgent(&self) -> Option<Job> {
         let mut state = self.lock();
         let job = state.take_urgent()?;
@@ -240,8 +243,8 @@ impl Queue {
         Some(job)
     }
 
-    /// The next job; `None` if there is none now and `or_wait` is false, or if the engine is closing. Who would wait has
-    /// nothing in flight.
+    /// Takes the next job. Returns `None` if no job waits and `or_wait` is false, or if the engine is closing. The
+    /// pipeline passes `or_wait` only with nothing in flight: the queue then counts as idle.
     pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -264,7 +267,7 @@ impl Queue {
         }
     }
 
-    /// Waits until `ready`; the lock is free while `keep_waiting` runs.
+    /// Waits until `ready`. The lock is free while `keep_waiting` runs.
     pub(crate) fn wait(
         &self,
         wait: &mut Wait<'_>,

@@ -1,4 +1,5 @@
-//! Gradients of records in RAM: they wait in memory until a step is committed, also those that others would spill.
+//! Keeps gradients and updates of records in RAM until a step is committed. These include gradients that a streamed
+//! record would spill.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -24,37 +25,39 @@ use crate::{
 /// An update of a record in RAM that waits for its step.
 pub(crate) struct Waiting {
     pub(crate) record: usize,
-    /// The record's count of updates, this one included.
+    /// The number of this update in the record's count.
     pub(crate) step: u64,
     pub(crate) work: Box<dyn Work>,
-    /// It is applied in memory once the step is committed; else it goes through the pipeline before.
+    /// Whether the update is applied in memory after the commit; otherwise the pipeline stages it before the commit.
     pub(crate) applies: bool,
-    /// What the log says of it, where its gradient is appended there.
+    /// The update's rule for the log, if the log has its gradient.
     pub(crate) rule: Option<LoggedRule>,
 }
 
-/// What waits of records in RAM.
+/// Waiting updates and kept gradients of records in RAM.
 #[derive(Default)]
 pub(crate) struct RamTierGradients(Mutex<WaitingUpdates>);
 
 #[derive(Default)]
 pub(crate) struct WaitingUpdates {
     jobs: Vec<Waiting>,
-    /// The records of these: one of thousands is looked for with each gradient.
+    /// The records of `jobs`, for a lookup with each gradient among thousands of jobs.
     records: HashSet<usize>,
+    /// Gradients that are kept in memory instead of spilled, by record.
     kept: BTreeMap<usize, Arc<Kept>>,
-    /// Bytes of gradients of both, kept as they come and go for the same reason.
+    /// Bytes of gradients in `jobs` and `kept`. Each change updates this number, because summing thousands of jobs
+    /// would take long.
     bytes: usize,
     peak: usize,
 }
 
 impl WaitingUpdates {
-    /// Bytes of gradients.
+    /// Returns the bytes of gradients in `jobs` and `kept`.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The most of them.
+    /// Returns the peak of [`WaitingUpdates::bytes`].
     pub(crate) fn peak(&self) -> usize {
         self.peak
     }
@@ -64,7 +67,7 @@ impl WaitingUpdates {
         self.peak = self.peak.max(self.bytes);
     }
 
-    /// Takes the jobs that are asked for, in their order.
+    /// Removes the jobs for which `asked` is true, and returns them in their order.
     fn take(&mut self, asked: impl Fn(&Waiting) -> bool) -> Vec<Waiting> {
         let (taken, left): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(asked);
         self.jobs = left;
@@ -74,12 +77,13 @@ impl WaitingUpdates {
         taken
     }
 
+    /// Removes the bytes and the record of a job that was removed from `jobs`.
     fn went(&mut self, job: &Waiting) {
         self.bytes -= job.work.nbytes();
         self.records.remove(&job.record);
     }
 
-    /// Keeps the gradient of a record, or none; the one that was kept.
+    /// Sets or removes the kept gradient of a record, and returns the previous one.
     fn replace_kept(&mut self, record: usize, kept: Option<Kept>) -> Option<Arc<Kept>> {
         let bytes = kept.as_ref().map_or(0, |kept| kept.memory.len());
         let replaced = match kept {
@@ -97,7 +101,7 @@ impl RamTierGradients {
         locked(&self.0)
     }
 
-    /// Refuses a record of which an update waits.
+    /// Returns an error if an update of the record waits.
     pub(crate) fn require_none(&self, store: &Store, record: usize) -> Result<()> {
         if self.lock().records.contains(&record) {
             let name = &store.description().records[record].name;
@@ -106,7 +110,7 @@ impl RamTierGradients {
         Ok(())
     }
 
-    /// Lets an update wait.
+    /// Adds a waiting update.
     pub(crate) fn wait(&self, waiting: Waiting) {
         let mut state = self.lock();
         state.add_bytes(waiting.work.nbytes());
@@ -114,7 +118,8 @@ impl RamTierGradients {
         state.jobs.push(waiting);
     }
 
-    /// What the log says of the updates whose gradients are appended there, and of those that are deferred, if there are any.
+    /// Returns the step's head for the log: the updates whose gradients the log has, and the deferred ones. `None`
+    /// without any.
     pub(crate) fn head(&self, deferred: Vec<(usize, u64, LoggedRule)>) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
         let state = self.lock();
@@ -130,7 +135,8 @@ impl RamTierGradients {
         (!head.updates.is_empty()).then_some(head)
     }
 
-    /// Those that go through the pipeline; the next one, so that one that is interrupted takes no other with it.
+    /// Removes and returns the next update that the pipeline stages before the commit. Taking one at a time means that
+    /// an interrupt loses no other.
     pub(crate) fn next_through(&self) -> Option<Waiting> {
         let mut state = self.lock();
         let at = state.jobs.iter().position(|job| !job.applies)?;
@@ -139,32 +145,34 @@ impl RamTierGradients {
         Some(job)
     }
 
-    /// Those that are applied in memory, which stay until they are taken.
+    /// Returns record and update number of the updates that are applied in memory. The updates stay here.
     pub(crate) fn applying(&self) -> Vec<(usize, u64)> {
         self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.record, job.step)).collect()
     }
 
-    /// Takes these: those of our own arithmetic, and calls of a function.
+    /// Removes and returns the updates that are applied in memory: first those by our own kernels, then calls of
+    /// functions.
     pub(crate) fn take_applying(&self) -> (Vec<Waiting>, Vec<Waiting>) {
         let applying = self.lock().take(|job| job.applies);
         applying.into_iter().partition(|job| job.work.is_ours())
     }
 
-    /// Whether an update waits.
+    /// True if an update waits.
     pub(crate) fn has_waiting(&self) -> bool {
         !self.lock().jobs.is_empty()
     }
 
-    /// Drops what waits, of one record alone if one is given. What is kept stays.
+    /// Drops waiting updates; if `record` is given, only that record's. Kept gradients stay.
     pub(crate) fn discard(&self, record: Option<usize>) {
         let dropped = self.lock().take(|job| record.is_none_or(|record| job.record == record));
-        // A caller's memory is let go without the lock.
+        // Drop the callers' buffers without holding the lock.
         drop(dropped);
     }
 
-    // --- gradients that others would spill ------------------------------------------
+    // --- gradients that are kept in memory instead of spilled -----------------------
 
-    /// Keeps a gradient, or adds it to the one that is kept, in its dtype, computed in fp32 and rounded once.
+    /// Keeps a gradient in memory, or adds it to the kept gradient in the kept one's dtype, computed in fp32 and
+    /// rounded once.
     pub(crate) fn keep(&self, store: &Store, record: usize, gradient: &Gradient, adds: bool) -> Result<()> {
         let dtype = spill_dtype(store, record)?;
         let given = gradient.memory()?;
@@ -175,7 +183,8 @@ impl RamTierGradients {
         Ok(())
     }
 
-    /// The sum of what is kept and what is given. What is kept may be the caller's, so it stays as it is.
+    /// Returns the sum of the kept gradient and `given`, in new memory: the kept one may be the caller's, so it must
+    /// not change.
     fn sum(&self, store: &Store, record: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(record).ok_or_else(|| crate::spill::nothing(store, record))?;
         let mut own = Own::copy_of(&**kept.memory);
@@ -198,7 +207,7 @@ impl RamTierGradients {
     }
 }
 
-/// A gradient that is kept in memory as others are spilled.
+/// A gradient of a record in RAM, kept in memory where a streamed record's gradient would be spilled.
 pub(crate) struct Kept {
     pub(crate) memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -206,29 +215,30 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
+    /// Copies a chunk of the gradient to the part of the staging chunk into which a spilled gradient would be read.
     pub(crate) fn lay(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let (part, used) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
         let element = self.dtype.bytes() as usize;
         let start = bench.elements(turn.record, turn.index).start * element;
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         copied(&**self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
         Ok(())
     }
 
-    /// Copies all of it to memory that nobody else uses.
+    /// Copies the whole gradient to `into`.
     pub(crate) fn read(&self, store: &Store, record: usize, into: &mut dyn Buffer) -> Result<()> {
         if into.len() != self.memory.len() {
             let (name, wanted, got) = (&store.description().records[record].name, self.memory.len(), into.len());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
         }
-        // SAFETY: both are mapped while they are held, and of one length; `into` is the caller's.
+        // SAFETY: both buffers are mapped while they are borrowed, and have the same length; `into` is borrowed
+        // exclusively.
         unsafe { std::ptr::copy_nonoverlapping(self.memory.as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         Ok(())
     }
 }
 
-/// As a spilled gradient is measured: chunk by chunk.
+/// Returns the check (finite or not, sum of squares) of a gradient, merged chunk by chunk as for a spilled one.
 fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Check> {
     let (mut found, exec) = (Check::NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
@@ -240,7 +250,7 @@ fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> 
     Ok(found)
 }
 
-/// Memory of our own for a gradient.
+/// A gradient in memory of the engine's own, aligned for any dtype.
 struct Own {
     words: Vec<u64>,
     nbytes: usize,
@@ -250,14 +260,15 @@ impl Own {
     fn copy_of(memory: &dyn Buffer) -> Self {
         let nbytes = memory.len();
         let mut words = vec![0_u64; nbytes.div_ceil(size_of::<u64>())];
-        // SAFETY: room for at least as many bytes, initialised, and ours alone.
+        // SAFETY: `words` has at least `nbytes` bytes, which are initialised and borrowed by nothing else.
         let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), nbytes) };
         copied(memory, 0, bytes);
         Self { words, nbytes }
     }
 
     fn doubles(&mut self) -> &mut [f64] {
-        // SAFETY: words are as long and aligned as a float64, of which any bits are one; they are ours alone.
+        // SAFETY: `u64` has the size and alignment of `f64`, every bit pattern is an `f64`, and `self` is borrowed
+        // exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len()) }
     }
 
@@ -265,7 +276,8 @@ impl Own {
         let (first, bytes) = (self.words.as_mut_ptr(), dtype.bytes() as usize);
         assert!(count * bytes <= self.nbytes, "elements past the end of a gradient");
         match dtype {
-            // SAFETY: inside the memory, which is aligned for any of the three and ours alone; any bits are a float.
+            // SAFETY: the assertion above keeps the elements inside `words`, which is aligned for the three types and
+            // borrowed exclusively. Every bit pattern is a float.
             Dtype::F32 => FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
             // SAFETY: as above.
             Dtype::Bf16 => FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
@@ -275,7 +287,7 @@ impl Own {
     }
 }
 
-// SAFETY: the words stay where they are for as long as it lives.
+// SAFETY: nothing resizes `words`, so its memory stays at one address while `self` lives.
 unsafe impl Buffer for Own {
     fn as_ptr(&self) -> *const u8 {
         self.words.as_ptr().cast()

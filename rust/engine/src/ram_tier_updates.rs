@@ -1,4 +1,5 @@
-//! Applies updates to records in RAM, once their step is committed: arithmetic alone, which cannot fail half-way.
+//! Applies updates to records in RAM after their step is committed. This is arithmetic alone, which cannot fail
+//! half-way.
 
 use std::{
     sync::{
@@ -14,25 +15,27 @@ use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
 use crate::{Result, error::contained, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
-/// Nothing else uses staging chunks by then.
+/// Bounds the wait for a staging chunk. Nothing else uses staging chunks after a commit, so no thread waits so long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What works on chunks at once.
+/// Updates chunks of records in RAM on several threads.
 pub(crate) struct Workers<'a> {
     pub(crate) store: &'a Store,
-    /// Each has a staging chunk for what it computes beside the record's own memory.
+    /// Each thread leases one staging chunk, for data beside the record's own memory.
     pub(crate) staging: &'a Scratch,
     pub(crate) threads: usize,
 }
 
-/// Updates, as several threads see them.
+/// Updates that several threads read.
 struct SharedUpdates<'a>(Vec<(Waiting, InMemoryUpdate<'a>)>);
 
-// SAFETY: they are only read: a gradient of a record in RAM is host memory that nobody writes to (`Gradient::memory`).
+// SAFETY: threads only read the updates, and nothing writes to the gradient of a record in RAM: it is host memory
+// ([Note: handed-over memory]).
 unsafe impl Sync for SharedUpdates<'_> {}
 
 impl Workers<'_> {
-    /// Refuses values that somebody wrote to, before anything is done with them.
+    /// Returns an error if anything but an update wrote to the values of these records. Runs before the commit, so the
+    /// step can be discarded.
     pub(crate) fn check(&self, records: &[(usize, u64)]) -> Result<()> {
         let chunks = self.chunks(records.iter().map(|&(record, _)| record));
         self.each(chunks.len(), &|next| {
@@ -43,7 +46,8 @@ impl Workers<'_> {
         })
     }
 
-    /// Applies updates whose commit was made. Where that fails, the run is at its end, which the store says from then on.
+    /// Applies updates whose commit was made. After an error the store returns an error to every caller: memory matches
+    /// no step.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
         let applied = contained(|| self.applied(waiting));
@@ -72,14 +76,15 @@ impl Workers<'_> {
         Ok(chunks.len() as u64)
     }
 
-    /// All chunks: the record's number among them, the record, the chunk.
+    /// Returns all chunks of `records`: the record's position in `records`, the record, the chunk.
     fn chunks(&self, records: impl Iterator<Item = usize>) -> Vec<(usize, usize, u32)> {
         let of =
             |(number, record)| (0..self.store.layout().chunks_of(record)).map(move |chunk| (number, record, chunk));
         records.enumerate().flat_map(of).collect()
     }
 
-    /// Runs `work` on as many threads as there are, and chunks for; each takes the next number until there are no more.
+    /// Runs `work` on `self.threads` threads, or on `count` if that is less. `work` takes the next number from the
+    /// counter until it reaches `count`.
     fn each(&self, count: usize, work: &(dyn Fn(&AtomicUsize) -> Result<()> + Sync)) -> Result<()> {
         let next = AtomicUsize::new(0);
         let threads = self.threads.min(count).max(1);

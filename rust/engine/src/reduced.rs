@@ -1,4 +1,5 @@
-//! Updates a record whose state is reduced (moments of 16 or 8 bits, a compact master, or none), or that of torch's SGD.
+//! Updates a record whose state is reduced (moments in 16 or 8 bits, compact master weights, or none), or is that of
+//! torch's SGD.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Format, Master, MomentForm, Record, key_of};
@@ -9,63 +10,66 @@ use crate::{
     workbench::{Workbench, clear_from},
 };
 
-/// Whether records of this format are updated here, and not by one of the kernels of fp32 moments.
+/// True if the state is in a reduced format. For the other formats, `Plain` and `Compact`, the fp32 kernels do Adam's
+/// updates.
 pub(crate) fn is_reduced(record: &Record) -> bool {
     !matches!(record.format, Format::Plain | Format::Compact)
 }
 
-/// The arithmetic on one chunk, whose values are there already where it starts from them.
+/// Updates one chunk in place. The read of the chunk has completed.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     let described = &bench.store.description().records[turn.record];
     let state = chunk(bench, turn)?;
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
-    // What is drawn depends on the place in the whole parameter.
+    // Stochastic rounding draws by the element's index in the whole parameter, so shards draw alike.
     let first = bench.store.first_element(turn.record) + bench.elements(turn.record, turn.index).start as u64;
     Ok(update(state, gradient, rule, Position { random, first }, bench.exec)?)
 }
 
-/// The state of a turn's chunk. What fills the last page of its values is written as zeros.
+/// Returns the state of a turn's chunk. Writes zeros to the unused rest of the values' last page.
 pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
     let &Turn { record, index: chunk, ref memory } = turn;
     let described = &bench.store.description().records[record];
     let elements = bench.elements(record, chunk).len();
     let state = bench.state_extent(record, chunk).map(|extent| bench.part(record, extent, memory)).transpose()?;
     let values = bench.part(record, chunk, memory)?;
-    // SAFETY: nothing else uses the chunk between the end of its reads and the beginning of its writes.
+    // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
     unsafe { clear_from(&values, elements * described.dtype.bytes() as usize) };
     let first = state.map_or(0, |state| state.as_ptr().as_ptr().expose_provenance());
     let places = bench.in_chunk(record, chunk).map(|(_, at, _)| first + at);
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
-    // SAFETY: as above; the tensors of a chunk lie side by side in its extent, aligned to 64 bytes. The extent is mapped as
-    // long as the turn has its memory, or the store holds it.
+    // SAFETY: as above; the tensors of a chunk are disjoint in its extent and aligned to 64 bytes. The extent is mapped
+    // while the turn holds its memory, or, in the RAM tier, while the store holds it.
     unsafe { form.at(elements, values.as_ptr().as_ptr().expose_provenance(), places) }
 }
 
-/// What says which tensors the state of a parameter has, and of what.
+/// Determines which tensors the state of a parameter has, and their types.
 #[derive(Debug, Clone, Copy)]
 pub struct Form {
-    /// How the state is to be read.
+    /// The format of the state.
     pub format: Format,
-    /// The type of the values.
+    /// The dtype of the values.
     pub dtype: Dtype,
-    /// SGD's one moment, and not Adam's two; of state as torch has it, and not none.
+    /// Whether the state has SGD's one moment instead of Adam's two. `Plain` state without it has no moment at all.
     pub has_momentum: bool,
 }
 
 impl Form {
-    /// The state of `elements` whose values begin at one address and whose state tensors, in their order, at others.
+    /// Returns the state of `elements` elements. The values begin at address `values`, and the state tensors, in their
+    /// order, at the addresses of `state`.
     ///
     /// # Safety
-    /// At each address lie as many elements as belong to it, aligned, mapped, and used by nobody else while the result lives.
+    /// Each address must be valid for the elements that belong to it, aligned for their type, and not borrowed
+    /// elsewhere while the result lives.
     pub unsafe fn at<'a>(
         self,
         elements: usize,
         values: usize,
         state: impl Iterator<Item = usize>,
     ) -> Result<Reduced<'a>> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the addresses in `state` are valid, aligned and exclusive.
         let mut tensors = unsafe { Tensors::new(state) };
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the address `values` is valid, aligned and exclusive.
         let mut of_values = unsafe { Tensors::new(std::iter::once(values)) };
         let values = match self.dtype {
             Dtype::F32 => FloatsMut::F32(of_values.next(elements)?),
@@ -107,12 +111,13 @@ impl Form {
     }
 }
 
-/// Tensors that lie somewhere, taken one after the other.
+/// Makes slices of addresses, one after the other.
 struct Tensors<I>(I);
 
 impl<I: Iterator<Item = usize>> Tensors<I> {
     /// # Safety
-    /// What is taken is there as it is taken, and used by nobody else while that lives.
+    /// Each address must be valid for the slice that [`Tensors::next`] makes of it, aligned, and not borrowed elsewhere
+    /// while that slice lives.
     unsafe fn new(addresses: I) -> Self {
         Self(addresses)
     }
@@ -123,7 +128,7 @@ impl<I: Iterator<Item = usize>> Tensors<I> {
         if count == 0 {
             return Ok(&mut []);
         }
-        // SAFETY: `new`'s caller says so.
+        // SAFETY: the caller of `new` guarantees that each address is valid for its slice, aligned and exclusive.
         Ok(unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), count) })
     }
 }

@@ -1,4 +1,4 @@
-//! Replays the log of a store that was not closed, by the kernels that would have applied it.
+//! Replays the gradient log of a store that was not closed, with the kernels that would have applied it.
 
 use std::{
     collections::VecDeque,
@@ -20,27 +20,28 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Gradients of a chunk that are read ahead of the one that is applied.
+/// Number of gradients of a chunk that are read ahead.
 const AHEAD: usize = 4;
 
-/// One record's part of it.
+/// A job that applies the logged gradients of one record.
 struct RecordReplay {
     replay: Arc<memascend_store::Replay>,
-    /// What each gradient is applied with.
+    /// The rule of each gradient, in the order of the log.
     rules: Vec<(Taken, Vec<f32>)>,
+    /// Memory for the gradients that are read ahead.
     room: Arc<Scratch>,
-    /// Bytes of gradients that were applied.
+    /// Bytes of gradients applied so far, over all records.
     done: Arc<AtomicU64>,
     step: u64,
 }
 
 impl Engine {
-    /// Applies the gradients that the log of a store holds, writes the records that lacked them whole, and commits that as
-    /// a part of the last step: the store has no log then. `false` where there was none. All that it reads is checked
-    /// before anything is written ([`Store::check_log`]). `progress` gets bytes of gradients done and of all, and ends
-    /// it by `false`: then the store is as it was.
+    /// Applies the gradients in the store's log, writes their records whole, and commits these as a part of the last
+    /// step; the store has no log afterwards. Returns `false` if the store had no log. Verifies all data that it reads
+    /// before it writes any ([`Store::check_log`](memascend_store::Store::check_log)). `progress` gets the bytes of
+    /// gradients done and in total. If it returns `false`, the replay ends and the store stays as it was.
     ///
-    /// Nothing else may be begun meanwhile.
+    /// Nothing else may be queued meanwhile.
     pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
         let store = Arc::clone(self.store());
         let Some(replay) = store.pending_replay() else { return Ok(false) };
@@ -60,7 +61,8 @@ impl Engine {
             jobs.push(Job::new(record, RecordReplay { replay, rules, room, done, step }));
         }
         let mut told = || progress(done.load(Relaxed), all);
-        // Staging writes over the commit before, which `existing="previous"` opens where anything of this one is damaged.
+        // Verify first: staging overwrites the previous commit, which `existing="previous"` opens if this one is
+        // damaged.
         store.check_log(&mut told)?;
         let replayed = if told() { self.replayed(jobs, &mut told) } else { Err(interrupted()) };
         if replayed.is_err() {

@@ -1,19 +1,19 @@
-//! Encodes for the log what a gradient is applied with, and decodes it.
+//! Encodes the rule of a logged gradient (kernel, hyperparameters, factors), and decodes it.
 
 use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule, Scalars};
 use memascend_store::{LoggedRule, Record};
 
 use crate::{Error, Result, reduced::is_reduced};
 
-/// Adam on float32 moments: by what it computes with.
+/// Adam on float32 moments; the log stores the scalars that the kernel computes with.
 const ADAM: &str = "adam";
-/// SGD on state as torch has it, with momentum or without: by what it was asked for.
+/// SGD on torch's own state, with or without momentum; the log stores the hyperparameters.
 const MOMENTUM: &str = "momentum";
-/// Adam and momentum on state in a format of its own: by what they were asked for.
+/// Adam and momentum on state in a reduced format; the log stores the hyperparameters.
 const REDUCED_ADAM: &str = "adam in a format";
 const REDUCED_MOMENTUM: &str = "momentum in a format";
 
-/// What a gradient is applied with, as the log says it.
+/// A decoded rule of the log: how to apply a gradient.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Taken {
     Single(Scalars),
@@ -21,12 +21,13 @@ pub(crate) enum Taken {
     Momentum(Momentum),
 }
 
-/// What a gradient is applied with whose update has these hyperparameters, after it was multiplied by each factor in turn.
+/// Returns the log's rule for Adam with these hyperparameters, by a gradient that is multiplied by each factor in turn.
 fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<LoggedRule> {
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
-/// What the log says of an update of a record by a gradient that was multiplied by each factor in turn.
+/// Returns the log's rule for an update of the record `described` by a gradient that is multiplied by each factor in
+/// turn.
 pub fn rule_of(described: &Record, numbers: &Rule, factors: &[f32]) -> Result<LoggedRule> {
     match numbers {
         Rule::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
@@ -48,7 +49,7 @@ fn rule(name: &str, arithmetic: u32, numbers: &[(&str, u64)], factors: &[f32]) -
     }
 }
 
-/// A number as the log has it: its bits.
+/// A number that the log stores as its bits.
 trait Number: Sized {
     fn to_log(self) -> u64;
     fn from_log(bits: u64) -> Option<Self>;
@@ -76,7 +77,7 @@ numbers! {
     u64: |number| number, |bits| Some(bits);
 }
 
-/// A number of a rule, by its name.
+/// Returns the number that the rule stores under `name`.
 fn number<N: Number>(rule: &LoggedRule, name: &str) -> Result<N> {
     let kernel = &rule.name;
     let found = rule.numbers.iter().find(|(known, _)| known == name);
@@ -86,7 +87,7 @@ fn number<N: Number>(rule: &LoggedRule, name: &str) -> Result<N> {
     N::from_log(bits).ok_or_else(wrong)
 }
 
-/// Encodes the fields of a struct for the log, each by its name, and decodes them.
+/// Defines two functions: one encodes the fields of a struct for the log, each under its name; the other decodes them.
 macro_rules! named_numbers {
     ($of:ident, $encode:ident, $decode:ident, [$($field:ident),*]) => {
         fn $encode(of: &$of) -> Vec<(&'static str, u64)> {
@@ -118,7 +119,7 @@ named_numbers!(
     [lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed]
 );
 
-/// What a rule says, and its factors; an error where it is none that is known here.
+/// Decodes a rule and its factors; an error if this version does not know the rule.
 pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let taken = match (rule.name.as_str(), rule.arithmetic) {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),

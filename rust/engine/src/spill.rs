@@ -13,13 +13,13 @@ use crate::{
     workbench::{Read, Workbench, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
 };
 
-/// A gradient on its way to the room of its record.
+/// A job that spills a gradient to its record's place for it.
 pub(crate) struct Spill {
-    /// `None`: the one that lies there is written again.
+    /// `None`: the job copies the spilled gradient to the record's other place.
     gradient: Option<Gradient>,
-    /// It is added to what lies there, in its own dtype.
+    /// Whether to add the gradient to the spilled one, in the spilled one's dtype.
     adds: bool,
-    /// Of the chunks that were computed.
+    /// The check (finite or not, sum of squares) of the chunks that were computed.
     so_far: Cell<Check>,
 }
 
@@ -29,13 +29,13 @@ impl Spill {
         Ok(Self { gradient: Some(gradient), adds, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// The gradient that lies there, where a commit can name it.
+    /// Creates a job that copies the spilled gradient to a place that the next commit can name.
     pub(crate) fn again(store: &Store, record: usize) -> Result<Self> {
         required(store, record)?;
         Ok(Self { gradient: None, adds: true, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// That a gradient fits the room for it.
+    /// Returns an error if the gradient's dtype or number of elements is not that of the record's place for gradients.
     pub(crate) fn require_fit(store: &Store, record: usize, gradient: &Gradient) -> Result<()> {
         let described = &store.description().records[record];
         let name = &described.name;
@@ -65,7 +65,7 @@ impl Work for Spill {
             required(bench.store, record)?;
         }
         bench.store.begin_spill(record, self.adds)?;
-        // A gradient without chunks is whole at once.
+        // A gradient without chunks is complete at once.
         let whole = (bench.chunks_of(record) == 0).then(|| self.so_far.get());
         Ok(bench.store.set_spilled(record, whole)?)
     }
@@ -79,13 +79,13 @@ impl Work for Spill {
         let elements = bench.elements(record, chunk);
         let (part, used) = bench.spill_part(record, chunk, memory)?;
         let dtype = spill_dtype(bench.store, record)?;
-        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         unsafe { clear_from(&part, used) };
         match &self.gradient {
             None => {}
             Some(gradient) if self.adds && dtype == Dtype::F64 => {
                 let given = gradient.doubles(bench.store, record, elements.start, elements.len())?;
-                // SAFETY: as above; a part begins on a page.
+                // SAFETY: as above; a part begins on a page, which is aligned for float64.
                 add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
             }
             Some(gradient) if self.adds => {
@@ -104,7 +104,7 @@ impl Work for Spill {
         so_far.merge(&measure(&part, dtype, 0, elements.len(), bench.exec));
         self.so_far.set(so_far);
         if chunk + 1 == bench.chunks_of(record) {
-            // A write of it that fails takes this back.
+            // If a write of the gradient fails, `lose_spilled` undoes this.
             bench.store.set_spilled(record, Some(so_far))?;
         }
         Ok(())
@@ -119,18 +119,18 @@ impl Work for Spill {
     }
 }
 
-/// A spilled gradient on its way to memory of the caller's.
+/// A job that reads a spilled gradient into the caller's memory.
 pub(crate) struct Unspill {
-    /// Of the memory.
+    /// The address of `into`'s memory.
     first: NonNull<u8>,
     into: Box<dyn Buffer>,
 }
 
-// SAFETY: the memory may go to another thread, and `first` is a place in it.
+// SAFETY: `into` may move to another thread, and `first` points into its memory.
 unsafe impl Send for Unspill {}
 
 impl Unspill {
-    /// Into memory that nobody else uses until the job has ended.
+    /// Creates a job that reads into `into`. Nothing else may use that memory until the job has ended.
     pub(crate) fn new(store: &Store, record: usize, mut into: Box<dyn Buffer>) -> Result<Self> {
         let described = &store.description().records[record];
         let wanted = described.elements() * spill_dtype(store, record)?.bytes();
@@ -156,15 +156,16 @@ impl Work for Unspill {
         let elements = bench.elements(turn.record, turn.index);
         let start = elements.start * (used / elements.len().max(1));
         assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
-        // SAFETY: inside the memory, see above.
+        // SAFETY: the assertion above keeps the range inside the memory.
         let first = unsafe { self.first.as_ptr().add(start) };
-        // SAFETY: nobody else uses the memory, see `new`, and nothing is in flight of the chunk.
+        // SAFETY: nothing else uses the destination, as `new` requires; for the source, see [Note: a turn owns its
+        // staging chunk].
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr().as_ptr(), first, used) };
         Ok(())
     }
 }
 
-/// What is spilled is forgotten.
+/// A job that forgets the spilled gradient of its record.
 pub(crate) struct Forget;
 
 impl Work for Forget {
@@ -185,7 +186,7 @@ impl Work for Forget {
     }
 }
 
-/// Measures `count` elements from `start` on of a gradient.
+/// Returns the check (finite or not, sum of squares) of `count` elements of a gradient from element `start` on.
 pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize, exec: Exec) -> Check {
     if dtype == Dtype::F64 {
         return check_doubles(doubles(memory, start, count));
@@ -193,7 +194,8 @@ pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: us
     check(floats(memory, dtype, start, count), exec)
 }
 
-/// The dtype of gradients that a record has room for, if it is one that can be computed with.
+/// Returns the dtype of the record's spilled gradients; an error if the record spills none, or in a dtype without
+/// arithmetic.
 pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
     let described = &store.description().records[record];
     let name = &described.name;
@@ -207,11 +209,12 @@ pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
     }
 }
 
-/// That a whole gradient lies there.
+/// Returns an error if the record has no complete spilled gradient.
 pub(crate) fn required(store: &Store, record: usize) -> Result<()> {
     if store.spilled(record)?.is_some() { Ok(()) } else { Err(nothing(store, record)) }
 }
 
+/// Returns the error for a record without a spilled gradient.
 pub(crate) fn nothing(store: &Store, record: usize) -> Error {
     let name = &store.description().records[record].name;
     Error::Usage(format!("no gradient of {name:?} is spilled, or it was lost to an error or a discard"))

@@ -1,4 +1,4 @@
-//! Commits or drops a step: begins the updates of records in RAM, and waits for the rest.
+//! Commits or discards a step: starts the updates of records in RAM, and waits for all others.
 
 use std::time::Instant;
 
@@ -22,7 +22,8 @@ impl Engine {
         self.shared.queue.push(job, wait)
     }
 
-    /// Lets an update of a record in RAM wait for its step: until then somebody computes with what it changes.
+    /// Holds back an update of a record in RAM until `finish` or the commit: until then the model computes with the
+    /// record.
     pub(crate) fn wait_for_step(&self, waiting: Waiting) -> Result<()> {
         self.shared.queue.lock().failure()?;
         self.ram_tier.require_none(&self.shared.store, waiting.record)?;
@@ -30,8 +31,9 @@ impl Engine {
         Ok(())
     }
 
-    /// The same of one that is applied in memory, where its gradient finds room in the log or nothing is to be durable:
-    /// what is written of it goes on its way now.
+    /// Holds back an update like [`Engine::wait_for_step`]. Marks it as applied in memory if its gradient has room in
+    /// the log, or if the store's durability is "none". In the first case, queues the write of the gradient to the log,
+    /// and of the whole record if that is due.
     pub(crate) fn wait_to_update(
         &self,
         record: usize,
@@ -60,7 +62,7 @@ impl Engine {
         self.push_of_step(Job::new(record, Keep { gradient, whole: store.is_due(record) }), wait)
     }
 
-    /// Queues a job of the step. Where the queue does not take it, the step has failed: it would lack the job.
+    /// Queues a job of the step. If the queue rejects the job, the step fails, since it lacks the job.
     pub(crate) fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let begun = self.shared.queue.push(job, wait);
         if let Err(error) = &begun {
@@ -69,7 +71,7 @@ impl Engine {
         begun
     }
 
-    /// Queues the updates of records in RAM that are staged before the commit.
+    /// Queues the held-back updates of records in RAM that the pipeline stages before the commit.
     fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
         while let Some(Waiting { record, work, .. }) = self.ram_tier.next_through() {
             self.push_of_step(Job::boxed(record, work), wait)?;
@@ -77,11 +79,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Has everything of the step written but what is applied in memory.
+    /// Writes all of the step except the updates that are applied in memory.
     fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.begin_through(wait)?;
         self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
-        // Those without a gradient in this step.
+        // `due` has only records without a gradient in this step: `Keep` has staged the others.
         for record in self.shared.store.due() {
             self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
         }
@@ -89,27 +91,29 @@ impl Engine {
         self.name_deferred(wait)
     }
 
-    /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
+    /// Waits until every update is staged. The first error of the step is returned once, by this call or an earlier
+    /// one.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.begin_through(&mut wait)?;
         self.drain(wait)
     }
 
-    /// As [`Engine::finish`], but for updates of records in RAM, which begin with that or with the commit.
+    /// Waits until the queue is empty. Unlike [`Engine::finish`], does not start the updates of records in RAM.
     pub fn drain(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failure()
     }
 
-    /// Waits for every update, and makes the step live and durable; then applies what is applied in memory. An error before
-    /// that leaves the last commit as it is.
+    /// Waits for every update, makes the step live and durable, and then applies the updates that are applied in
+    /// memory. An error before that leaves the last commit as it is.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
 
-    /// The same with others: `agree` is asked when all is flushed and nothing names it yet. `false` ends it as an error does.
+    /// Commits like [`Engine::commit`], together with other ranks: calls `agree` when all data is flushed and no root
+    /// names it yet. If `agree` returns `false`, the commit fails like after an error.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         self.here()?;
         self.write_all(&mut wait)?;
@@ -122,7 +126,7 @@ impl Engine {
         }
         workers.check(&applying)?;
         let log = self.ram_tier.head(self.shared.deferred.named());
-        // What fetches of other threads compute with is of one commit.
+        // Urgent jobs wait during the commit: a fetch of another thread must compute from one commit only.
         let pause = self.shared.queue.paused(&mut wait, "updates", QueueState::is_idle)?;
         let generation = store.commit_agreed(Commit { log, ..commit }, wait, agree)?;
         self.shared.deferred.committed(store)?;
@@ -139,8 +143,9 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Has functions applied to records in RAM, by the pipeline's thread, and waits for all of them: Ctrl-C would
-    /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
+    /// Applies functions to records in RAM on the pipeline's thread, and waits for all of them. Ignores Ctrl-C, which
+    /// would split a committed step. If a function fails, the store returns an error from then on: memory matches no
+    /// step.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;
@@ -160,7 +165,7 @@ impl Engine {
         called().inspect_err(|error: &Error| store.fail_application(first, &error.to_string()))
     }
 
-    /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
+    /// Drops queued jobs, drains running jobs, and forgets the staged step. This ends a failed step.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.cancel(None);
@@ -175,7 +180,8 @@ impl Engine {
         Ok(self.shared.store.discard(wait)?)
     }
 
-    /// As [`Engine::discard`] for one record alone: the others go on. A step that failed stays so.
+    /// Drops, drains and forgets the jobs and the staged update of one record; other records' jobs go on. A failed step
+    /// stays failed.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.cancel(Some(record));
@@ -185,7 +191,8 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// As [`Engine::discard_record`], but what was begun of the record ends first: a gradient that it spills stays.
+    /// Waits for the jobs of a record, then forgets its staged update. Unlike [`Engine::discard_record`], it keeps a
+    /// gradient that these jobs spilled.
     pub fn take_back(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let _pause = self.shared.queue.paused(&mut wait, "updates", |state| !state.has(record))?;
@@ -194,7 +201,7 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Drops what waits and cancels what runs, of one record alone if one is given.
+    /// Drops queued jobs and cancels running ones; if `record` is given, only that record's.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         let mut state = self.shared.queue.lock();
         let dropped = state.drop_waiting(record);

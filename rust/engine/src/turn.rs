@@ -1,4 +1,9 @@
-//! A job and its turns, as everything else sees them: record, progress, staging chunk.
+//! Defines turns of a job, and marks, through which callers and the pipeline follow a job.
+//!
+//! [Note: a turn owns its staging chunk] The pipeline leases each staging chunk to one turn. It calls `Work::compute`
+//! after all reads of the turn have ended and before it begins the turn's writes, so that `compute` has the chunk to
+//! itself. The same holds for updates in place (`Workbench::in_place`): one thread takes each chunk of the RAM tier,
+//! and no transfer of it is in flight.
 
 use std::sync::{
     Mutex,
@@ -10,36 +15,36 @@ use memascend_store::Shared;
 
 use crate::{Error, Result};
 
-/// A turn of a job: which, and the staging chunk that is its own.
+/// One turn of a job: its index, and the staging chunk that it owns.
 pub(crate) struct Turn {
     pub(crate) record: usize,
     pub(crate) index: u32,
     pub(crate) memory: Shared,
 }
 
-/// What a job that succeeds leaves in its record's room for a gradient.
+/// What a successful job leaves in its record's place for a spilled gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
-    /// What was there.
+    /// The place is unchanged.
     Same,
     Gradient,
     Nothing,
 }
 
-/// A job that waits or runs, as callers and the pipeline see it.
+/// A queued or running job, as callers and the pipeline see it.
 #[derive(Debug)]
 pub(crate) struct Mark {
     pub(crate) record: usize,
-    /// Bytes of the caller's that it holds until it has used them.
+    /// Bytes of the caller's tensors that the job holds until it has used them.
     pub(crate) nbytes: usize,
     pub(crate) leaves: Leaves,
-    /// Somebody computes with its results: it goes before other jobs, and is no part of the step. A discard leaves it, and
-    /// what it fails with is told to whoever waits for it.
+    /// The job goes before other jobs, because a caller waits to compute with its results. It is not part of the step:
+    /// a discard does not drop it, and only callers that wait for this job get its error.
     pub(crate) urgent: bool,
     failed: Mutex<Option<Error>>,
-    /// It is to be dropped as soon as may be.
+    /// True once the job is cancelled: the pipeline skips its remaining turns.
     cancelled: AtomicBool,
-    /// It was computed to its end.
+    /// True once the last turn is computed.
     completed: AtomicBool,
 }
 
@@ -49,17 +54,17 @@ impl Mark {
         Self { record, nbytes, leaves, urgent: false, failed: Mutex::default(), cancelled, completed }
     }
 
-    /// The same of an urgent job, which holds nothing of the step.
+    /// Creates the mark of an urgent job, which holds no tensors of the step.
     pub(crate) fn urgent(record: usize) -> Self {
         Self { urgent: true, ..Self::new(record, 0, Leaves::Same) }
     }
 
-    /// What an urgent job failed with.
+    /// Returns the error of an urgent job, if it failed.
     pub(crate) fn result(&self) -> Result<()> {
         locked(&self.failed).clone().map_or(Ok(()), Err)
     }
 
-    /// Ends an urgent job.
+    /// Records the first error of an urgent job, and cancels the job.
     pub(crate) fn fail(&self, error: &Error) {
         locked(&self.failed).get_or_insert_with(|| error.clone());
         self.cancel();

@@ -1,4 +1,5 @@
-//! Fetches the values of units: reads them, and computes those of records that the last commit left behind.
+//! Fetches the values of units: reads them from storage, and computes those of records that are behind ([Note: deferred
+//! updates]).
 
 use std::{
     ptr::NonNull,
@@ -18,14 +19,14 @@ use crate::{
     workbench::Workbench,
 };
 
-/// Memory that values are copied to, which is kept until then.
+/// The destination of computed values. Keeps the memory alive until the job has copied the values.
 pub(crate) struct Room {
     first: NonNull<u8>,
     nbytes: usize,
     _memory: Box<dyn Send>,
 }
 
-// SAFETY: nobody else uses the memory before the job that has this has ended.
+// SAFETY: nothing else uses the memory until the job that owns this has ended.
 unsafe impl Send for Room {}
 
 impl Room {
@@ -33,29 +34,30 @@ impl Room {
         Self { first: memory.as_ptr(), nbytes: memory.len(), _memory: Box::new(memory) }
     }
 
-    /// Copies the values of a chunk, the `number`th of those that it is for.
+    /// Copies the values of a chunk to their place: `number` counts the chunks of this destination from 0.
     pub(crate) fn put(&self, number: u64, values: &[u8], bench: &Workbench<'_>, record: usize) {
         let description = bench.store.description();
         let full = u64::from(description.chunk_elements) * description.records[record].dtype.bytes();
         let start = (number * full) as usize;
         assert!(start + values.len() <= self.nbytes, "values past the end of their memory");
-        // SAFETY: inside the memory, as is all that is copied.
+        // SAFETY: the assertion above keeps the destination inside the memory.
         let first = unsafe { self.first.as_ptr().add(start) };
-        // SAFETY: nobody else uses this part of the memory, which is not the staging chunk.
+        // SAFETY: nothing else uses this part of the memory, and `values` is in a staging chunk, which is disjoint from
+        // it.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), first, values.len()) };
     }
 }
 
-/// The values of a unit as the last commit left them, in parts: see [`Parts`].
+/// The values of a unit as the last commit left them, in parts; see [`Parts`].
 pub struct UnitParts {
     shared: Arc<Shared>,
     parts: Arc<Parts>,
-    /// Of records that are computed, what they lack.
+    /// The records whose values are computed, and the updates that they lack.
     behind: Vec<(usize, Arc<Behind>)>,
     settles: bool,
 }
 
-/// A part of a unit on its way into memory.
+/// A part of a unit that is being fetched into memory.
 pub struct UnitFetch<B: Buffer + Sync> {
     shared: Arc<Shared>,
     part: Option<Checking<Memory<B>>>,
@@ -65,7 +67,7 @@ pub struct UnitFetch<B: Buffer + Sync> {
     counts_wait: bool,
 }
 
-/// Values that a job computes.
+/// Values of a record that an urgent job computes.
 struct Computed {
     lacking: Lacking,
     behind: Arc<Behind>,
@@ -73,8 +75,8 @@ struct Computed {
 }
 
 impl Engine {
-    /// The values of a unit, in parts of at most `bytes_max` bytes; nothing is read yet. Those of records that are behind are
-    /// computed on their way to memory, and with `settles` written, too.
+    /// Divides the values of a unit into parts of at most `bytes_max` bytes; reads nothing yet. Each fetch of a part
+    /// computes the values of records that are behind and, with `settles`, also stages these records.
     pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
         self.here()?;
         let shared = &self.shared;
@@ -99,7 +101,7 @@ impl Engine {
 }
 
 impl Shared {
-    /// The records of a unit that are behind, and what they lack.
+    /// Returns the records of a unit that are behind, and the updates that they lack.
     fn lacking(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
         if unit >= self.store.description().units.len() {
             return Vec::new();
@@ -108,7 +110,7 @@ impl Shared {
         self.store.records_of(unit).filter_map(behind).collect()
     }
 
-    /// Queues what computes values that a slot lacks, and copies them to memory.
+    /// Queues a job that computes values which the slot lacks, and copies them to `memory`.
     fn compute<B: Buffer + Sync>(
         &self,
         (lacking, behind): (Lacking, Arc<Behind>),
@@ -129,13 +131,13 @@ impl Shared {
 }
 
 impl UnitParts {
-    /// Where each part begins in the unit, and its bytes.
+    /// Returns where each part begins in the unit, and its bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.parts.places()
     }
 
-    /// Begins to fetch a part into memory of exactly its size: see [`Parts::begin`]. What is read is checked by `checkers`, if
-    /// there are any.
+    /// Begins to fetch a part into memory of exactly its size; see [`Parts::begin`]. The threads of `checkers`, if
+    /// given, verify the data that is read.
     pub fn begin<B: Buffer + Sync>(
         &self,
         index: usize,
@@ -167,7 +169,7 @@ impl UnitParts {
                 .behind
                 .iter()
                 .find(|&&(record, _)| record == lacking.record)
-                .ok_or_else(|| Error::Invalid("values that nobody reads, of a record that lacks nothing".into()))?;
+                .ok_or_else(|| Error::Invalid("a part lacks values of a record that is not behind".into()))?;
             self.shared.compute((lacking, Arc::clone(behind)), &memory, self.settles)
         };
         let computed = lacking.into_iter().map(compute).collect::<Result<_>>()?;
@@ -177,18 +179,18 @@ impl UnitParts {
 }
 
 impl<B: Buffer + Sync> UnitFetch<B> {
-    /// Whether all of it is there. Never waits.
+    /// True if all values of the part are in memory, or the fetch has failed. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        // Whoever has it locked waits for it.
+        // If the lock is taken, another thread waits for the fetch in `wait`: it is not done.
         let Ok(computed) = self.computed.try_lock() else { return false };
         let state = self.shared.queue.lock();
         let is_computed = computed.iter().all(|one| !state.holds(&one.mark));
         is_computed && self.part.as_ref().is_none_or(Checking::is_done)
     }
 
-    /// Waits, and checks every extent that was read; waiting again says the same again. Once that succeeded, the memory is the
-    /// caller's again.
+    /// Waits for the fetch, and verifies every extent that was read; a second call returns the same result. After a
+    /// success the caller may use the memory again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let began = Instant::now();
         let result = self.waited(&mut wait);
@@ -208,7 +210,7 @@ impl<B: Buffer + Sync> UnitFetch<B> {
                 if one.mark.is_completed() {
                     break;
                 }
-                // What it was queued with has come to nothing.
+                // The job was dropped before it computed the values: queue another.
                 let what = (one.lacking, Arc::clone(&one.behind));
                 *one = self.shared.compute(what, &self.memory, self.settles)?;
             }
@@ -221,7 +223,7 @@ impl<B: Buffer + Sync> UnitFetch<B> {
 
 impl<B: Buffer + Sync> Drop for UnitFetch<B> {
     fn drop(&mut self) {
-        // What settles a record goes on.
+        // A job that settles a record goes on, for later readers.
         if !self.settles {
             locked(&self.computed).iter().for_each(|one| one.mark.cancel());
         }

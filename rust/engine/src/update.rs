@@ -1,4 +1,4 @@
-//! Updates a record by one of our kernels, chunk by chunk: read, compute, write.
+//! Updates a record with one of our own kernels, chunk by chunk: reads, computes, writes.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use crate::{
     workbench::{Read, Workbench, Write, clear_from, elements_mut, floats, floats_mut},
 };
 
-/// The gradient that a record is updated by.
+/// The gradient of an update.
 pub enum By {
-    /// The caller's.
+    /// A gradient that the caller gives.
     Given(Gradient),
-    /// The one that is spilled, multiplied by each of these factors in turn, in fp32 and rounded to its dtype each time,
-    /// as torch's `mul_` does it. It stays there.
+    /// The record's spilled gradient, multiplied by each of these factors in turn, in fp32 and rounded to its dtype
+    /// each time, as torch's `mul_` does it. The spilled gradient itself stays unchanged.
     Spilled(Vec<f32>),
 }
 
 pub(crate) struct KernelUpdate {
     by: By,
-    /// The gradient that is kept in memory instead of spilled, where the record is in RAM.
+    /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
     kept: Option<Arc<Kept>>,
-    /// Spills the gradient on its way here, so that nothing reads it from storage.
+    /// Spills the gradient in the turns of the update, which then reads it from the staging chunk and not from storage.
     spill: Option<Spill>,
-    /// The values that it starts from, where the caller has them.
+    /// The values to start from, if the caller gave them.
     live: Option<Live>,
     rule: Rule,
 }
@@ -57,18 +57,18 @@ impl KernelUpdate {
         Ok(Self { by, kept: None, spill: None, live, rule })
     }
 
-    /// The same, by a gradient that is kept in memory instead of spilled.
+    /// Returns the update by a gradient that the RAM tier keeps in memory.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
 
-    /// The same, by a gradient that is spilled in the same turns.
+    /// Returns the update by a gradient that its own turns spill.
     pub(crate) fn spilling(self, spill: Spill) -> Self {
         Self { spill: Some(spill), ..self }
     }
 
-    /// What the log keeps of it: its gradient as it came, and what that is applied with. `None` where it reads a spilled
-    /// gradient from storage.
+    /// Returns what the log stores of the update: the gradient before any factor, and the rule. `None` if the update
+    /// reads a spilled gradient from storage.
     pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::LoggedRule)>> {
         let described = &store.description().records[record];
         let (logged, factors) = match (&self.by, &self.kept) {
@@ -79,7 +79,7 @@ impl KernelUpdate {
         Ok(Some((logged, rule::rule_of(described, &self.rule, factors)?)))
     }
 
-    /// Whether it reads a spilled gradient from storage.
+    /// True if the update reads a spilled gradient from storage.
     fn is_spilled(&self) -> bool {
         matches!(self.by, By::Spilled(_)) && self.kept.is_none() && self.spill.is_none()
     }
@@ -142,7 +142,7 @@ impl Work for KernelUpdate {
                 let dtype = spill_dtype(bench.store, turn.record)?;
                 let (part, _) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
                 for factor in factors {
-                    // SAFETY: nothing is in flight of this chunk, which is this turn's.
+                    // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
                     scale(unsafe { floats_mut(&part, dtype, elements.len()) }, *factor, bench.exec);
                 }
                 stepped(bench, turn, floats(&part, dtype, 0, elements.len()), &self.rule)
@@ -164,7 +164,7 @@ impl Work for KernelUpdate {
     }
 }
 
-/// The arithmetic on one chunk.
+/// Updates one chunk in place, with the kernel for the rule and the record's format.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     match rule {
         Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().records[turn.record]) => {
@@ -174,7 +174,7 @@ pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, 
     }
 }
 
-/// The arithmetic of Adam with float32 moments.
+/// Updates one chunk in place with Adam on float32 moments.
 pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { record, index: chunk, ref memory } = turn;
     let described = &bench.store.description().records[record];
@@ -188,13 +188,13 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
     let mut starts = bench.in_chunk(record, chunk).map(|(_, start, _)| start);
     let mut next = || {
         let start = starts.next().ok_or_else(|| Error::Invalid("a record without Adam's state".into()))?;
-        // SAFETY: the tensors of a chunk lie side by side in its extent, aligned to 64 bytes; nothing else uses the
-        // chunk between the end of its reads and the beginning of its writes.
+        // SAFETY: the tensors of a chunk are disjoint in its extent and aligned to 64 bytes; see [Note: a turn owns its
+        // staging chunk].
         Ok::<_, Error>(unsafe { elements_mut::<f32>(&state, start, elements) })
     };
-    // SAFETY: as above; what fills the last page of the values is written as zeros.
+    // SAFETY: the turn owns the part for values, too. The rest of its last page is stored as zeros.
     unsafe { clear_from(&values, elements * dtype.bytes() as usize) };
-    // SAFETY: as above.
+    // SAFETY: as above; the slice of `clear_from` is gone.
     let (master, out) = match unsafe { floats_mut(&values, dtype, elements) } {
         FloatsMut::F32(master) => (master, None),
         out => (next()?, Some(out)),
@@ -203,7 +203,7 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
     Ok(adam(state, gradient, out, scalars, bench.exec)?)
 }
 
-/// Refuses a record that does not have the state of a rule.
+/// Returns an error if the record does not have the state that the rule needs.
 pub(crate) fn require_state(description: &Description, record: usize, rule: &Rule) -> Result<()> {
     let described = &description.records[record];
     let name = &described.name;
@@ -224,7 +224,7 @@ pub(crate) fn require_state(description: &Description, record: usize, rule: &Rul
     }
 }
 
-/// Whether a record has the state of torch's SGD as it is: float32 values or a master, and a momentum or none.
+/// True if a record has the state of torch's SGD: float32 values or master weights, and a momentum or none.
 pub(crate) fn has_sgd(described: &Record) -> bool {
     let masters = match described.dtype {
         Dtype::F32 => 0,
@@ -239,8 +239,8 @@ pub(crate) fn has_sgd(described: &Record) -> bool {
         && described.state.iter().take(masters).all(|tensor| tensor.name == "master")
 }
 
-/// Whether a record has what Adam needs: two moments, and a master unless its own values are one, all of them float32
-/// and of its shape; or a state in a format of its own.
+/// True if a record has Adam's state: two moments, and master weights unless its values are float32, all in float32 and
+/// of its shape; or Adam's state in another format.
 pub(crate) fn has_adam(described: &Record) -> bool {
     if described.format != Format::Plain {
         return !described.has_momentum();

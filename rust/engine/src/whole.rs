@@ -1,4 +1,4 @@
-//! Gathers a whole record's tensors from staging chunks, and scatters them again.
+//! Gathers a whole record's tensors from staging chunks, and scatters them back.
 
 use memascend_math::{WideState, decode, encode};
 use memascend_store::{Buffer, Dtype, Master, Record, Shared, Store};
@@ -10,14 +10,14 @@ use crate::{
     workbench::{Workbench, bytes_mut, clear_from, elements_mut, inside},
 };
 
-/// Where tensors begin.
+/// The alignment of each tensor, in bytes.
 const ALIGN: usize = 64;
 
-/// Where the tensors of a record lie in one piece of memory: values, state of the record's shape, gradient.
+/// The layout of a record's tensors in one piece of memory: values, state of the record's shape, gradient.
 ///
-/// Widened state is what [`memascend_math::WideState`] has of it: the master of 16-bit values, one moment or two, in float32.
+/// Widened state is the float32 tensors of [`WideState`]: the master weights of 16-bit values, and one moment or two.
 pub(crate) struct Plan {
-    /// Where each begins, and the bytes of an element.
+    /// The offset of each tensor, and the bytes of an element.
     tensors: Vec<(usize, usize)>,
     elements: usize,
     spilled: bool,
@@ -25,7 +25,7 @@ pub(crate) struct Plan {
     pub(crate) bytes: usize,
 }
 
-/// Whether a widened state has a master beside the values.
+/// True if the widened state has master weights beside the values.
 fn has_master(described: &Record) -> bool {
     described.dtype != Dtype::F32
 }
@@ -58,7 +58,7 @@ impl Plan {
         Ok(Self { tensors, elements, spilled, wide, bytes })
     }
 
-    /// Values, state of the record's shape, gradient.
+    /// Returns the values, the state of the record's shape, and the gradient.
     pub(crate) fn parts(&self, all: &Shared) -> Result<(Shared, Vec<Shared>, Option<Shared>)> {
         let mut parts = Vec::with_capacity(self.tensors.len());
         for &(at, element) in &self.tensors {
@@ -70,11 +70,12 @@ impl Plan {
     }
 }
 
-/// The parts of the whole where a chunk's widened tensors lie: master, first and second moment, of `count` elements.
+/// Returns a chunk's widened tensors in the whole: master weights, first and second moment, `count` elements each from
+/// element `start` on.
 ///
 /// # Safety
-/// Nothing is in flight of the whole, and nothing else looks at these elements while the slices live.
-#[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller says that it is alone")]
+/// No operation on the whole may be in flight, and nothing else may access these elements while the slices live.
+#[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller guarantees exclusive access")]
 unsafe fn wide_parts<'a>(
     described: &Record,
     plan: &Plan,
@@ -83,15 +84,15 @@ unsafe fn wide_parts<'a>(
 ) -> WideState<&'a mut [f32]> {
     let tensors = plan.tensors.iter().skip(1).take(plan.tensors.len() - 1 - usize::from(plan.spilled));
     let mut places = tensors.map(|&(at, element)| {
-        // SAFETY: as above; tensors lie apart, aligned to 64 bytes.
+        // SAFETY: the caller guarantees exclusive access; tensors are disjoint and aligned to 64 bytes.
         unsafe { elements_mut(all, at + start * element, count) }
     });
     let master = if has_master(described) { places.next() } else { None };
     WideState { master, first: places.next(), second: places.next() }
 }
 
-/// The parts of a staging chunk that are copied as they are, and where each of their tensors lies in the whole: values, state
-/// that is not widened, gradient.
+/// Returns the parts of a staging chunk that are copied unchanged: values, state that is not widened, gradient. Beside
+/// each part are the offset and the element size of its tensor in the whole.
 fn staged(
     bench: &Workbench<'_>,
     (record, chunk): (usize, u32),
@@ -113,13 +114,13 @@ fn staged(
     Ok(parts)
 }
 
-/// A chunk's turn, and the elements that it has in the whole.
+/// Returns a chunk's turn, and the first element and the number of elements that the chunk has in the whole.
 fn turn_of(bench: &Workbench<'_>, (record, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
     let elements = bench.elements(record, chunk);
     (Turn { record, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
 }
 
-/// Copies what was read of a chunk to its place in the whole.
+/// Copies a chunk from its staging chunk to the whole; widens its state if the plan says so.
 pub(crate) fn gathered(
     bench: &Workbench<'_>,
     of: (usize, u32),
@@ -130,21 +131,22 @@ pub(crate) fn gathered(
     let (turn, elements) = turn_of(bench, of, memory);
     for (part, (at, element)) in staged(bench, of, memory, plan)? {
         let place = inside(all, at + elements.0 * element, part.len())?;
-        // SAFETY: nothing is in flight of this staging chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         let from = unsafe { bytes_mut(&part) };
-        // SAFETY: nothing is in flight of the whole, which is this job's and apart from the chunk.
+        // SAFETY: only this job uses the whole, one turn at a time. The whole is disjoint from the staging chunk.
         unsafe { bytes_mut(&place) }.copy_from_slice(from);
     }
     if plan.wide {
         let described = &bench.store.description().records[of.0];
-        // SAFETY: nothing is in flight of the whole, which is this job's.
+        // SAFETY: as for `place`; each turn has elements of its own.
         let wide = unsafe { wide_parts(described, plan, all, elements) };
         decode(reduced::chunk(bench, &turn)?, wide, bench.exec)?;
     }
     Ok(())
 }
 
-/// Copies a chunk of the whole to where it is written from. The gradient stays: it is not written.
+/// Copies a chunk of the whole to its staging chunk, to be written from there. The gradient is not written, so it is
+/// not copied.
 pub(crate) fn scattered(
     bench: &Workbench<'_>,
     of: (usize, u32),
@@ -154,28 +156,28 @@ pub(crate) fn scattered(
 ) -> Result<()> {
     let (turn, elements) = turn_of(bench, of, memory);
     for extent in bench.extents_of_chunk(of.0, of.1) {
-        // SAFETY: nothing is in flight of this staging chunk, which is this turn's.
+        // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         unsafe { clear_from(&bench.part(of.0, extent, memory)?, 0) };
     }
     let mut parts = staged(bench, of, memory, plan)?;
     parts.truncate(parts.len() - usize::from(plan.spilled));
     for (part, (at, element)) in parts {
         let place = inside(all, at + elements.0 * element, part.len())?;
-        // SAFETY: nothing is in flight of the whole, which is this job's.
+        // SAFETY: only this job uses the whole, and the function has returned.
         let from = unsafe { bytes_mut(&place) };
-        // SAFETY: as for the extents; the chunk is apart from the whole.
+        // SAFETY: as for `clear_from`; the staging chunk is disjoint from the whole.
         unsafe { bytes_mut(&part) }.copy_from_slice(from);
     }
     if plan.wide {
         let described = &bench.store.description().records[of.0];
-        // SAFETY: nothing is in flight of the whole, which is this job's.
+        // SAFETY: as for `from`, whose slice is gone.
         let WideState { master, first, second } = unsafe { wide_parts(described, plan, all, elements) };
         let wide = WideState {
             master: master.map(|part| &*part),
             first: first.map(|part| &*part),
             second: second.map(|part| &*part),
         };
-        // Values of 16 bits are their master, rounded, whatever was written to them.
+        // `encode` rounds 16-bit values from the master weights, and overwrites what the function wrote to the values.
         encode(wide, reduced::chunk(bench, &turn)?, bench.exec)?;
     }
     Ok(())

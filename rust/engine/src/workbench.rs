@@ -1,4 +1,4 @@
-//! Gives every kind of job its workbench: the store, staging chunks, counted reads and writes.
+//! Provides jobs with the store, parts of staging chunks, and counted reads and writes.
 
 use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 
@@ -14,8 +14,8 @@ use crate::{
     turn::{Mark, Turn},
 };
 
-/// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
-/// gradient where one may spill.
+/// Offsets of the parts of a staging chunk: a chunk's state (or a part of a tensor of another shape), its values, and
+/// its gradient if any record may spill one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parts {
     values_at: usize,
@@ -37,13 +37,13 @@ impl Parts {
         }
     }
 
-    /// Bytes of a staging chunk.
+    /// Returns the bytes of a staging chunk.
     pub(crate) fn bytes(self) -> usize {
         self.bytes
     }
 }
 
-/// Bytes of one staging chunk of an engine on a store of this description.
+/// Returns the bytes of one staging chunk of an engine on a store with this description.
 #[must_use]
 pub fn chunk_bytes(description: &Description) -> u64 {
     Parts::new(description).bytes as u64
@@ -72,27 +72,28 @@ impl Write<'_> {
     }
 }
 
+/// The store, memory and counters that a job works with.
 pub(crate) struct Workbench<'a> {
     pub(crate) store: &'a Store,
     pub(crate) parts: Parts,
     pub(crate) exec: Exec,
     pub(crate) counters: Counters,
-    /// For state of other shapes than its record's, where there is any.
+    /// Memory for state of another shape than its record's, if any record has such state.
     pub(crate) others: Option<Scratch>,
-    /// For records in one piece, the smaller slots first.
+    /// Memory for records in one piece, the smaller slot first.
     pub(crate) whole: Vec<Scratch>,
-    /// The job that is being begun.
+    /// The mark of the job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
     extents: Extents,
 }
 
-/// Where the extents of a record are that is worked on.
+/// The memory in which jobs find the extents of a record.
 enum Extents {
-    /// In staging chunks.
+    /// The turn's staging chunk.
     Staged,
-    /// Where they are in RAM.
+    /// The RAM tier itself.
     RamTier,
-    /// The values and the state of the one chunk that there is.
+    /// The values and the state of the only chunk.
     Given(Shared, Option<Shared>),
 }
 
@@ -104,31 +105,33 @@ impl<'a> Workbench<'a> {
         Ok(Self { store, parts, exec, counters, others, whole, beginning, extents: Extents::Staged })
     }
 
-    /// For work on records in RAM where they lie: what would be a part of a staging chunk is the extent in RAM.
+    /// Creates a workbench for updates in place: [`Workbench::part`] returns extents of the RAM tier, not parts of a
+    /// staging chunk.
     pub(crate) fn in_place(store: &'a Store) -> Result<Self> {
         Ok(Self { extents: Extents::RamTier, ..Self::new(store, None, Vec::new())? })
     }
 
-    /// For work on one chunk, whose two extents are given.
+    /// Creates a workbench for one chunk, whose two extents are given.
     pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
         Ok(Self { extents: Extents::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Begins to stage a record. Somebody may read its slot for long: a job that is cancelled waits no more.
+    /// Begins to stage a record. Waits for open reads of the slot; cancelling the job ends the wait.
     pub(crate) fn begin(&self, record: usize, step: u64) -> Result<()> {
         self.waiting(|wait| self.store.begin(record, step, wait))
     }
 
-    /// Begins to stage a record in RAM as it is.
+    /// Begins to stage a record in RAM as it is in memory; waits like [`Workbench::begin`].
     pub(crate) fn begin_snapshot(&self, record: usize) -> Result<()> {
         self.waiting(|wait| self.store.begin_snapshot(record, wait))
     }
 
-    /// Begins to settle a record.
+    /// Begins to settle a record; waits like [`Workbench::begin`].
     pub(crate) fn begin_settling(&self, record: usize) -> Result<()> {
         self.waiting(|wait| self.store.begin_settling(record, wait))
     }
 
+    /// Calls `begin` with a wait that ends when the job that is being begun is cancelled.
     fn waiting(&self, begin: impl FnOnce(Wait<'_>) -> memascend_store::Result<()>) -> Result<()> {
         let mut wanted = || self.beginning.borrow().as_ref().is_none_or(|mark| !mark.is_cancelled());
         Ok(begin(Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
@@ -138,17 +141,17 @@ impl<'a> Workbench<'a> {
         self.store.layout().chunks_of(record)
     }
 
-    /// The extents of a chunk: of its values, and of its state where it has one.
+    /// Returns the extents of a chunk: that of its values, and that of its state if it has any.
     pub(crate) fn extents_of_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
         std::iter::once(chunk).chain(self.state_extent(record, chunk))
     }
 
-    /// The extent of a chunk's state, where it has any.
+    /// Returns the extent of a chunk's state, if it has any.
     pub(crate) fn state_extent(&self, record: usize, chunk: u32) -> Option<u32> {
         self.has_chunked_state(record).then_some(self.chunks_of(record) + chunk)
     }
 
-    /// The first extent of what is not cut into chunks.
+    /// Returns the first extent of the tensors that are not cut into chunks.
     pub(crate) fn first_other_extent(&self, record: usize) -> u32 {
         let chunks = self.chunks_of(record);
         if self.has_chunked_state(record) { 2 * chunks } else { chunks }
@@ -158,14 +161,15 @@ impl<'a> Workbench<'a> {
         self.chunks_of(record) > 0 && self.store.description().records[record].chunked().next().is_some()
     }
 
-    /// The elements of a chunk, in the record's own order.
+    /// Returns the elements of a chunk, in the record's own order.
     pub(crate) fn elements(&self, record: usize, chunk: u32) -> Range<usize> {
         let description = self.store.description();
         let start = chunk as usize * description.chunk_elements as usize;
         start..start + description.elements_of_chunk(record, chunk)
     }
 
-    /// The part of a staging chunk that is for an extent.
+    /// Returns the memory of an extent: its part of the staging chunk `memory`, unless the workbench has other
+    /// [`Extents`].
     pub(crate) fn part(&self, record: usize, extent: u32, memory: &Shared) -> Result<Shared> {
         match &self.extents {
             Extents::Staged => {}
@@ -193,22 +197,22 @@ impl<'a> Workbench<'a> {
         Ok(if extent < self.chunks_of(record) { Read::Values(read) } else { Read::State(read) })
     }
 
-    /// Copies an extent from where it is in RAM to memory of its size.
+    /// Copies an extent from the RAM tier to `part`, memory of the same size.
     pub(crate) fn take_ram_tier(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: nobody changes what is in RAM but an update, and this is one.
+        // SAFETY: only updates write to the RAM tier, and this is the record's only running update.
         let from = unsafe { bytes_mut(&ram_tier) };
-        // SAFETY: the part is the caller's, and apart from what is in RAM.
+        // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         unsafe { bytes_mut(part) }.copy_from_slice(from);
         Ok(())
     }
 
-    /// Copies an extent to where it is in RAM.
+    /// Copies `part` to an extent of the same size in the RAM tier.
     pub(crate) fn put_in_ram(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: as above.
+        // SAFETY: as in `take_ram_tier`.
         let into = unsafe { bytes_mut(&ram_tier) };
-        // SAFETY: as above.
+        // SAFETY: as in `take_ram_tier`.
         into.copy_from_slice(unsafe { bytes_mut(part) });
         Ok(())
     }
@@ -218,7 +222,7 @@ impl<'a> Workbench<'a> {
         extent.ok_or_else(|| Error::Invalid("a record that is not in RAM".into()))
     }
 
-    /// Waits for a read, checks it, and counts it.
+    /// Waits for a read, verifies it, and counts its bytes.
     pub(crate) fn arrived(&mut self, read: Read<'a>) -> Result<()> {
         match read {
             Read::Values(read) => {
@@ -245,7 +249,7 @@ impl<'a> Workbench<'a> {
     pub(crate) fn stage_chunk(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
         let state = self.state_extent(record, chunk).map(|extent| self.stage(record, extent, memory));
         let values = self.stage(record, chunk, memory);
-        // Both are kept if one failed: dropping a write waits for it.
+        // If one failed, the other is dropped here, which waits for it.
         state.into_iter().chain([values]).collect()
     }
 
@@ -257,7 +261,7 @@ impl<'a> Workbench<'a> {
         Ok(Write::Step(write))
     }
 
-    /// Begins to stage an extent from where it is in RAM.
+    /// Begins to stage an extent from the RAM tier.
     pub(crate) fn stage_in_ram(&mut self, record: usize, extent: u32) -> Result<Write<'a>> {
         let write = self.store.stage_in_ram(record, extent)?;
         let bytes = self.store.layout().extent(self.store.description(), record, extent).bytes();
@@ -270,7 +274,8 @@ impl<'a> Workbench<'a> {
         *(if values { &mut self.counters.values_written } else { &mut self.counters.state_written }) += bytes;
     }
 
-    /// The part of a turn's staging chunk from which its chunk of a gradient goes to the log, and how many bytes are used.
+    /// Returns the part of a turn's staging chunk for its chunk of a logged gradient, and how many of its bytes are
+    /// used.
     pub(crate) fn log_part(&self, turn: &Turn, dtype: Dtype) -> Result<(Shared, usize)> {
         let (used, bytes) = paged(self.elements(turn.record, turn.index).len(), dtype);
         let part = turn.memory.part(0, bytes);
@@ -285,7 +290,7 @@ impl<'a> Workbench<'a> {
         Ok(Write::Step(self.store.append(turn.record, turn.index, part)?))
     }
 
-    /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.
+    /// Returns the part of a staging chunk for a chunk of the spilled gradient, and how many of its bytes are used.
     pub(crate) fn spill_part(&self, record: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
         let (used, paged) = self.store.spill_bytes(record, chunk)?;
         let part = memory.part(self.parts.gradient_at, paged as usize);
@@ -308,14 +313,14 @@ impl<'a> Workbench<'a> {
         Ok(Write::Gradient(write))
     }
 
-    /// The tensors of a chunk's state, as they lie in the part of it that is for state: dtype, first byte, bytes.
+    /// Returns the tensors of a chunk's state in their order in the part for state: dtype, first byte, bytes.
     pub(crate) fn in_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
         let description = self.store.description();
         description.in_chunk(record, description.elements_of_chunk(record, chunk))
     }
 }
 
-/// Part of memory that is staged.
+/// Returns `nbytes` bytes from byte `start` on of staging memory; an error if they exceed it.
 pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
     let part = memory.part(start, nbytes);
     part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes from {start} on of {} staged ones", memory.len())))
@@ -325,42 +330,45 @@ pub(crate) fn bytes_of(dtype: Dtype) -> usize {
     dtype.bytes() as usize
 }
 
-/// Bytes of so many elements, and the whole pages that they lie in.
+/// Returns the bytes of `elements` elements, and these bytes rounded up to whole pages.
 pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
     let used = elements * bytes_of(dtype);
     (used, used.next_multiple_of(PAGE_BYTES as usize))
 }
 
-/// All bytes of a part of a staging chunk.
+/// Returns all bytes of a part of a staging chunk.
 ///
 /// # Safety
-/// Nothing is being read into it or written from it, and nothing else looks at it while the slice lives.
-#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller says that it is alone")]
+/// No read into the part and no write from it may be in flight, and nothing else may access the part while the slice
+/// lives.
+#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller guarantees exclusive access")]
 pub(crate) unsafe fn bytes_mut(part: &Shared) -> &mut [u8] {
-    // SAFETY: mapped and initialised while the part lives; the rest is the caller's.
+    // SAFETY: a part is mapped and initialised while it lives; the caller guarantees exclusive access.
     unsafe { std::slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) }
 }
 
-/// `count` elements of `T` from byte `start` of a part of a staging chunk.
+/// Returns `count` elements of `T` from byte `start` on of a part of a staging chunk.
 ///
 /// # Safety
-/// As for [`bytes_mut`], of these elements alone; `start` is aligned for `T`, and any bits are a `T`.
-#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller says that it is alone")]
+/// The conditions of [`bytes_mut`], for these elements. `start` must be aligned for `T`, and every bit pattern must be
+/// a valid `T`.
+#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller guarantees exclusive access")]
 pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) -> &mut [T] {
     assert!(start + count * size_of::<T>() <= part.len(), "elements past the end of a staging chunk");
-    // SAFETY: inside the part.
+    // SAFETY: the assertion above keeps the elements inside the part.
     let first = unsafe { part.as_ptr().as_ptr().add(start) }.cast::<T>();
-    // SAFETY: aligned, see above; the rest is the caller's.
+    // SAFETY: the caller guarantees alignment, valid bit patterns and exclusive access.
     unsafe { std::slice::from_raw_parts_mut(first, count) }
 }
 
-/// The first `count` elements of a part of a staging chunk, of one of the types that the kernels know.
+/// Returns the first `count` elements of a part of a staging chunk, as float32, bfloat16 or float16.
 ///
 /// # Safety
-/// As for [`bytes_mut`].
+/// The conditions of [`bytes_mut`].
 pub(crate) unsafe fn floats_mut(part: &Shared, dtype: Dtype, count: usize) -> FloatsMut<'_> {
     match dtype {
-        // SAFETY: the caller's; a part begins on a page.
+        // SAFETY: the caller guarantees exclusive access; a part begins on a page, which is aligned for any of the
+        // types.
         Dtype::F32 => FloatsMut::F32(unsafe { elements_mut(part, 0, count) }),
         // SAFETY: as above.
         Dtype::Bf16 => FloatsMut::Bf16(unsafe { elements_mut(part, 0, count) }),
@@ -369,11 +377,11 @@ pub(crate) unsafe fn floats_mut(part: &Shared, dtype: Dtype, count: usize) -> Fl
     }
 }
 
-/// Zeros from byte `used` of a part to its end: what fills the last page.
+/// Writes zeros from byte `used` of a part to its end, the unused rest of the last page.
 ///
 /// # Safety
-/// As for [`bytes_mut`], of these bytes alone.
+/// The conditions of [`bytes_mut`], for these bytes.
 pub(crate) unsafe fn clear_from(part: &Shared, used: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees exclusive access to these bytes.
     unsafe { elements_mut::<u8>(part, used, part.len() - used) }.fill(0);
 }

@@ -1,21 +1,21 @@
-//! Runs fio beside the update: the same mix of reads and writes, bytes and queue depth.
+//! Runs fio with the update's mix of reads and writes, bytes and queue depth.
 
 use std::{path::Path, process::Command};
 
 use crate::Outcome;
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-/// Pages beside those of its buffers: fio aligns them and rounds up to 4 MiB, and aborts where it finds too few.
+/// Extra pages: fio aligns its buffers and rounds them up to 4 MiB, and aborts if pages are missing.
 const PAGES_MORE: u64 = 4;
 
-/// Huge pages for fio: those of a hugetlbfs, which takes root. They are given back in the end.
+/// Huge pages for fio, in a hugetlbfs, which only root can mount. Dropping `Huge` gives the pages back.
 pub(crate) struct Huge {
     mounted: std::path::PathBuf,
     pages_before: String,
 }
 
 impl Huge {
-    /// For `depth` blocks of 1 MiB. Why there are none, in words.
+    /// Reserves huge pages for `depth` blocks of 1 MiB. An error says in words why none are to be had.
     pub(crate) fn new(folder: &Path, depth: usize) -> Result<Self, String> {
         let said = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
         let pages_before = std::fs::read_to_string(HUGE_PAGES).map_err(|error| said(HUGE_PAGES, &error))?;
@@ -40,14 +40,14 @@ impl Huge {
 
 impl Drop for Huge {
     fn drop(&mut self) {
-        // What could not be given back is not the benchmark's result.
+        // The benchmark's result does not depend on these clean-ups, so their errors are ignored.
         drop(Command::new("umount").arg(&self.mounted).output());
         drop(std::fs::write(HUGE_PAGES, &self.pages_before));
     }
 }
 
-/// Seconds that fio needs for `bytes` within a range of a file, of which `read` of `all` parts are reads; `None` where
-/// there is no fio.
+/// Returns the seconds that fio needs for `bytes` bytes within a range of a file, with `read` reads in `all`
+/// operations; `None` if fio is not installed.
 pub(crate) fn seconds(
     (path, (start, length)): (&Path, (usize, usize)),
     bytes: usize,
@@ -73,11 +73,11 @@ pub(crate) fn seconds(
     if !done.status.success() {
         return Err(format!("fio failed: {}", String::from_utf8_lossy(&done.stderr)).into());
     }
-    // KiB of reads and of writes, and the milliseconds of each.
+    // Fields 5 and 46: KiB read and written. Fields 8 and 49: milliseconds of reads and of writes.
     let fields: Vec<&str> = line.split(';').collect();
     let of = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).ok_or("fio's terse line");
     let (moved, longest) = ((of(5)? + of(46)?) * 1024.0, of(8)?.max(of(49)?) / 1e3);
-    // It moves whole blocks: as if it had been the bytes that were asked for.
+    // fio moves whole blocks, so scale its time to the bytes that were asked for.
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
     Ok(Some(longest * bytes as f64 / moved))
 }

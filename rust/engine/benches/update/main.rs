@@ -1,13 +1,17 @@
 //! Benchmarks a step of `AdamW` on SSD, record after record, with medians.
 //!
-//! Beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, and fio where it is
-//! installed.
+//! Runs beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, and fio if it
+//! is installed.
 //!
-//! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
-//! `MEMASCEND_BENCH_ROUNDS` how many rounds; `MEMASCEND_BENCH_LAYOUT` which layouts, separated by commas: whole (the
-//! default), compact, or resident: compact, and the values are given; `MEMASCEND_BENCH_CHUNK` how many elements a chunk
-//! has, likewise; `MEMASCEND_BENCH_CHUNKS` how many staging chunks there are, likewise; `MEMASCEND_BENCH_FIO=no`
-//! leaves fio out.
+//! Environment variables (`_LAYOUT`, `_CHUNK` and `_CHUNKS` take several values, separated by commas):
+//! - `MEMASCEND_BENCH_DIR`: the folder for the files (default: the current one).
+//! - `MEMASCEND_BENCH_MPARAMS`: millions of parameters.
+//! - `MEMASCEND_BENCH_ROUNDS`: number of rounds.
+//! - `MEMASCEND_BENCH_LAYOUT`: layouts: whole (the default), compact, or resident (compact, and the caller gives the
+//!   values).
+//! - `MEMASCEND_BENCH_CHUNK`: elements of a chunk.
+//! - `MEMASCEND_BENCH_CHUNKS`: number of staging chunks.
+//! - `MEMASCEND_BENCH_FIO=no`: leaves fio out.
 
 mod fio;
 mod pure;
@@ -35,7 +39,7 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Seconds of each record in each round, one after the other; of commits, of each round.
+/// Measured seconds: one entry per record and round, except `commit`, with one per round.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
@@ -45,7 +49,7 @@ struct Seconds {
     fio_default: Vec<f64>,
 }
 
-/// One layout with chunks of one size.
+/// One layout, with one size and one number of chunks.
 struct Case {
     layout: Layout,
     elements: usize,
@@ -73,13 +77,13 @@ impl Case {
         Ok(Self { layout, elements, staged, parameters, store, engine, gradient, pure, seconds: Seconds::default() })
     }
 
-    /// Bytes that the update of one record moves.
+    /// Returns the bytes that the update of one record reads and writes.
     fn bytes_each(&self) -> usize {
         let (read, written) = self.layout.moved_bytes();
         self.parameters / RECORDS * (read + written)
     }
 
-    /// The update of a record, staged and not committed.
+    /// Stages the update of a record without a commit; returns its seconds.
     fn update(&self, record: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
@@ -89,10 +93,10 @@ impl Case {
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// A step, in which each record is updated in every way before the next: what a disk does drifts within seconds. The
-    /// first two steps write each slot for the first time, which is slower, and are not counted.
+    /// Runs one step. Measures each record in every way before the next record, because a disk's speed drifts within
+    /// seconds. The first two steps write each slot for the first time, which is slower, so their times are dropped.
     fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
-        // All records began alike and have the same gradients, so the values of one are those of all.
+        // All records start from equal values and get equal gradients, so one record's values serve for all.
         let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
         for record in 0..RECORDS {
             let update = self.update(record, step, &live)?;
@@ -114,7 +118,7 @@ impl Case {
         Ok(())
     }
 
-    /// fio in the place where the record lies in the file of pure I/O.
+    /// Runs fio on the range of the record in the file of [`Pure`].
     fn fio(&self, record: usize, huge: Option<&Huge>) -> Outcome<Option<f64>> {
         let (read, written) = self.layout.moved_bytes();
         let part = self.pure.bytes() / RECORDS;
@@ -160,7 +164,7 @@ impl Case {
     }
 }
 
-/// The median of the rounds' own ratios: a round's parts met the same machine.
+/// Returns the median of each round's own ratio: the measurements of one round ran under the same conditions.
 fn ratio(one: &[f64], other: &[f64]) -> f64 {
     median(&one.iter().zip(other).map(|(one, other)| one / other).collect::<Vec<_>>())
 }

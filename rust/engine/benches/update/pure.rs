@@ -1,4 +1,4 @@
-//! Moves the same bytes through the same kind of volume without arithmetic, checksums or a catalog.
+//! Moves the update's bytes through the same kind of volume, without arithmetic, checksums or a catalog.
 
 use std::{collections::VecDeque, path::PathBuf};
 
@@ -13,7 +13,7 @@ use crate::{
 
 type Moving = (Shared, Ticket<Shared>, Option<Ticket<Shared>>);
 
-/// A volume of the size of a store's two slots, and staging memory as the engine has it.
+/// A volume as large as a store's two slots, and staging memory like the engine's.
 pub(crate) struct Pure {
     pub(crate) path: PathBuf,
     volume: Volume,
@@ -44,13 +44,13 @@ impl Pure {
         Ok(self.volume.close(Wait::forever())?)
     }
 
-    /// Bytes of both slots.
+    /// Returns the bytes of both slots.
     pub(crate) fn bytes(&self) -> usize {
         2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
     }
 
-    /// Reads the state of each chunk of a record and writes its state and values to the other slot: as many in flight,
-    /// nothing computed.
+    /// Reads the state of each chunk of a record, and writes state and values to the other slot, with as many chunks in
+    /// flight as the engine has and without arithmetic.
     pub(crate) fn record(&self, record: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);

@@ -1,4 +1,4 @@
-//! Creates the store that is updated: equal records in one of the layouts.
+//! Creates the store that the benchmark updates: equal records in one of the layouts.
 
 use std::{path::Path, sync::Arc};
 
@@ -13,7 +13,7 @@ use crate::Outcome;
 pub(crate) const RECORDS: usize = 8;
 pub(crate) const VALUE_BYTES: usize = 2;
 
-/// How a record's state is stored, and whether an update is given the values.
+/// How a record stores its state, and whether updates get the values from memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Layout {
     state: [(&'static str, Dtype); 3],
@@ -22,7 +22,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// By its name; none is bf16.
+    /// Returns the layout of this name; bf16 for any other name.
     pub(crate) fn called(name: &str) -> Self {
         let (is_compact, is_resident) = (matches!(name, "compact" | "resident"), name == "resident");
         let whole = ["master", "exp_avg", "exp_avg_sq"].map(|name| (name, Dtype::F32));
@@ -37,7 +37,7 @@ impl Layout {
         }
     }
 
-    /// Elements of a chunk unless asked otherwise: as many as have their state in one request, as Python chooses them.
+    /// Returns the default elements of a chunk: the most whose state fits one request, as in Python.
     pub(crate) fn chunk_elements(self) -> usize {
         if self.is_compact { 98_304 } else { 86_016 }
     }
@@ -46,12 +46,12 @@ impl Layout {
         self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
     }
 
-    /// Bytes of a parameter that a step reads, and that it writes.
+    /// Returns the bytes of one parameter that a step reads, and the bytes that it writes.
     pub(crate) fn moved_bytes(self) -> (usize, usize) {
         (self.state_bytes() + self.read_bytes(), self.state_bytes() + VALUE_BYTES)
     }
 
-    /// Bytes of values that an update reads of a parameter.
+    /// Returns the bytes of values that an update reads for one parameter.
     pub(crate) fn read_bytes(self) -> usize {
         if self.is_compact && !self.is_resident { VALUE_BYTES } else { 0 }
     }
@@ -99,7 +99,7 @@ pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
 /// A gradient that all records share: the engine only reads it.
 pub(crate) struct Borrowed(pub(crate) Arc<Vec<u8>>);
 
-// SAFETY: the vector lives as long as any clone, and nobody writes to it.
+// SAFETY: each clone keeps the vector alive, and nothing writes to it.
 unsafe impl Buffer for Borrowed {
     fn as_ptr(&self) -> *const u8 {
         self.0.as_ptr()
@@ -112,7 +112,7 @@ unsafe impl Buffer for Borrowed {
     }
 }
 
-/// Fills a store with zeros, as the first step does.
+/// Creates a store of zeros and commits it, as the state before the first step.
 pub(crate) fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layout) -> Outcome<Store> {
     let mut how = Create::default();
     how.existing = Existing::Replace;
@@ -126,7 +126,7 @@ pub(crate) fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layou
     Ok(store)
 }
 
-/// The values of the first record.
+/// Reads the values of the first record.
 pub(crate) fn values(store: &Store) -> Outcome<Arc<Vec<u8>>> {
     let mut tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
     store.read_record(0, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;

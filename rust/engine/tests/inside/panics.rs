@@ -1,4 +1,4 @@
-//! Tests panics on the engine's thread: every waiter is told, and the last commit stands.
+//! Tests panics on the engine's thread: every waiter gets an error, and the last commit stands.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use crate::{
 };
 
 const NUMEL: u64 = 5000;
-/// A hang is a failure, and not the end of the tests' patience.
+/// Bounds every wait, so that a hang fails the test.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Where a job panics.
+/// The point at which the job panics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     Claim,
@@ -28,13 +28,14 @@ enum At {
     Turns,
     Reads,
     Compute,
-    /// While it holds the lock of the queue.
+    /// In `compute`, while the job holds the queue's lock.
     Locked,
     Writes,
     Counted,
     Drop,
 }
 
+/// A job that panics at `at`.
 struct Panicking {
     at: At,
     shared: Arc<Shared>,
@@ -73,7 +74,7 @@ impl Work for Panicking {
 
     fn reads<'a>(&self, bench: &Workbench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let read = bench.read(turn.record, turn.index, &turn.memory)?;
-        // With a read in flight.
+        // Panics while `read` is in flight.
         self.reach(At::Reads);
         Ok(vec![read])
     }
@@ -154,7 +155,8 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
     engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
-/// Everything that waits, and everything that comes later, is told by name; then all is closed, and all is well.
+/// Checks that all present and later calls on `engine` return the panic that says `what`. Then closes the engine, and
+/// checks that the store has its first commit.
 fn told(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
     let patient = || Wait::at_most(PATIENCE);
@@ -190,13 +192,13 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
     for at in all {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // Something before it is on its way, and something after it waits.
+        // One job is in flight before the panicking job, and another is queued after it.
         ok(spill(&engine, 1));
         let work = Panicking { at, shared: Arc::clone(&engine.shared), dropped: false };
         ok(engine.shared.queue.push(Job::new(0, work), &mut Wait::forever()));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| engine.finish(Wait::at_most(PATIENCE)));
-            // Either it comes before the thread has ended, or it is told.
+            // This spill succeeds before the thread ends, and fails after it; both are right.
             drop(spill(&engine, 1));
             let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
             assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
@@ -210,7 +212,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
     for given in [Given::InChunks, Given::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // Where it is called on a thread of its own, the next one is read meanwhile.
+        // With `Given::Whole` the call has a thread of its own, and the pipeline reads the second record meanwhile.
         for record in 0..2 {
             let application = Application {
                 function: Box::new(|_| panic!("a fault of the caller's")),
@@ -232,7 +234,7 @@ fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         let store = Arc::clone(engine.store());
-        // Somebody means to read it, and does not.
+        // These parts reserve a read of the slot that never begins.
         let parts = ok(store.parts(0, 1 << 20));
         let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));

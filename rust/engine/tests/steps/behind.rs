@@ -1,4 +1,5 @@
-//! Tests records that a commit has left behind: damage, full disks, refusals, errors, fetches beside commits.
+//! Tests records whose updates a commit has deferred (they are behind): damage, full disks, rejected calls, errors,
+//! fetches during commits.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -21,8 +22,8 @@ use crate::{
     },
 };
 
-/// A life that has left all of its second step to the third one; what each left, and where the gradients lie that the
-/// last commit names.
+/// Returns a run that has deferred all updates of its second step; the contents after each step; and the records and
+/// places of the gradients that the last commit names.
 fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     let plan = RunPlan::deferring(Durability::Step);
     let (life, eager) = (Life::new(&plan), Life::new(&RunPlan::streamed()));
@@ -50,12 +51,12 @@ fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     (life, left, places)
 }
 
-/// What an error says; nothing where there is none.
+/// Returns the text of an error; an empty one for `Ok`.
 fn said<T, E: std::fmt::Display>(result: Result<T, E>) -> String {
     result.map_or_else(|error| error.to_string(), |_| String::new())
 }
 
-/// That an error says that the gradient of a record is damaged, and where.
+/// Checks that an error names the damaged gradient of a record, and its place.
 fn names(error: &str, record: usize, at: u64) {
     let name = &kinds().records[record].name;
     assert!(error.contains(&format!("gradient of {name:?}")) && error.contains("damaged"), "{name} at {at}: {error}");
@@ -121,7 +122,7 @@ fn the_commit_before_is_whole_until_something_is_written() {
     for (name, write) in writes {
         let (life, left, _) = left_behind();
         let of_disk = |existing| resumed(existing, &SimDisk::of(life.disk.bytes()));
-        // Looking writes nothing.
+        // Fetches that do not settle write nothing.
         for of in 0..units(life.store()) {
             ok(unit(&life.engine, of, false));
         }
@@ -234,7 +235,7 @@ fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
                                 assert!(of_steps.any(|one| *one == got), "unit {of}, {before} to {after}, {settles}");
                                 fetched += 1;
                             }
-                            // A commit was made meanwhile.
+                            // A commit overwrote the values during the fetch.
                             Err(error) => assert!(error.to_string().contains("begin anew"), "{error}"),
                         }
                     }
@@ -261,7 +262,7 @@ fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
         let (life, left, _) = left_behind();
         let plan = RunPlan::deferring(Durability::Step);
         let faults = Faults { seed: round, delay: Duration::from_millis(2), reorder: true, ..Faults::default() };
-        // What was left behind is replayed, so that it is left anew, by a step that nobody else has made.
+        // Opening settles the deferred updates, so steps 3 and 4 defer new ones. No reference run makes these steps.
         let disk = life.killed();
         let engine = ok(begun(ok(opened(&disk, &faults, plan.durability)), &plan));
         let defer_all = |step: u64| {
@@ -409,7 +410,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
                     failures += 1;
                     let name = error.to_string();
                     assert!(name.contains("errno 5") || name.contains("only be discarded"), "seed {seed}: {name}");
-                    // Fetches go on, whatever has failed: what they give is of the last commit.
+                    // Fetches work in a failed step, and give values of the last commit.
                     if let Ok(values) = unit(&engine, 0, seed % 2 == 0) {
                         let now = size(engine.store().info().step);
                         let tensors = wanted[now][..3].iter().map(|(_, tensors)| &tensors[0]);
@@ -425,7 +426,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
         let step = engine.store().info().step;
         drop(engine);
         let found = ok(resumed(Existing::Resume, &SimDisk::of(disk.bytes())));
-        // An answer that never came may have been that of a commit.
+        // An answer that never arrived may have been that of a commit.
         let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == found);
         assert!(at.any(|number| number == step || number == step + 1), "seed {seed}: {step}");
         whole += u64::from(step == STEPS);
@@ -433,7 +434,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
     assert!(failures > 20 && whole > 2, "{failures} {whole}");
 }
 
-/// Whether values lie in the memory of a unit, from some page on.
+/// True if `values` begin at some page of a unit's memory.
 fn contains(memory: &[u8], values: &[u8]) -> bool {
     (0..memory.len().max(1)).step_by(4096).any(|at| memory[at..].starts_with(values))
 }
@@ -485,7 +486,7 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
     ok(unit(engine, 1, true));
     let settled: Vec<usize> = ALL.into_iter().filter(|&record| !store.is_behind(record)).collect();
     assert_eq!(settled, [0, 3, 4, 5]);
-    // What is open of the settled slot stays so.
+    // Keeps a read of the settled slot open across the discards.
     let parts = ok(store.parts(1, 1 << 20));
     let before = engine.counters();
     ok(engine.discard_record(0, Wait::forever()));
@@ -503,7 +504,7 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
 fn a_slot_that_lacked_an_update_when_it_was_taken_is_not_read_once_that_is_made() {
     let (life, ..) = left_behind();
     let store = life.store();
-    // Somebody who looked before the commit takes the slots after it.
+    // A reader that looked up the records before the commit takes their slots after it.
     let parts = std::sync::Arc::new(ok(store.parts_lacking(0, 1 << 20, &[])));
     for record in store.records_of(0) {
         ok(life.engine.settle_later(record, &mut Wait::forever()));

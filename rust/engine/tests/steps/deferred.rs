@@ -1,4 +1,5 @@
-//! Tests updates that a step leaves to the next one: the bits of updates that are made at once, whatever comes between.
+//! Tests deferred updates: they have the bits of updates that are made at once, whatever happens between step and
+//! update.
 
 use std::collections::BTreeSet;
 
@@ -11,17 +12,17 @@ use crate::setup::{
     ALL, Contents, Life, RunPlan, begun, contents, first, gradient, kinds, many, ok, opened, rule, size,
 };
 
-/// Memory that a test looks at once an engine is done with it.
+/// Allocates memory that a test reads after the engine has filled it.
 pub(crate) fn memory(nbytes: u64) -> Shared<Vec<u8>> {
     Shared::new(vec![0xee; size(nbytes)])
 }
 
 pub(crate) fn bytes(memory: &Shared<Vec<u8>>) -> Vec<u8> {
-    // SAFETY: the tests look when nothing is on its way to it.
+    // SAFETY: the tests read the memory after its fetch has ended, so nothing writes to it.
     unsafe { std::slice::from_raw_parts(memory.as_ptr().as_ptr(), memory.len()) }.to_vec()
 }
 
-/// The values of a unit.
+/// Fetches the values of a unit.
 pub(crate) fn unit(engine: &Engine, unit: usize, settles: bool) -> memascend_engine::Result<Vec<u8>> {
     let into = memory(engine.store().layout().unit_bytes(unit));
     engine.fetch(unit, into.clone(), settles)?.wait(Wait::forever())?;
@@ -32,7 +33,7 @@ pub(crate) fn units(store: &Store) -> usize {
     store.description().units.len()
 }
 
-/// What a process that is killed now leaves.
+/// Returns the contents of the store as a kill at this moment leaves them.
 fn left(disk: &SimDisk) -> Contents {
     let store = ok(opened(&SimDisk::of(disk.bytes()), &Faults::default(), Durability::Step));
     memascend_engine::apply_logs(&store);
@@ -40,22 +41,22 @@ fn left(disk: &SimDisk) -> Contents {
     contents(&store)
 }
 
-/// A life whose updates are made at once, and one that leaves some of the same to the next step.
+/// Two runs with the same updates: `eager` makes them at once, and `late` defers some of them.
 struct Twins {
     plan: RunPlan,
     eager: Life,
     late: Life,
-    /// What the last commit left of `eager`, and which records that of `late` left behind.
+    /// `wanted`: the contents of `eager` after the last commit. `behind`: the records that `late` then left behind.
     wanted: Contents,
     behind: BTreeSet<usize>,
-    /// What was done of each kind.
+    /// How often each event of [`SEEN`] happened.
     seen: [u64; SEEN.len()],
 }
 
 const SEEN: [&str; 9] =
     ["deferred", "at once", "added", "kept", "taken back", "discarded", "caught up", "computed", "killed"];
 
-/// How a record gets its update in `late`.
+/// When `late` makes an update.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Now,
@@ -79,7 +80,7 @@ impl Twins {
         self.seen[at.unwrap_or_else(|| panic!("{what}"))] += 1;
     }
 
-    /// Spills the same of a record in both.
+    /// Spills the same gradients of a record in both runs.
     fn spill(&mut self, record: usize, seed: u64, rng: &mut Rng) {
         let adds = rng.below(3) == 0 && self.eager.engine.spilled(record, Wait::forever()).is_ok();
         self.both(|engine| engine.spill(record, gradient(record, seed), adds, Wait::forever()));
@@ -104,7 +105,7 @@ impl Twins {
         }
     }
 
-    /// What each record gets in a step.
+    /// Updates one record in a step, in a way drawn by `rng`.
     fn record(&mut self, record: usize, seed: u64, rng: &mut Rng) {
         let may_be_now = !self.behind.contains(&record);
         let when = if may_be_now && rng.below(3) == 0 { When::Now } else { When::Later };
@@ -126,7 +127,7 @@ impl Twins {
             3 => {
                 self.spill(record, seed + 7, rng);
                 self.update(record, &factors, when);
-                // What lies there of the gradient is the chance of the moment.
+                // A discard may leave the spilled gradient or lose it, depending on time, so drop it in both.
                 self.both(|engine| {
                     engine.discard_record(record, Wait::forever())?;
                     engine.drop_spilled(record, Wait::forever())
@@ -136,7 +137,7 @@ impl Twins {
         }
         let lies_there = self.eager.engine.spilled(record, Wait::forever()).is_ok();
         if lies_there && rng.below(5) == 0 {
-            // One that was spilled in a step before this.
+            // Updates by a gradient that an earlier step spilled.
             self.note("kept");
         } else {
             self.spill(record, seed, rng);
@@ -144,7 +145,7 @@ impl Twins {
         self.update(record, &factors, when);
     }
 
-    /// Reads some of what the last commit left, in every way, and compares it.
+    /// Reads some values of the last commit of `late`, in a way drawn by `rng`, and compares them with `eager`.
     fn look(&mut self, place: &str, rng: &mut Rng) {
         let (late, store) = (&self.late.engine, self.late.store());
         let before = late.counters().computed;
@@ -236,7 +237,7 @@ impl Twins {
         assert_eq!(self.late.spilled(), self.eager.spilled(), "{place}");
     }
 
-    /// Ends `late`, and begins it anew in another way.
+    /// Ends `late` in a way drawn by `rng`, and opens it with another plan.
     fn begin_anew(mut self, plan: RunPlan, seed: u64, rng: &mut Rng) -> Self {
         let by = if self.plan.durability == Durability::None { 0 } else { rng.below(4) };
         if by == 0 {
@@ -247,7 +248,7 @@ impl Twins {
             ok(self.late.store().close(Wait::forever()));
         }
         if by == 3 {
-            // What was left behind stays so.
+            // Closes the store without settling the deferred updates.
             ok(self.late.engine.discard(Wait::forever()));
             self.late.engine.close();
             ok(self.late.store().write_applied(&mut |_, _| true));
@@ -266,7 +267,7 @@ impl Twins {
     }
 }
 
-/// First values of a record.
+/// Returns first values for a record.
 pub(crate) fn filling(record: usize, seed: u64) -> Vec<u8> {
     let described = &kinds().records[record];
     let element = size(described.dtype.bytes());
@@ -307,7 +308,7 @@ fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not(
     assert!(seen.iter().all(|&count| count > 10), "{SEEN:?}: {seen:?}");
 }
 
-/// A step with some of everything: its forward, gradients, sums, a discard; its updates made at once where it says so.
+/// Makes one step with fetches, gradients, sums and a discard, drawn by `number`. With `at_once` defers no update.
 pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascend_engine::Result<()> {
     let (store, mut rng) = (engine.store(), Rng::new(number));
     for of in 0..units(store) {
@@ -342,7 +343,7 @@ pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascen
     engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
 }
 
-/// What each step leaves.
+/// Returns the contents before the first step and after each step.
 pub(crate) fn steps(steps: u64) -> Vec<Contents> {
     let eager = Life::new(&RunPlan::streamed());
     let mut left = vec![eager.contents()];
@@ -375,11 +376,12 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
             for left in [disk.after_power_loss(point), SimDisk::of(disk.bytes())] {
                 let found = Life::opened(left, &plan);
                 let contents = found.contents();
-                // What was said to be committed is there, or the commit whose answer never came.
+                // The store holds the last step whose commit returned, or the next one, whose commit may have been
+                // written.
                 let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == contents);
                 assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
                 ok(found.store().verify(&mut |_, _| true));
-                // It goes on from there.
+                // The run continues from the recovered step.
                 if said == STEPS - 1 && found.store().info().step == said {
                     ok(some_step(&found.engine, STEPS, false));
                     assert!(found.contents() == wanted[size(STEPS)], "point {point}, gone on");

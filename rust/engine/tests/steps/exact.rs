@@ -1,4 +1,4 @@
-//! Tests that updates through the engine give the kernel's bits, and that faults end a step and no more.
+//! Tests that updates through the engine give the kernels' bits, and that a fault fails its step and nothing else.
 
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ use crate::setup::{
     size,
 };
 
-/// The device's error.
+/// The error number that a failing device returns.
 const EIO: i32 = 5;
-/// One element, primes, a chunk, one more than a chunk, nothing at all.
+/// Elements of the records: one, primes, a chunk, one more than a chunk, none.
 const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
@@ -53,7 +53,7 @@ fn number(rng: &mut Rng) -> f32 {
 fn begun(record: &Record, rng: &mut Rng) -> InMemory {
     let numel = size(record.elements());
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
-    // The values of the others are not looked at before their first update.
+    // The first update of other records overwrites their values without reading them.
     let half = master.iter().map(|&value| if record.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
@@ -62,7 +62,7 @@ fn bytes(floats: &[f32]) -> Vec<u8> {
     floats.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// What an extent of a record must hold.
+/// Returns the bytes that an extent of a record must hold.
 fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> {
     let (description, chunks) = (store.description(), store.layout().chunks_of(record));
     let chunk = index % chunks;
@@ -78,7 +78,8 @@ fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> 
         };
         extent[..values.len()].copy_from_slice(&values);
     } else if description.records[record].is_compact() {
-        // Of each master the lower half, and in the sign of the second moment whether its upper half was rounded up.
+        // The lower halves of the master weights. The sign of the second moment says whether the upper half was rounded
+        // up.
         let master = &held.master[here.clone()];
         let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
         let went_up = |value: f32| u32::from(Bf16::from_f32(value).0) != value.to_bits() >> 16;
@@ -109,7 +110,7 @@ fn fill(store: &Store, all: &[InMemory]) {
     ok(store.commit(Commit::default(), Wait::forever()));
 }
 
-/// Where two states differ: records whose extents are not what they must be.
+/// Returns the names of the extents in `store` that differ from the parameters in memory.
 fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
     let mut differing = Vec::new();
     for (record, held) in all.iter().enumerate() {
@@ -117,7 +118,7 @@ fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
             let wanted = extent(store, record, index, held);
             let read = store.read(record, index, vec![0; wanted.len()]).and_then(memascend_store::ExtentRead::wait);
             let (got, _) = ok(read);
-            // What lies between the tensors of a state extent and after them is nobody's.
+            // Padding between and after the tensors of an extent is zeros in both.
             if got != wanted {
                 differing.push(format!("{} extent {index}", store.description().records[record].name));
             }
@@ -126,7 +127,7 @@ fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
     differing
 }
 
-/// The gradient of a record, as bytes of its own dtype.
+/// Returns the gradient of a record as bytes of `dtype`.
 fn gradient(record: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
     let mut rng = Rng::new(step * 1000 + record as u64);
     let values: Vec<f32> = (0..numel).map(|_| number(&mut rng)).collect();
@@ -142,6 +143,7 @@ fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
+/// Updates a parameter in memory with the kernel itself.
 fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     let scalars = ok(adam(1e-2, step).scalars());
     let exec = ok(Exec::new(std::num::NonZeroUsize::MIN));
@@ -170,7 +172,7 @@ fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     ok(result);
 }
 
-/// Which records a step touches, and as which update: experts idle, some are frozen.
+/// Returns the update number of a record in a step, or `None`: some records are updated every third step, one never.
 fn touched(record: usize, step: u64) -> Option<u64> {
     match record % 4 {
         0 | 3 => Some(step),
@@ -211,7 +213,7 @@ fn training(disks: &[SimDisk], chunks: usize) -> Training {
 }
 
 impl Training {
-    /// Queues the updates of a step.
+    /// Queues the updates of a step, and waits until all are staged.
     fn backward(&self, step: u64) -> memascend_engine::Result<()> {
         let store = Arc::clone(self.engine.store());
         for (record, described) in store.description().records.iter().enumerate() {
@@ -219,7 +221,7 @@ impl Training {
             let numel = size(described.elements());
             let bytes = gradient(record, described.dtype, numel, step);
             let gradient = Gradient::new(Box::new(bytes), described.dtype)?;
-            // Every other time from where they are resident.
+            // In every second step, compact records get their values from memory.
             let live = (described.is_compact() && step.is_multiple_of(2)).then(|| {
                 let halves: Vec<u8> = self.held[record].half.iter().flat_map(|half| half.to_le_bytes()).collect();
                 Box::new(halves) as Box<dyn Buffer>
@@ -235,7 +237,7 @@ impl Training {
         Ok(())
     }
 
-    /// What the step makes of the parameters in memory.
+    /// Makes the step's updates of the parameters in memory.
     fn advance(&mut self, step: u64) {
         for (record, described) in kernels().records.iter().enumerate() {
             let Some(update) = touched(record, step) else { continue };
@@ -255,7 +257,7 @@ fn a_hundred_steps_are_those_in_memory() {
         let mut training = training(&disks(), chunks);
         for step in 1..=100 {
             if step % 10 == 7 {
-                // A step that is skipped costs nothing.
+                // A discarded step changes nothing.
                 ok(training.backward(step + 1000));
                 ok(training.engine.discard(Wait::forever()));
             }
@@ -276,7 +278,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
         drop(first);
         let errors = vec![(Action::Write, EIO, 6), (Action::Read, EIO, 6)];
         let volume = striped(&disks, &Faults { seed, errors, reorder: true, ..Faults::default() });
-        // Opening reads too, and may be what fails.
+        // Opening the store reads, too, and may fail itself.
         let Ok(store) = Store::open_on(volume, 8192, &Create::default()).map(Arc::new) else { continue };
         let mut training = Training { engine: engine(store, 4), held };
         let (mut step, mut failures) = (1, 0);
@@ -298,7 +300,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
                 }
             }
         }
-        // Everything that was committed, and nothing else.
+        // The store has all committed steps, and nothing else.
         let Training { engine, held } = training;
         engine.close();
         drop(engine);
@@ -329,7 +331,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
 
 #[test]
 fn power_lost_at_any_point_of_a_step() {
-    // Every point, or some, up to a run that ends before.
+    // Loses power after every `many(1, 11)`th request, until a run ends before it.
     let base = disks();
     let Training { engine: first, held } = training(&base, 4);
     drop(first);
@@ -350,7 +352,7 @@ fn power_lost_at_any_point_of_a_step() {
                     break;
                 }
                 tried = step;
-                // The reference runs also where the commit fails: it may have been made all the same.
+                // Advance the reference even if the commit failed: the store may have it all the same.
                 let committed = training.commit(step).is_ok();
                 if !committed {
                     training.advance(step);
@@ -421,7 +423,7 @@ fn chances_are_those_of_the_place_in_the_whole_parameter() {
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
         contents(engine.store()).remove(0).1.remove(0)
     };
-    // Two chunks of the same numbers, and the second one as the rows of another rank.
+    // Two equal chunks draw differently; a shard that begins at the second chunk draws like that chunk.
     let chunks = run(0, 4096);
     assert!(chunks[4096..] == run(2048, 2048)[..]);
     assert!(chunks[..4096] != chunks[4096..]);

@@ -1,4 +1,5 @@
-//! Tests runs that hold records, and keep a log or nothing: the bits of streamed ones, through crashes and replays.
+//! Tests runs that keep records in RAM, with and without a log: they have the bits of a streamed run, through crashes
+//! and replays.
 
 use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
 
@@ -9,10 +10,11 @@ use memascend_store::{Durability, Store};
 
 use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, many, ok, opened, random_step, rule, size};
 
-/// Ends a run: closed, interrupted in that, or as a kill or a loss of power leaves it.
+/// Ends a run after uncommitted updates: `by` 0 closes the store, 1 interrupts the writing of the RAM tier, 2 loses
+/// power, others kill the process.
 fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
-        // What nobody committed is no part of it.
+        // These updates are never committed, so they must leave no trace.
         let count = ok(life.store().record_state(record)).step + 1;
         ok(life.engine.update(record, By::Given(gradient(record, seed)), None, rule(record, count), Wait::forever()));
     }
@@ -27,7 +29,7 @@ fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
             assert_eq!(store.log_state().steps, 0, "a store that was closed has no log");
         }
         1 => {
-            // What is there is whole, with the log.
+            // An interrupted `write_applied` leaves a whole state, with the log.
             let mut calls = 0;
             let ended = store.write_applied(&mut |_, _| {
                 calls += 1;
@@ -77,7 +79,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
                 ends[by] += 1;
                 let disk = ended(life, &now, by, seed << 8 | number);
                 now = plan();
-                // Somebody only looks.
+                // Opens the store as a reader does, without a replay.
                 let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
                 memascend_engine::apply_logs(&looked);
                 ok(looked.verify(&mut |_, _| true));
@@ -115,7 +117,7 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
         let found = Life::opened(disk.after_power_loss(point), &plan);
         let contents = found.contents();
         let said = lived.unwrap_or(0);
-        // What was said to be committed is there, or the commit whose answer never came.
+        // The store holds the last step whose commit returned, or the next one, whose commit may have been written.
         let mut at = (0..=STEPS).filter(|&number| left[size(number)] == contents);
         assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
         ok(found.store().verify(&mut |_, _| true));
@@ -127,10 +129,10 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
     assert!(died > 10, "{died}");
 }
 
-/// Writes to the first values of a unit where they are in RAM.
+/// Overwrites the first byte of a unit's values in the RAM tier.
 fn scribble(store: &Store, unit: usize) {
     let memory = store.ram_tier_unit(unit).unwrap_or_else(|| panic!("all of it is in RAM"));
-    // SAFETY: nothing computes with it now.
+    // SAFETY: the memory is mapped while `memory` lives, and no update runs.
     unsafe { memory.as_ptr().as_ptr().write(0xAB) };
 }
 
@@ -164,7 +166,7 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
         let refused = life.commit(1);
         assert!(refused.is_err_and(|error| error.to_string().contains("written to in place")), "{durability:?}");
         ok(life.engine.discard(Wait::forever()));
-        // Nothing was applied in memory alone yet, so that storage has it.
+        // No update was applied in memory yet, so storage has the values and the store reads them again.
         assert!(life.contents() == before);
         ok(life.update_all(1));
         ok(life.commit(1));
@@ -217,7 +219,8 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
         let spill = |record: usize| store.description().records[record].spill.map(|dtype| (record, dtype));
         let pages =
             ALL.iter().filter_map(|&record| spill(record)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
-        // The gradient and a part of the rest; beside them a head, pages of the table and a root.
+        // Twelve steps write each gradient, and each record whole three times; each step adds a head, pages of the
+        // table and a root.
         let expected = 12 * pages.sum::<u64>() + 3 * whole;
         assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
     }
@@ -233,7 +236,7 @@ fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() 
         let count = before[0].0 + 1;
         let (application, calls) = halving(count, (whole, after_commit));
         ok(life.engine.apply(0, application, None, Wait::forever()));
-        // Others do not agree: it is as if there had been none.
+        // If `agree` returns `false`, the commit has no effect.
         let commit = memascend_store::Commit { step: count, ..Default::default() };
         assert!(life.engine.commit_agreed(commit, Wait::forever(), &mut || false).is_err());
         assert!(life.contents() == before);

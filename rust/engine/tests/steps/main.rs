@@ -1,5 +1,5 @@
-//! Tests steps through the engine on simulated devices: kernels' bits, records in RAM, the log and its replay, spilled
-//! gradients, updates that are left to the next step, whole records.
+//! Tests steps through the engine on simulated devices: the kernels' bits, records in RAM, the log and its replay,
+//! spilled gradients, deferred updates, functions on whole records.
 
 mod behind;
 mod deferred;

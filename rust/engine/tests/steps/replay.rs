@@ -1,4 +1,4 @@
-//! Tests that a log is replayed to the bits of a run whose records were updated and written each step.
+//! Tests that a replayed log gives the bits of a run that wrote every updated record in each step.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use crate::setup::{ALL, Contents, Life, RunPlan, begun, contents, many, ok, open
 
 const STEPS: u64 = 9;
 
-/// A run that was killed after some steps, and what each of them left.
+/// Returns the disk of a run that was killed after [`STEPS`] steps, and the contents after each step.
 fn killed(plan: &RunPlan) -> (SimDisk, Vec<Contents>) {
     let life = Life::new(plan);
     let mut left = vec![life.contents()];
@@ -29,7 +29,7 @@ fn logged(steps: u32) -> (SimDisk, Vec<Contents>) {
     killed(&RunPlan::held(Durability::Step, steps))
 }
 
-/// An engine on a store whose log was not replayed yet.
+/// Starts an engine on a store whose log is not replayed yet.
 fn found(disk: &SimDisk, faults: &Faults) -> memascend_store::Result<Engine> {
     found_as(Existing::Resume, disk, faults)
 }
@@ -41,21 +41,22 @@ fn found_as(existing: Existing, disk: &SimDisk, faults: &Faults) -> memascend_st
     Ok(ok(Engine::new(std::sync::Arc::new(store), &memascend_engine::Options::default())))
 }
 
-/// Opens a store and ends its log.
+/// Opens a store, replays its log, and returns its contents.
 pub(crate) fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, String> {
     let engine = found_as(existing, disk, &Faults::default()).map_err(|why| why.to_string())?;
     engine.replay(&mut |_, _| true).map_err(|why| why.to_string())?;
     Ok(contents(engine.store()))
 }
 
-/// Whether the commit before the newest one is whole.
+/// True if the commit before the newest one is undamaged.
 fn previous_is_whole(disk: &SimDisk) -> bool {
     let there = volume(std::slice::from_ref(disk), &Faults::default());
     let examined = ok(Store::examine_on(there, 8192, &Create::default(), &mut |_, _| true));
     examined.last().is_some_and(|older| older.damages.is_empty())
 }
 
-/// Where what a replay needs begins, by its kind: extents of slots that it starts from, gradients and heads of the log.
+/// Returns the kind and offset of all data that a replay reads: extents of the slots that it starts from, gradients and
+/// heads of the log.
 fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
     let engine = ok(found(disk, &Faults::default()));
     let store = engine.store();
@@ -138,7 +139,7 @@ fn what_is_damaged_is_refused_before_anything_is_written() {
         let disk = SimDisk::of(whole.clone());
         disk.flip(size(offset), 1);
         let damaged = disk.bytes();
-        // A program that is started again and again.
+        // Resumes twice, like a program that is restarted after an error.
         let resumes = [resumed(Existing::Resume, &disk), resumed(Existing::Resume, &disk)];
         if let [Ok(found), _] = resumes {
             assert!(kind != "values" && kind != "state", "the replay starts from it");

@@ -1,4 +1,4 @@
-//! Describes stores with every kind of parameter, runs engines on them on simulated devices, and reads what they hold.
+//! Describes stores with every kind of parameter, runs engines on them on simulated devices, and reads their contents.
 
 use std::{
     num::NonZeroUsize,
@@ -33,14 +33,14 @@ pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// How many cases: all of them only where that is asked for.
+/// Returns the number of cases: `all` if `MEMASCEND_TEST_LONG` is set, else `few`.
 pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
 // --- stores ------------------------------------------------------------------------------
 
-/// A parameter of one dimension, whose gradients spill in its own dtype.
+/// Describes a parameter of one dimension, whose gradients spill in its own dtype.
 pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, state: &[(&str, Dtype)]) -> Record {
     let tensor =
         |&(name, dtype): &(&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
@@ -57,7 +57,7 @@ pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, st
     }
 }
 
-/// A store of units of so many records.
+/// Describes a store with `each` records in a unit.
 pub(crate) fn description(records: Vec<Record>, each: usize) -> Description {
     let units = (0..records.len().div_ceil(each)).map(|number| format!("unit {number}"));
     let placed = records.into_iter().enumerate();
@@ -78,7 +78,7 @@ pub(crate) fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
     ok(sim::open(disks, faults, &VolumeOptions::default()))
 }
 
-/// First values of a record, whose state of so many tensors is zeros.
+/// Returns first values for a record with `tensors` state tensors, which are zeros.
 pub(crate) fn first(values: Vec<u8>, tensors: usize, step: u64) -> First {
     let state = std::iter::repeat_with(|| None).take(tensors).collect();
     First { values: Box::new(values), state, wide: WideState::default(), step }
@@ -99,7 +99,7 @@ pub(crate) fn adam(lr: f64, step: u64) -> Hyperparameters {
     }
 }
 
-/// Of each record its count of updates and its tensors.
+/// The count of updates and the tensors of each record.
 pub(crate) type Contents = Vec<(u64, Vec<Vec<u8>>)>;
 
 pub(crate) fn contents(store: &Store) -> Contents {
@@ -112,7 +112,7 @@ pub(crate) fn contents(store: &Store) -> Contents {
     (0..store.description().records.len()).map(of).collect()
 }
 
-/// A function that does something first, and then changes every float32 that it gets.
+/// Returns a function that calls `before`, and then changes every float32 of a chunk by `to`.
 pub(crate) fn changing(
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
     to: fn(f32) -> f32,
@@ -120,7 +120,7 @@ pub(crate) fn changing(
     Box::new(move |chunk| {
         before()?;
         for part in chunk.state.iter().chain([&chunk.values]) {
-            // SAFETY: the chunk's memory is the call's.
+            // SAFETY: the function owns the chunk's memory during the call, and `part` is one tensor of it.
             let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
             for number in bytes.chunks_exact_mut(4) {
                 let changed = to(f32::from_le_bytes([number[0], number[1], number[2], number[3]]));
@@ -135,14 +135,15 @@ pub(crate) fn changing(
 
 const COUNT: usize = 11;
 pub(crate) const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
-/// Those of SGD, of these those that have a momentum, and the one whose momentum is Nesterov's.
+/// The records that SGD updates; those with a momentum; and the one with Nesterov's momentum.
 const SGD: [usize; 5] = [4, 7, 8, 9, 10];
 const MOMENTUM: [usize; 3] = [4, 7, 10];
 const NESTEROV: usize = 10;
-/// Those of which all tensors are float32.
+/// The records whose tensors are all float32.
 const FLOATS: [usize; 3] = [0, 7, 8];
 
-/// Each kind of master and of moments that has a kernel; several chunks, one and none; gradients of another dtype.
+/// Describes a record for each kind of master weights and moments that has a kernel; with several chunks, one and none;
+/// with gradients of another dtype.
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];
     let in_format = |name, numel, format, momentum| {
@@ -168,7 +169,7 @@ pub(crate) fn kinds() -> Description {
     description(records, 3)
 }
 
-/// Numbers around one, of a dtype.
+/// Returns `count` random numbers of a dtype, with magnitudes below 2.
 pub(crate) fn numbers(seed: u64, dtype: Dtype, count: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let mut one = || {
@@ -193,13 +194,13 @@ pub(crate) fn gradient(record: usize, seed: u64) -> Gradient {
     ok(Gradient::new(Box::new(numbers(seed << 8 | record as u64, dtype, described.elements())), dtype))
 }
 
-/// What a record is updated by: Adam, or SGD with momentum or without.
+/// Returns the rule for update number `step` of a record: Adam, or SGD with momentum or without.
 pub(crate) fn rule(record: usize, step: u64) -> Rule {
     let lr = 1e-2 / f64::from(u32::try_from(step).unwrap_or(1));
     if !SGD.contains(&record) {
         return adam(lr, step).into();
     }
-    // What is kept of a momentum stays as it is where a step has none.
+    // A momentum in the state stays unchanged in a step without momentum.
     let has_momentum = MOMENTUM.contains(&record) && (record == 4 || step != 4);
     Momentum {
         lr,
@@ -215,28 +216,28 @@ pub(crate) fn rule(record: usize, step: u64) -> Rule {
     .into()
 }
 
-/// What a run is begun with.
+/// The options of a run.
 #[derive(Debug, Clone)]
 pub(crate) struct RunPlan {
     pub(crate) durability: Durability,
     pub(crate) held: Vec<usize>,
     pub(crate) log_steps: u32,
-    /// Records whose updates may be left to the next step.
+    /// Records whose updates may be deferred.
     pub(crate) deferred: Vec<usize>,
 }
 
 impl RunPlan {
-    /// Every step is durable, and nothing is in RAM.
+    /// Every step is durable, and no record is in RAM.
     pub(crate) fn streamed() -> Self {
         Self { durability: Durability::Step, held: vec![], log_steps: 0, deferred: vec![] }
     }
 
-    /// All is in RAM.
+    /// All records are in RAM.
     pub(crate) fn held(durability: Durability, log_steps: u32) -> Self {
         Self { durability, held: ALL.to_vec(), log_steps, deferred: vec![] }
     }
 
-    /// Nothing is in RAM, and every update may be left to the next step.
+    /// No record is in RAM, and every update may be deferred.
     pub(crate) fn deferring(durability: Durability) -> Self {
         Self { durability, deferred: ALL.to_vec(), ..Self::streamed() }
     }
@@ -258,7 +259,7 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
     Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
 }
 
-/// An engine on a store, as a run begins: what its log has is replayed, and what is in RAM is read.
+/// Starts an engine as a run does: replays the log, and reads the records to keep in RAM.
 pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
@@ -296,7 +297,7 @@ impl Life {
         Self { engine: ok(begun(store, plan)), disk }
     }
 
-    /// Ends it as a kill does.
+    /// Ends the run as a kill does, and returns its disk.
     pub(crate) fn killed(self) -> SimDisk {
         self.engine.close();
         self.disk
@@ -310,7 +311,7 @@ impl Life {
         contents(self.store())
     }
 
-    /// What is spilled of each record.
+    /// Returns the check of each record's spilled gradient.
     pub(crate) fn spilled(&self) -> Vec<Option<Check>> {
         ALL.map(|record| self.engine.spilled(record, Wait::forever()).ok()).into()
     }
@@ -319,7 +320,7 @@ impl Life {
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())
     }
 
-    /// Begins an update of every record, by a gradient that is given or spilled before.
+    /// Queues an update of every record, by a given gradient or by one that it spills first.
     pub(crate) fn update_all(&self, step: u64) -> memascend_engine::Result<()> {
         for record in ALL {
             let by = if (step + record as u64).is_multiple_of(4) {
@@ -335,7 +336,8 @@ impl Life {
     }
 }
 
-/// Halves all of a record, in chunks or whole, before the commit or after it; how often it was called.
+/// Returns a function that halves all tensors of a record, in chunks or whole, before the commit or after it; and its
+/// number of calls.
 pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Application, Arc<AtomicUsize>) {
     let calls = Arc::<AtomicUsize>::default();
     let counted = Arc::clone(&calls);
@@ -348,7 +350,7 @@ pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Applic
     (Application { function, nbytes: 0, step, spilled: false, given, after_commit }, calls)
 }
 
-/// What one step does, the same in each life: updates, sums that are spilled, functions, loads, discards.
+/// Makes a step that `number` determines: updates, spilled sums, functions, loads, discards.
 pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Result<()> {
     let (store, mut rng, mut touched) = (engine.store(), Rng::new(number << 16), Vec::new());
     for record in ALL {
@@ -356,11 +358,11 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
         let count = store.record_state(record)?.step + 1;
         let given = |seed: u64| By::Given(gradient(record, number * 2 + seed));
         match rng.below(9) {
-            // An idle one.
+            // The record is idle.
             0 => continue,
             1..=3 => engine.update(record, given(0), None, rule(record, count), Wait::forever())?,
             4 => {
-                // It is dropped, and comes anew, or not.
+                // The update is discarded, and half of the time made again.
                 engine.update(record, given(1), None, rule(record, count), Wait::forever())?;
                 engine.discard_record(record, Wait::forever())?;
                 if rng.below(2) == 0 {
@@ -377,7 +379,7 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
                 engine.apply(record, halving(count, how).0, None, Wait::forever())?;
             }
             _ => {
-                // As a load does.
+                // Fill the record, as loading a checkpoint does.
                 let tensors = store.description().records[record].state.len();
                 engine.fill(record, first(values(record, number), tensors, count), Wait::forever())?;
             }

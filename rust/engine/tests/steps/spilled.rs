@@ -1,4 +1,4 @@
-//! Tests spilled gradients on a simulated device: every operation failing in turn.
+//! Tests spilled gradients on a simulated device, with every operation failing in turn.
 
 use std::{sync::Arc, time::Duration};
 
@@ -50,7 +50,7 @@ fn numbers(step: u64) -> Hyperparameters {
     Hyperparameters { weight_decay: 0.0, grad_scale: 1.0, ..adam(1e-2, step) }
 }
 
-/// Three sums of each record, then an update by them.
+/// Spills the sum of three gradients of each record, then updates the records by these sums.
 fn step(engine: &Engine) -> memascend_engine::Result<()> {
     for record in 0..NAMES.len() {
         spill(engine, record, 1.0, false)?;
@@ -67,7 +67,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
     Ok(())
 }
 
-/// What a record holds is a whole sum or nothing.
+/// Checks that each record has a complete sum spilled, or nothing.
 fn whole_or_nothing(engine: &Engine, what: &str) {
     for record in 0..NAMES.len() {
         match engine.spilled(record, Wait::forever()) {
@@ -89,7 +89,7 @@ fn what_is_not_finite_is_found_in_every_chunk() {
     let disks = [SimDisk::new(1 << 20)];
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
-    // The first and the last of a chunk, in each of the three.
+    // The first and the last element of each of the three chunks.
     for index in [0, 2047, 2048, 4095, 4096, 4999] {
         let mut gradient = bytes(1.0);
         gradient[index * 4..][..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
@@ -129,7 +129,7 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // The first error may be of this too, so only what can be known is looked at.
+            // A read may fail, too, so check only the sums that are known without one.
             for record in 0..NAMES.len() {
                 if let Ok(found) = engine.spilled(record, Wait::forever()) {
                     let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
@@ -141,8 +141,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     assert!(failures > seeds / 3, "{failures}");
 }
 
-/// Whatever is asked first after a device has failed says what the device said, and only what is asked later that the step
-/// has failed: also where the answer would be that no gradient is there, since the error lost it.
+/// The first call after a device error returns that error, and only later calls say that the step has failed. This
+/// holds even for a call whose own answer would be "no gradient", because the error lost the gradient.
 #[test]
 fn the_first_to_ask_after_an_error_hears_of_it() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;
@@ -156,7 +156,7 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     ];
     let image = filled();
     for (name, ask) in asks {
-        // At once, again and again, to meet the error at every moment; and long after it.
+        // Ask at once, 30 times, to meet the error at different moments; then ask long after it.
         for pause in std::iter::repeat_n(Duration::ZERO, 30).chain([Duration::from_millis(20)]) {
             let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
             let faults = Faults { errors: vec![(Action::Write, 5, 1000)], ..Faults::default() };
@@ -174,7 +174,7 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     }
 }
 
-/// It is what the device said, and not what followed from it.
+/// True if the error is the device's own, and not one that follows from it.
 fn is_cause(error: &memascend_engine::Error) -> bool {
     let said = error.to_string();
     said.contains("errno 5") && !said.contains("only be discarded")
@@ -240,7 +240,7 @@ fn fresh(image: &[Vec<u8>], faults: &Faults) -> Engine {
     engine(ok(Store::open_on(volume(&disks, faults), 8192, &Create::default())))
 }
 
-/// What a record has once its step is committed.
+/// Commits a step, and returns the contents of record 0.
 fn committed(engine: &Engine, step: u64) -> Vec<u8> {
     ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
     let store = engine.store();
@@ -268,7 +268,7 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
     assert!(committed(&engine, 1) == wanted);
     assert_eq!(engine.counters().spill_read, 0);
 
-    // Taken back at every moment: the gradient is there, and the update by a half of it is another one's.
+    // At whatever moment the update is taken back, its gradient remains, and another update can use half of it.
     let halved = fresh(&image, &Faults::default());
     ok(spill(&halved, 0, 0.3, false));
     ok(halved.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
@@ -313,7 +313,7 @@ fn an_update_that_spills_leaves_its_whole_gradient_or_nothing_where_it_is_discar
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // A read may fail, too, so only the sum in memory is looked at.
+            // A read may fail, too, so check only the sum in memory.
             if let Ok(found) = engine.spilled(0, Wait::forever()) {
                 assert!((found.squares.value() - 0.09 * elements).abs() < 1.0, "seed {seed}: {found:?}");
             }

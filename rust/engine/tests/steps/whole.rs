@@ -1,4 +1,5 @@
-//! Tests functions of whole records: the next one is read and the last one written meanwhile, in an order that no time changes.
+//! Tests functions on whole records: while one runs, the pipeline reads the next record and writes the last one, in an
+//! order that does not depend on time.
 
 use std::{
     slice,
@@ -20,9 +21,9 @@ use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
 use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, parameter, volume};
 
-/// The last one takes twice the memory of the others.
+/// Elements of each record. The last record takes twice the memory of the others.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
-/// The record at which the pipeline is stopped until all jobs are there.
+/// The record whose function holds the pipeline until all jobs are queued.
 const GATE: usize = 0;
 const EACH: usize = 3 * 4 * 5056;
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -64,14 +65,14 @@ fn apply(
     ok(engine.apply(record, application, None, Wait::at_most(PATIENCE)));
 }
 
-/// Calls with nothing before.
+/// A `before` for [`apply`] that does nothing.
 const NOTHING: fn() -> Result<(), Cause> = || Ok(());
 
 fn failing(what: &str) -> Result<(), Cause> {
     Err(Arc::new(std::io::Error::other(what.to_owned())))
 }
 
-/// Waits until it is so.
+/// Waits until `is_so` returns true; an error after [`PATIENCE`].
 fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     let began = Instant::now();
     while !is_so() {
@@ -83,7 +84,7 @@ fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     Ok(())
 }
 
-/// Holds the pipeline at the gate's record until what is begun meanwhile is in its queue.
+/// Holds the pipeline in the function of record [`GATE`] while `begin` queues jobs.
 fn at_once(engine: &Engine, step: u64, begin: impl FnOnce()) {
     let gate = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
     let waits = Arc::clone(&gate);
@@ -105,7 +106,7 @@ fn moved(store: &Store) -> (u64, u64) {
     (stats.read.bytes, stats.written.bytes)
 }
 
-/// Bytes that are read of a record, and written; what a commit writes is not among them.
+/// Returns the bytes that a job on the record reads and writes, without those of a commit.
 fn of_record(engine: &Engine, record: usize) -> (u64, u64) {
     let before = moved(engine.store());
     apply(engine, (record, 1, true), NOTHING);
@@ -152,7 +153,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
         });
         let first = first(bytes(NUMELS[4]), 2, 1);
         ok(engine.fill(4, first, Wait::forever()));
-        // An update by our own arithmetic, which nothing has to wait for.
+        // An update by our own kernel does not wait for the function.
         let gradient = ok(memascend_engine::Gradient::new(Box::new(bytes(NUMELS[2])), Dtype::F32));
         let by = memascend_engine::By::Given(gradient);
         ok(engine.update(2, by, None, setup::adam(1e-3, 1), Wait::forever()));
@@ -161,14 +162,14 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
     commit(&engine, 1);
 }
 
-/// What is stored after some steps with these slots.
+/// Returns the contents of the store after three steps with these slots.
 fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {
         at_once(&engine, step, || {
             for record in 1..NUMELS.len() {
                 let time = Duration::from_millis(patience * (record as u64 % 3));
-                // One by chunks is among them.
+                // Record 3 gets its function chunk by chunk.
                 apply(&engine, (record, step, record != 3), move || {
                     sleep(time);
                     Ok(())
@@ -189,7 +190,7 @@ fn what_is_stored_depends_on_no_slots() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
-    // The second: none, one for all but the last record, for all.
+    // The second slot: none, one that fits all but the last record, one that fits all.
     for chunks in [2, 4, 12] {
         for next in [0, EACH, 2 * EACH] {
             for patience in [0, 7] {
@@ -199,7 +200,7 @@ fn what_is_stored_depends_on_no_slots() {
     }
 }
 
-/// The operations of a step in the order in which they were begun.
+/// Returns the operations of a step in the order in which they began.
 fn operations(slots: (usize, usize), patience: u64) -> Vec<(Action, u64)> {
     let disk = SimDisk::new(2 << 20);
     let engine = engine_on(&disk, 4, slots);
@@ -252,7 +253,7 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
         assert!(contents(engine.store()) == before);
         assert_eq!(engine.queued_bytes(), 0);
     }
-    // Its memory is free.
+    // The failed functions' memory is free again, so the next step works.
     at_once(&engine, 1, || (1..NUMELS.len()).for_each(|record| apply(&engine, (record, 1, true), NOTHING)));
     commit(&engine, 1);
 }
