@@ -4,35 +4,36 @@ use std::fs::File;
 
 use rustix::fs::{AtFlags, StatxFlags, ioctl_blksszget, statx};
 
-/// The alignment where the kernel does not say: what every disk and file system accepts.
+/// The alignment if the kernel reports none: every disk and file system accepts it.
 const ALIGN_ASSUMED: usize = 4096;
 
-/// What direct I/O needs.
+/// The alignment, in bytes, that direct I/O on a file needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Alignment {
-    /// Of addresses.
+    /// Memory addresses must be multiples of this value.
     pub(crate) memory: usize,
-    /// Of offsets and lengths.
+    /// Offsets and lengths must be multiples of this value.
     pub(crate) block: usize,
 }
 
 impl Alignment {
-    /// What buffered I/O needs: nothing.
+    /// The alignment of buffered I/O: any address, offset and length will do.
     pub(crate) const NONE: Self = Self { memory: 1, block: 1 };
 
-    /// What satisfies both.
+    /// Returns the smallest alignment that satisfies both `self` and `other`; all fields are powers of two.
     pub(crate) fn and(self, other: Self) -> Self {
         Self { memory: self.memory.max(other.memory), block: self.block.max(other.block) }
     }
 }
 
-/// Asks `statx(STATX_DIOALIGN)`, then, for a block device, its logical block size. `None`: no direct I/O here.
+/// Returns the alignment that `statx(STATX_DIOALIGN)` reports, else the logical block size of a block device, else
+/// [`ALIGN_ASSUMED`]. `None` if the kernel reports that the file has no direct I/O.
 pub(crate) fn direct_alignment(file: &File, is_block: bool) -> Option<Alignment> {
     match dioalign(file) {
         Some((0, _) | (_, 0)) => return None,
         Some((memory, block)) if memory.is_power_of_two() && block.is_power_of_two() => {
-            // Memory at least as aligned as blocks, whatever the kernel says: zram (Linux 6.18) says 512 and 4,096, and then
-            // overwrites foreign memory where a block crosses a page.
+            // `memory` must be at least `block`, even if the kernel reports less: zram (Linux 6.18) reports 512 and
+            // 4,096, and then overwrites foreign memory where a block crosses a page.
             return Some(Alignment { memory: memory.max(block), block });
         }
         _ => {}
@@ -41,14 +42,14 @@ pub(crate) fn direct_alignment(file: &File, is_block: bool) -> Option<Alignment>
     Some(Alignment { memory: block, block })
 }
 
-/// (memory, offset) alignments, `None` where the kernel or the file system does not say.
+/// Returns the (memory, offset) alignments that `statx` reports; `None` if the kernel or the file system reports none.
 fn dioalign(file: &File) -> Option<(usize, usize)> {
     let answer = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     let known = StatxFlags::from_bits_retain(answer.stx_mask).contains(StatxFlags::DIOALIGN);
     known.then_some((answer.stx_dio_mem_align as usize, answer.stx_dio_offset_align as usize))
 }
 
-/// The unit of a block device.
+/// Returns the logical block size of a block device; `None` if the ioctl fails or the size is no power of two.
 fn logical_block_bytes(file: &File) -> Option<usize> {
     let bytes = ioctl_blksszget(file).ok()? as usize;
     bytes.is_power_of_two().then_some(bytes)

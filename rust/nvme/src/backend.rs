@@ -1,41 +1,41 @@
-//! Backends: what carries requests to the devices.
+//! The interface of backends, which send requests to the devices; the choice of a backend.
 
 use crate::request::Job;
 
-/// Carries requests to devices, and their answers to [`Request::answered`](crate::request::Request::answered).
+/// Sends requests to devices, and passes their results to [`Request::answered`](crate::request::Request::answered).
 ///
-/// Dropping it ends its threads. Whoever drops it has seen to it that no operation is in flight: what is left then is
-/// answered with ECANCELED once the kernel is done with it.
+/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight; a request that
+/// remains is answered with ECANCELED once the kernel has finished with it.
 pub(crate) trait Backend: Send + Sync {
-    /// Takes a job. Never waits for a device.
+    /// Queues a job. Does not wait for a device.
     fn submit(&self, job: Job);
 }
 
-/// Which backend is wished for.
+/// The backend that the caller asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BackendChoice {
-    /// `io_uring` where the kernel gives it, else threads.
+    /// `io_uring` if the kernel supports it, else threads.
     #[default]
     Auto,
-    /// `io_uring`, or an error.
+    /// `io_uring`; an error if it is not available.
     IoUring,
-    /// A few threads with `pread` and `pwrite`.
+    /// A few threads that call `pread` and `pwrite`.
     Threads,
 }
 
-/// Which backend a volume has.
+/// The backend that a volume has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BackendKind {
-    /// One thread with a ring.
+    /// One thread with an `io_uring`.
     IoUring,
-    /// A few threads with `pread` and `pwrite`.
+    /// A few threads that call `pread` and `pwrite`.
     Threads,
     /// A simulated device.
     Simulated,
 }
 
 impl BackendKind {
-    /// The name that `backend=` and reports use.
+    /// Returns the name that `backend=` and reports use.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -46,14 +46,14 @@ impl BackendKind {
     }
 }
 
-/// Blocks every signal in the calling thread: they are for the threads of the program, and a file size limit that
-/// sends SIGXFSZ must be an error of the write, not the end of the process.
+/// Blocks every signal in the calling thread, so that the program's own threads handle them. With SIGXFSZ blocked, a
+/// write past the file size limit fails instead of ending the process.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `all` is valid for writes of its type; sigfillset initialises it.
+    // SAFETY: `all` is valid for writes of its type; `sigfillset` initialises it.
     let filled = unsafe { libc::sigfillset(all.as_mut_ptr()) };
     debug_assert_eq!(filled, 0);
-    // SAFETY: initialised above; a null old set is not written to.
+    // SAFETY: `sigfillset` initialised `all`; the call does not write to a null old set.
     let blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
     debug_assert_eq!(blocked, 0);
 }

@@ -1,29 +1,29 @@
-//! Defines the memory that an operation may own.
+//! The memory that an operation may own: leases, vectors, and shared ranges of them.
 
 use std::{ptr::NonNull, sync::Arc};
 
 use memascend_mem::Lease;
 
-/// Memory that goes into an operation by value and comes back when the kernel is done with it.
+/// Memory that a caller passes to an operation by value; the ticket returns it once the kernel has finished with it.
 ///
 /// # Safety
-/// From the moment it is handed over until it is dropped or handed back, the bytes at `as_ptr()` up to `len()` must
-/// stay mapped at that address, also while the value itself moves, and nothing else may touch them except as the
-/// implementor's own contract allows. `as_mut_ptr()` is the same address. For reads from a device they must be writable.
+/// While an operation owns the value, the bytes from `as_ptr()` up to `len()` must stay mapped at that address, even if
+/// the value moves. Other code may access them only as the implementor's contract allows. `as_mut_ptr()` must return
+/// the same address as `as_ptr()`. The bytes must be writable if they are the target of a read.
 pub unsafe trait Buffer: Send + 'static {
-    /// The first byte, to read from.
+    /// The first byte, for reading.
     fn as_ptr(&self) -> *const u8;
-    /// The first byte, to write to; the pointer stays good for that while the value moves.
+    /// The first byte, for writing. The pointer stays valid for writes while the value moves.
     fn as_mut_ptr(&mut self) -> NonNull<u8>;
-    /// How many bytes.
+    /// The length in bytes.
     fn len(&self) -> usize;
-    /// Whether there are none.
+    /// True if the length is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-// SAFETY: a lease's slot stays where it is and is the lease's alone until it is dropped.
+// SAFETY: a lease's slot does not move, and the arena leases it to no other caller until the lease is dropped.
 unsafe impl Buffer for Lease {
     fn as_ptr(&self) -> *const u8 {
         Lease::as_ptr(self).as_ptr()
@@ -38,7 +38,7 @@ unsafe impl Buffer for Lease {
     }
 }
 
-// SAFETY: a vector's heap bytes do not move with it, and it is owned meanwhile.
+// SAFETY: a vector's heap bytes do not move with it, and the operation owns the vector.
 unsafe impl Buffer for Vec<u8> {
     fn as_ptr(&self) -> *const u8 {
         Vec::as_ptr(self)
@@ -53,18 +53,18 @@ unsafe impl Buffer for Vec<u8> {
     }
 }
 
-/// A range of a lease that is shared. Clones and parts are the same memory.
+/// A range of a buffer that several owners share. Clones and parts refer to the same memory.
 #[derive(Debug)]
 pub struct Shared<B = Lease> {
     memory: Arc<B>,
-    /// Of this part.
+    /// The first byte of this part.
     first: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the memory may go to other threads and be shared by them, and `first` is a place in it.
+// SAFETY: `B` may move to and be shared with other threads, and `first` points into it.
 unsafe impl<B: Send + Sync> Send for Shared<B> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl<B: Send + Sync> Sync for Shared<B> {}
 
 impl<B> Clone for Shared<B> {
@@ -74,22 +74,22 @@ impl<B> Clone for Shared<B> {
 }
 
 impl<B: Buffer + Sync> Shared<B> {
-    /// The whole of a lease.
+    /// Shares the whole of `memory`.
     #[must_use]
     pub fn new(mut memory: B) -> Self {
-        // Taken while it is ours alone, so that it is one to write to.
+        // The pointer is taken before `memory` is shared, so that it may be written through.
         let (first, bytes) = (memory.as_mut_ptr(), memory.len());
         Self { memory: Arc::new(memory), first, bytes }
     }
 
-    /// `nbytes` from `start` on; `None` where that is not inside.
+    /// Returns the part of `nbytes` bytes at `start`; `None` if it exceeds this part.
     #[must_use]
     pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
         let end = start.checked_add(nbytes)?;
         if end > self.bytes {
             return None;
         }
-        // SAFETY: inside the memory, where this part is.
+        // SAFETY: `start` is at most `bytes`, the length of this part.
         let first = unsafe { self.first.add(start) };
         Some(Self { memory: Arc::clone(&self.memory), first, bytes: nbytes })
     }
@@ -103,8 +103,8 @@ impl<B> Shared<B> {
     }
 }
 
-// SAFETY: the memory stays where it is until its last part is dropped. Parts that overlap are the business of
-// whoever made them: parts that are read into are disjoint, and nothing looks at a part before its read is done.
+// SAFETY: `memory` does not move and lives until its last part is dropped. Callers must keep parts that are read into
+// disjoint, and must not access such a part before its read has ended.
 unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> *const u8 {
         self.first.as_ptr()

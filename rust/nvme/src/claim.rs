@@ -1,4 +1,4 @@
-//! Holds devices open and locked, not yet changed, so that they can be examined first.
+//! Holds devices open, locked and unchanged, so that the caller can examine them before it opens a volume.
 
 use std::{path::Path, sync::Arc};
 
@@ -14,7 +14,8 @@ use crate::{
 };
 
 impl Volume {
-    /// Opens `paths` as one volume. A failure leaves them as they were.
+    /// Opens `paths` as one volume, and creates missing files if `options.size_bytes` is set. An error leaves the paths
+    /// as they were.
     pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
         options.checked()?;
         let volume = Claim::new(paths, if options.size_bytes.is_some() { Missing::Make } else { Missing::Refuse })?
@@ -24,8 +25,7 @@ impl Volume {
     }
 }
 
-/// Devices that nobody else can open. Of what was there, nothing is changed yet; what was made is removed again where
-/// no volume comes of it.
+/// Open, locked devices. Existing files are unchanged so far. Dropping the claim removes the files that it created.
 #[derive(Debug)]
 pub struct Claim {
     paths: Vec<Arc<Path>>,
@@ -33,7 +33,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Opens and locks `paths`; a missing file is made if `missing` says so.
+    /// Opens and locks `paths`. Creates missing files as `missing` says.
     pub fn new(paths: &[impl AsRef<Path>], missing: Missing) -> Result<Self> {
         if paths.is_empty() || paths.len() > DEVICES_MAX {
             return Err(Error::Invalid(format!("a volume has 1 to {DEVICES_MAX} devices, not {}", paths.len())));
@@ -43,20 +43,20 @@ impl Claim {
         Ok(Self { paths, devices })
     }
 
-    /// Whether it made the file of the device of this number.
+    /// True if this claim created the file of device `index`.
     #[must_use]
     pub fn is_new(&self, index: usize) -> bool {
         self.devices.get(index).is_some_and(Device::is_new)
     }
 
-    /// Whether it made a file that has its pending name until [`Volume::take_name`].
+    /// True if a file of this claim has a pending name until [`Volume::take_name`].
     #[must_use]
     pub fn is_pending(&self) -> bool {
         self.devices.iter().any(Device::is_pending)
     }
 
-    /// Makes room and starts to work. What was made and grown is put back when the volume ends, unless
-    /// [`Volume::keep`] is called before; so it is by a failure.
+    /// Reserves the files' space and starts the backend. An error, or dropping the volume before [`Volume::keep`],
+    /// restores the files.
     pub fn open(self, options: &Options) -> Result<Volume> {
         let Self { paths, devices } = self;
         let (queue_depth, stripe_bytes) = options.checked()?;
@@ -78,7 +78,7 @@ impl Claim {
     }
 }
 
-/// Starts a backend over `devices`, the one wished for by trying; and says why it is no better.
+/// Starts the chosen backend; with `Auto`, falls back to threads. Also returns why `io_uring` was not available.
 fn start(
     choice: BackendChoice,
     devices: &Arc<[Device]>,

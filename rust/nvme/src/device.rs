@@ -1,4 +1,8 @@
-//! Opens files and raw block devices: safely, locked, with direct I/O where possible.
+//! Opens files and raw block devices: locked, without loss of foreign data, with direct I/O if possible.
+//!
+//! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes that, unless
+//! `keep` or `take_name` was called. `Drop` does so before it releases the lock: afterwards another process may own the
+//! file.
 
 use std::{
     fs::{self, File},
@@ -31,40 +35,41 @@ use crate::{
     stripe::Striping,
 };
 
-/// What kind of thing a device is.
+/// The kind of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// A file on a file system.
     File,
     /// A raw block device.
     Raw,
-    /// Memory that plays a device.
+    /// Memory that simulates a device, for tests.
     Simulated,
 }
 
-/// An open device.
+/// An open, locked device. See [Note: undo].
 #[derive(Debug)]
 pub(crate) struct Device {
-    // Fields drop in this order: the number leaves the table before it can be given to another file.
+    // Fields drop in this order: the descriptor leaves the table of `fork.rs` before it closes and another file gets
+    // its number.
     _not_in_children: NotInChildren,
     file: File,
     pub(crate) path: Arc<Path>,
-    /// The path from the root on: the working folder may change.
+    /// The absolute path: `path` may be relative, and the working folder may change.
     absolute: PathBuf,
-    /// Which name it has: its path, or one beside that.
+    /// The name that the file has at present.
     name: Mutex<Name>,
     pub(crate) kind: DeviceKind,
     pub(crate) bytes: u64,
     pub(crate) alignment: Alignment,
-    /// Why its I/O goes through the page cache, if it does.
+    /// Why its I/O goes through the page cache; `None` with direct I/O.
     pub(crate) why_buffered: Option<String>,
-    /// What puts a file back that was made or grown.
+    /// The former state of a file; `None` for raw devices.
     undo: Mutex<Option<Undo>>,
-    /// It is not to be put back.
+    /// True: dropping the device undoes nothing.
     kept: AtomicBool,
 }
 
-/// Devices that belong together, and what they hold.
+/// The devices of a volume, the volume's size and the alignment that all devices accept.
 pub(crate) struct Opened {
     pub(crate) devices: Arc<[Device]>,
     pub(crate) size_bytes: u64,
@@ -76,8 +81,8 @@ impl Device {
         self.file.as_raw_fd()
     }
 
-    /// Opens and locks what is at `path`. Nothing is changed but that a missing file is made if `missing` says so; dropping
-    /// the device removes that again, unless it is kept.
+    /// Opens and locks the device at `path`. Creates a missing file if `missing` says so, and changes nothing else; see
+    /// [Note: undo].
     fn open(path: &Arc<Path>, missing: Missing) -> Result<Self> {
         let kind = kind_of(path, missing)?;
         let (file, undo, name) = match kind {
@@ -86,7 +91,7 @@ impl Device {
         };
         let not_in_children = NotInChildren::new(file.as_fd());
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        // From here on its end undoes what was done.
+        // From here on, dropping `device` undoes the claim.
         let mut device = Self {
             _not_in_children: not_in_children,
             file,
@@ -112,7 +117,7 @@ impl Device {
         Ok(device)
     }
 
-    /// What was made stays made; a file with a pending name does not, before it takes its own.
+    /// Prevents the undo. No effect on a file with a pending name, which only `take_name` keeps.
     pub(crate) fn keep(&self) {
         if !self.is_pending() {
             self.kept.store(true, Relaxed);
@@ -123,7 +128,7 @@ impl Device {
         *locked(&self.name) == Name::Pending
     }
 
-    /// Gives a file with a pending name its own one, for good.
+    /// Renames a file from its pending name to its own, and keeps it.
     pub(crate) fn take_name(&self) -> Result<()> {
         let mut name = locked(&self.name);
         if *name != Name::Pending {
@@ -135,19 +140,20 @@ impl Device {
         file::settle_name(&self.path, &self.absolute)
     }
 
-    /// Its file has no name from here on: the caller removes that.
+    /// Tells the device that the caller removes the file's name: dropping the device then undoes nothing.
     pub(crate) fn forgo_name(&self) {
         *locked(&self.name) = Name::Removed;
     }
 
-    /// What was made goes at the end after all, unless there was something before it.
+    /// Undoes `keep` for a file that was new or empty when it was opened.
     pub(crate) fn forsake(&self) {
         if locked(&self.undo).as_ref().is_some_and(Undo::was_empty) {
             self.kept.store(false, Relaxed);
         }
     }
 
-    /// Reserves more for a file, for good; `false` where there is no room, or it is no file.
+    /// Grows the reserved space of a file to `bytes`, permanently; returns false if the file system has no room. Cannot
+    /// grow a raw device: returns whether it has `bytes`.
     pub(crate) fn grow(&self, bytes: u64) -> Result<bool> {
         if self.kind != DeviceKind::File {
             return Ok(self.bytes >= bytes);
@@ -163,12 +169,13 @@ impl Device {
         self.file.metadata().map_err(|error| Error::system(&self.path, "stat", &error))
     }
 
-    /// Whether the file was made by this opening of it.
+    /// True if opening the device created its file.
     pub(crate) fn is_new(&self) -> bool {
         locked(&self.undo).as_ref().is_some_and(Undo::is_new)
     }
 
-    /// What became of the name of a file since it was opened; `None` where it still names it, and for what has no name.
+    /// Returns how the file's path stopped naming it, or that the file was truncated. `None` if neither is true, for
+    /// other devices, and for a file whose name the caller removed.
     pub(crate) fn lost(&self) -> Option<Lost> {
         if self.kind != DeviceKind::File {
             return None;
@@ -179,7 +186,8 @@ impl Device {
         pending::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
-    /// Some file systems take the flag and fail the transfer: try one before a run depends on it.
+    /// Reads one block, and falls back to buffered I/O if that fails: some file systems accept `O_DIRECT` and then fail
+    /// each transfer.
     fn try_direct(&mut self) -> Result<()> {
         if self.why_buffered.is_some() || self.bytes == 0 {
             return Ok(());
@@ -196,7 +204,7 @@ impl Device {
                     self.alignment = Alignment::NONE;
                     return Ok(());
                 }
-                // Any other fault is the caller's to see, at the operation that meets it.
+                // Another error will recur in an operation, which reports it to the caller.
                 _ => return Ok(()),
             }
         }
@@ -205,7 +213,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // Under the lock: once that is gone, what lies at the path may be somebody else's.
+        // See [Note: undo]: the lock is still held.
         let undo = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed));
         if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.absolute)) {
             undo.carry_out(&place, &self.file);
@@ -214,7 +222,7 @@ impl Drop for Device {
     }
 }
 
-/// Opens and locks all of `paths`. Dropping them leaves everything as it was.
+/// Opens and locks every path. Dropping the devices undoes that.
 pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Device>> {
     let mut devices: Vec<Device> = Vec::new();
     for path in paths {
@@ -224,7 +232,8 @@ pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Dev
     Ok(devices)
 }
 
-/// Makes room, and says what the devices hold together. A failure leaves everything as it was.
+/// Reserves the files' space and computes the volume's size. On an error, the devices that it drops restore their
+/// files.
 pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes: u64) -> Result<Opened> {
     let size_bytes = options.size_bytes;
     let striping = Striping::new(devices.len(), stripe_bytes);
@@ -241,7 +250,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     let smallest = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
     let wanted = match size_bytes {
         Some(size) => striping.device_bytes(size, block).ok_or_else(|| too_large(size))?,
-        // A file whose end lies inside a block is made to end with it.
+        // The file's last block is extended to a whole one.
         None if devices.len() == 1 && devices[0].kind == DeviceKind::File => {
             smallest.checked_next_multiple_of(block).ok_or_else(|| too_large(smallest))?
         }
@@ -274,7 +283,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
         }
         device.try_direct()?;
     }
-    // A file that turned out to be buffered needs less.
+    // A file for which `try_direct` chose buffered I/O needs less alignment.
     let (alignment_after, _) = block_of(&devices);
     debug_assert!(alignment_after.block <= alignment.block);
     let capacity = striping.volume_bytes(wanted, block);
@@ -286,7 +295,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
 }
 
-/// What lies at `path`, if that can be a device.
+/// Returns the kind of device at `path`; an error if it cannot be one.
 fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
     let name = path.display();
     let folder = || Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
@@ -331,9 +340,9 @@ fn refuse_twice(devices: &[Device], path: &Arc<Path>) -> Result<()> {
     }
 }
 
-/// Switches to direct I/O where that can be had: its alignment, or why not.
+/// Switches the file to direct I/O. Returns its alignment, or no alignment and the reason why it stays buffered.
 fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment, Option<String>)> {
-    // On the open descriptor and not at open(): a refused open(O_CREAT | O_DIRECT) may leave a file behind.
+    // Set on the open descriptor: a failed `open(O_CREAT | O_DIRECT)` may leave a file behind.
     match set_direct(file, true) {
         Ok(()) => {}
         Err(Errno::INVAL) => return Ok((Alignment::NONE, Some("its file system has no direct I/O".into()))),

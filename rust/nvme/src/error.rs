@@ -1,20 +1,20 @@
-//! Errors of storage.
+//! The errors of volumes and their devices.
 
 use std::{fmt, io, path::Path, sync::Arc, time::Duration};
 
 use memascend_mem::{Ended, caught};
 
-/// The result of everything in this crate that can fail.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What a device was asked to do.
+/// An action that a device is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Bytes from the device into memory.
+    /// Transfers bytes from the device into memory.
     Read,
-    /// Bytes from memory to the device.
+    /// Transfers bytes from memory to the device.
     Write,
-    /// Everything written so far onto the medium.
+    /// Makes earlier writes durable.
     Flush,
 }
 
@@ -28,44 +28,44 @@ impl fmt::Display for Action {
     }
 }
 
-/// What can go wrong with storage. Cloned where several callers must hear of the same failure.
+/// An error of a volume or a device. Cloned if several callers must receive it.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that is wrong whatever the device says.
+    /// An argument is wrong, whatever the device.
     #[error("{0}")]
     Invalid(String),
 
-    /// A range that does not lie in the volume; nothing was done.
+    /// The range exceeds the volume; nothing was transferred.
     #[error(
         "{nbytes} bytes at offset {offset} do not fit into the volume, which holds {size_bytes} bytes; open it with a \
          larger size= or write elsewhere"
     )]
     PastTheEnd {
-        /// Where in the volume.
+        /// Offset in the volume.
         offset: u64,
-        /// How many bytes.
+        /// Length in bytes.
         nbytes: usize,
-        /// What the volume holds.
+        /// Size of the volume.
         size_bytes: u64,
     },
 
-    /// A device refused or failed an operation.
+    /// A device rejected or failed a request.
     #[error("{action} of {nbytes} bytes at offset {offset} of {} failed: {}{}", path.display(), reason(*errno), advice(*errno))]
     Device {
-        /// What it was asked to do.
+        /// The action that failed.
         action: Action,
         /// The file or device.
         path: Arc<Path>,
-        /// Where on that device; 0 for a flush.
+        /// Offset on that device; 0 for a flush.
         offset: u64,
-        /// How many bytes; 0 for a flush.
+        /// Length in bytes; 0 for a flush.
         nbytes: usize,
         /// The system's error number.
         errno: i32,
     },
 
-    /// A file ended before the volume does: someone shortened it.
+    /// A file is shorter than the volume: another program truncated it.
     #[error(
         "read of {nbytes} bytes at offset {offset} of {} ended after {moved} bytes: the file is shorter than when it \
          was opened, something truncated it",
@@ -74,35 +74,35 @@ pub enum Error {
     Ended {
         /// The file.
         path: Arc<Path>,
-        /// Where on that device.
+        /// Offset in that file.
         offset: u64,
-        /// How many bytes were asked for.
+        /// Bytes that the request asked for.
         nbytes: usize,
-        /// How many there were.
+        /// Bytes that were read.
         moved: usize,
     },
 
-    /// A path that cannot be opened as asked.
+    /// A path cannot be opened as the caller asked.
     #[error("{}: {why}", path.display())]
     Refused {
         /// The file or device.
         path: Arc<Path>,
         /// The reason and the remedy.
         why: String,
-        /// The system's error number, where the system said no.
+        /// The system's error number; `None` if no system call failed.
         errno: Option<i32>,
     },
 
-    /// The backend that was asked for cannot be had.
-    #[error("backend {backend:?} cannot be had here: {why}; backend \"auto\" takes what there is")]
+    /// The backend that the caller chose is not available.
+    #[error("backend {backend:?} cannot be had here: {why}; backend \"auto\" takes an available one")]
     NoBackend {
-        /// Its name.
+        /// The backend's name.
         backend: &'static str,
         /// The reason.
         why: String,
     },
 
-    /// More operations than a volume keeps track of.
+    /// [`OPERATIONS_MAX`](crate::OPERATIONS_MAX) operations are in flight.
     #[error("{operations_max} operations are in flight on this volume already; wait for some of their tickets")]
     TooMany {
         /// The bound.
@@ -113,44 +113,44 @@ pub enum Error {
     #[error("the volume has been closed; open it again")]
     Closed,
 
-    /// A forked child uses its parent's volume.
+    /// A forked child used its parent's volume.
     #[error(
         "this volume belongs to the process that opened it, and this process is a fork of it; open another volume here"
     )]
     Forked,
 
-    /// A wait that took too long. What was waited for goes on.
+    /// A wait exceeded its limit. The operation continues.
     #[error("{what} was not done within {:.3} s, and continues", waited.as_secs_f64())]
     TimedOut {
-        /// What was waited for.
+        /// The operation.
         what: String,
-        /// For how long.
+        /// The time that the caller waited.
         waited: Duration,
     },
 
-    /// The caller's poll function asked to stop waiting. What was waited for goes on.
+    /// The caller's poll function stopped a wait. The operation continues.
     #[error("waiting for {what} was interrupted, and it continues")]
     Interrupted {
-        /// What was waited for.
+        /// The operation.
         what: String,
     },
 
-    /// A fault of this crate, in one of its threads. The thread goes on.
+    /// A thread of this crate panicked. The thread continues with its next work.
     #[error("a thread of the volume failed by a fault of its own: {0}")]
     Panicked(String),
 
-    /// Chunks for unaligned transfers could not be had.
+    /// Memory for the chunks of unaligned transfers could not be allocated.
     #[error("no memory for the chunks of unaligned transfers: {0}")]
     Memory(Arc<memascend_mem::Error>),
 }
 
-/// Does a thread's work; a panic of it is an error for whoever waits, and not the end of what waits.
+/// Runs a thread's work and turns a panic into an error for the waiter; the thread survives.
 pub(crate) fn contained(work: impl FnOnce() -> Result<()>) -> Result<()> {
     caught(work).unwrap_or_else(|text| Err(Error::Panicked(text)))
 }
 
 impl Error {
-    /// A refusal with the system's reason.
+    /// Makes an error from a failed system call.
     pub(crate) fn system(path: &Arc<Path>, call: &str, error: &io::Error) -> Self {
         let errno = error.raw_os_error();
         let why = match errno {
@@ -160,7 +160,7 @@ impl Error {
         Self::Refused { path: Arc::clone(path), why, errno }
     }
 
-    /// What ended a wait for `what`.
+    /// Makes an error from an ended wait for `what`.
     pub(crate) fn of_wait(ended: Ended, what: impl FnOnce() -> String) -> Self {
         match ended {
             Ended::TimedOut(waited) => Self::TimedOut { what: what(), waited },
@@ -173,14 +173,14 @@ impl Error {
     }
 }
 
-/// The system's text, without the "(os error 5)" that Rust appends.
+/// Returns the system's text for `errno`, without the "(os error 5)" that Rust appends.
 fn reason(errno: i32) -> String {
     let text = io::Error::from_raw_os_error(errno).to_string();
     let plain = text.rsplit_once(" (os error").map_or(text.as_str(), |(plain, _)| plain);
     format!("{} (errno {errno})", plain.to_lowercase())
 }
 
-/// What the user can do, where it is not obvious.
+/// Returns what the user can do about `errno`, if that is not obvious.
 fn advice(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "; free space on the file system, or choose a smaller size",

@@ -1,4 +1,4 @@
-//! Creates files: private, fully reserved, and unchanged when that fails.
+//! Creates, grows and locks files: readable only by their owner, fully reserved, and restored if a step fails.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -18,38 +18,39 @@ use crate::{
     pending::{Name, has_its_name, is_there, lost},
 };
 
-/// How often a file is opened anew because its name went to another one meanwhile: each time somebody else's whole
-/// attempt came in between.
+/// How often `claim` opens a file again because another process replaced or removed it before the lock. Each retry
+/// means that another process did so between `open` and `lock`.
 const OPENINGS_MAX: usize = 64;
 
-/// Reading and writing for the owner, nothing for anybody else.
+/// Permission bits of new files: only the owner may read and write.
 const MODE: u32 = 0o600;
-/// Bits of a mode that are permissions of some kind.
+/// The permission bits of a mode, without the file type.
 const MODE_BITS: u32 = 0o7777;
-/// Those of others than the owner.
+/// Permission bits of the group and of others.
 const OTHERS_BITS: u32 = 0o077;
 
-/// How a file is put back that was made, grown or made private.
+/// The former state of a file that was created, grown or made private, so that `carry_out` can restore it.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    /// Its length before; `None` where there was no file.
+    /// Length in bytes when it was opened; `None` for a file that was created.
     length_before: Option<u64>,
-    /// Its mode before, where that was changed.
+    /// Permission bits before `make_private` changed them; `None` if unchanged.
     pub(crate) mode_before: Option<u32>,
-    /// The folder that was made for it.
+    /// The folder that was created for the file.
     folder: Option<PathBuf>,
 }
 
-/// What to do where there is no file.
+/// The action of an opener if the file does not exist.
 #[derive(Debug, Clone, Copy)]
 pub enum Missing {
-    /// Refuse.
+    /// Fail.
     Refuse,
-    /// Make it.
+    /// Create the file. Its folder must exist.
     Make,
-    /// Make it, and before it its folder, where that is missing, too.
+    /// Create the file, and its folder if that is missing.
     MakeInFolder,
-    /// The same under its pending name, which it has until [`Volume::take_name`](crate::Volume::take_name).
+    /// Create the file and its folder; the file has its pending name until
+    /// [`Volume::take_name`](crate::Volume::take_name).
     MakePending(IsLeft),
 }
 
@@ -58,18 +59,18 @@ impl Undo {
         self.length_before.is_none()
     }
 
-    /// Whether it would leave nothing of anybody's.
+    /// True if the file was new or empty, so undoing removes no foreign data.
     pub(crate) fn was_empty(&self) -> bool {
         self.length_before.unwrap_or(0) == 0
     }
 
-    /// Only while the file is locked: without the lock, it may be somebody else's already.
+    /// Restores the former state. Call it only while the file is locked: after the unlock, another process may own it.
     pub(crate) fn carry_out(self, path: &Path, file: &File) {
-        // What cannot be undone was a failure already, which is what the caller hears of.
+        // Errors are ignored: the caller already reports the failure that led here.
         match self.length_before {
             None if lost(path, file).is_none() => {
                 drop(fs::remove_file(path));
-                // Refused where somebody put something there.
+                // Fails if another process has put a file into the folder.
                 drop(self.folder.map(fs::remove_dir));
             }
             None => {}
@@ -83,11 +84,12 @@ impl Undo {
     }
 }
 
-/// Opens and locks the file at `path`, or makes one there if `may_create`, and says how that is undone.
+/// Opens and locks the file at `path`, or creates it as `missing` says. Also returns how to undo that, and the file's
+/// name.
 ///
-/// Between opening and locking, others may open, use, remove and replace what is there, so all is looked at again under
-/// the lock: the file counts as made here only if it is still empty, and as the right one only if the path still names
-/// it. `opened` is called in between.
+/// Between opening and locking, other processes may open, use, remove and replace the file, so `claim` checks it again
+/// under the lock: it counts as new only if it is still empty, and `claim` retries unless the path still names it.
+/// `opened` is called between the two (for tests).
 pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
     let mut folder = None;
     for _ in 0..OPENINGS_MAX {
@@ -109,20 +111,20 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
                 return Err(Error::refused(&at, libc::ENOENT, why));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => match missing {
-                // Also where another has just removed the one that it made.
+                // Create the folder: it never existed, or another process has just removed it.
                 Missing::MakeInFolder | Missing::MakePending(_) => {
                     folder = make_folder(path)?.or(folder);
                     continue;
                 }
                 Missing::Refuse | Missing::Make => return Err(Error::system(path, "open", &error)),
             },
-            // Made by another meanwhile, and neither of us is the first to look at it.
+            // Another process has just created the file: open that one.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && at.exists() => continue,
             result => result.map_err(|error| Error::system(&at, "open", &error))?,
         };
         opened();
         if let Err(error) = lock::lock(&file, path) {
-            // Not empty where the file is somebody else's now.
+            // `remove_dir` fails if the folder has another process's file; that file stays.
             drop(folder.map(fs::remove_dir));
             return Err(error);
         }
@@ -151,7 +153,7 @@ fn is_about_existence(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
 }
 
-/// Makes the folder of `path` and makes that last; the folder, where there was none.
+/// Creates the folder of `path` and makes its name durable. Returns the folder, or `None` if it existed.
 fn make_folder(path: &Arc<Path>) -> Result<Option<PathBuf>> {
     let folder = folder_of(path);
     match fs::create_dir(folder) {
@@ -168,13 +170,13 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Opens what is there, or makes a new file that only its owner may read. Says whether it is new.
+/// Opens the file at `path`, or creates one that only its owner may access. Returns the file and whether it is new.
 pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io::Result<(File, bool)> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
     match options.open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
-            // Not through a dangling link, and not over what another process made meanwhile.
+            // `create_new` follows no dangling link and opens no file that another process has just created.
             let file = options.create_new(true).mode(MODE).open(path)?;
             file.set_permissions(fs::Permissions::from_mode(MODE))?;
             Ok((file, true))
@@ -183,21 +185,22 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
     }
 }
 
-/// What is to be private.
+/// The kind of file that `make_private` is called on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privacy {
-    /// What is about to be written: the file has to be this user's.
+    /// A file that is about to be written: it must belong to this user.
     Fresh,
-    /// What is there already, whoever's it is.
+    /// A file with data to keep; it may belong to another user.
     There,
 }
 
-/// Lets nobody but its owner open the file, whatever it was and whichever link led to it; its mode before, where that was
-/// another. Raw devices are the system's.
+/// Restricts access to the file to its owner. Returns the former permission bits if they changed. Call it for files
+/// only: the system decides who may access raw devices.
 pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let user = rustix::process::geteuid().as_raw();
-    // Where root is nobody (some network file systems), even a file of one's own making is another's.
+    // On network file systems that map root to nobody, even a file that this process has just created belongs to
+    // another user: new files are exempt.
     if what == Privacy::Fresh && !is_new && metadata.uid() != user {
         return Err(foreign(path, metadata.uid(), user));
     }
@@ -220,33 +223,34 @@ fn foreign(path: &Arc<Path>, owner: u32, user: u32) -> Error {
     Error::refused(path, libc::EPERM, why)
 }
 
-/// Reserves `bytes` for the file on its file system, so that no write in the middle of a run finds it full.
+/// Reserves `bytes` for the file on its file system, so that no write during a run fails for lack of space.
 ///
-/// By `fallocate` alone: writing zeros would cost hours and wear, and reserved extents slow only their first pass.
+/// Calls only `fallocate`: writing zeros would take hours and wear the disk, and reserved extents slow only their first
+/// pass.
 pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     if i64::try_from(bytes).is_err() {
         return Err(Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())));
     }
-    // Before anything of ours is there: a file system that finds no room may leave the part that it had.
+    // Measured before `fallocate`: a call that fails may leave a part of its space allocated.
     let free = free_bytes(file);
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let length_before = metadata.len();
-    // Its length too: not every file system says what blocks a file has.
+    // The length counts too: not every file system reports the blocks of a file.
     let there = length_before.max(metadata.blocks() * 512);
     if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
-        // Trying would take all that is free, and whoever else writes there would meet a full disk meanwhile.
+        // A call to `fallocate` would take all free space first, so other writers would meet a full disk.
         return Err(no_room(path, bytes.saturating_sub(there), free));
     }
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
         Ok(()) => Ok(()),
-        // Some network and FUSE ones cannot reserve: as long as needed, since there is room now.
+        // Some network and FUSE file systems cannot reserve. A file that is long enough is used as it is.
         Err(Errno::OPNOTSUPP) if length_before >= bytes => Ok(()),
         Err(Errno::OPNOTSUPP) => {
             let grown = file.set_len(bytes);
             grown.map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error))
         }
         Err(Errno::NOSPC) => {
-            // What was reserved in vain goes with what it was reserved for.
+            // Releases the blocks that the failed `fallocate` reserved.
             drop(file.set_len(length_before));
             Err(no_room(path, bytes.saturating_sub(there), free))
         }
@@ -263,19 +267,19 @@ fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
     )
 }
 
-/// What an unprivileged user may still write to the file system of a file, whatever name that has.
+/// Returns the bytes that an unprivileged user may still write to the file's file system.
 fn free_bytes(file: &File) -> Option<u64> {
     let answer = fstatvfs(file).ok()?;
     answer.f_bavail.checked_mul(answer.f_frsize)
 }
 
-/// Makes the file and its name survive a power loss, so that a later flush of its data is worth something.
+/// Makes the file, and its name if it is new, survive a power loss; later flushes of its data rely on that.
 pub(crate) fn settle(path: &Arc<Path>, file: &File, is_new: bool) -> Result<()> {
     file.sync_all().map_err(|error| Error::system(path, "fsync", &error))?;
     if is_new { settle_name(path, path) } else { Ok(()) }
 }
 
-/// Makes the name `place` survive a power loss.
+/// Makes the name at `place` survive a power loss: flushes its folder.
 pub(crate) fn settle_name(path: &Arc<Path>, place: &Path) -> Result<()> {
     let folder = File::open(folder_of(place)).and_then(|folder| folder.sync_all());
     folder.map_err(|error| Error::system(path, "fsync of its folder", &error))
@@ -319,13 +323,13 @@ pub(crate) mod tests {
         let mut winner = None;
         let late = claim(&path, Missing::Make, &mut || {
             let (file, undo) = claimed(&path, &mut || {});
-            assert!(!undo.is_new(), "the other one made it");
+            assert!(!undo.is_new(), "the late process made the file");
             drop(file.write_all_at(b"theirs", 0));
             winner = Some(file);
         });
         assert!(matches!(&late, Err(Error::Refused { errno: Some(libc::EBUSY), .. })), "{late:?}");
         assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs");
-        assert!(winner.is_some_and(|file| lost(&path, &file).is_none()), "it still has its name");
+        assert!(winner.is_some_and(|file| lost(&path, &file).is_none()), "the winner's file keeps its name");
     }
 
     #[test]
@@ -340,14 +344,15 @@ pub(crate) mod tests {
         assert!(!undo.is_new());
         drop(file.set_len(4096));
         undo.carry_out(&path, &file);
-        assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs", "as it was found under the lock");
+        assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs", "undo keeps the content found under the lock");
     }
 
     #[test]
     fn a_file_that_lost_its_name_before_it_was_locked_is_let_go() {
         let folder = Folder::new("name");
         let path = folder.path();
-        // Another had it, fails, and takes away what it had made; then again, and something else comes in its place.
+        // In turn 1 another process removes the file that it had created; in turn 2 it creates another file in its
+        // place.
         let mut turn = 0;
         let (file, undo) = claimed(&path, &mut || {
             turn += 1;
@@ -365,12 +370,12 @@ pub(crate) mod tests {
         drop(fs::write(&path, b"new"));
         assert_eq!(lost(&path, &file), Some(Lost::Replaced));
         undo.carry_out(&path, &file);
-        assert_eq!(fs::read(&path).unwrap_or_default(), b"new", "what has the name now is not ours");
+        assert_eq!(fs::read(&path).unwrap_or_default(), b"new", "another process's file has the name");
         drop((fs::remove_file(&path), fs::remove_file(folder.0.join("else"))));
         assert_eq!(lost(&path, &file), Some(Lost::Deleted));
     }
 
-    /// How often a folder is opened by something.
+    /// Counts how often `of` opens `folder`.
     fn openings(folder: &Path, of: impl FnOnce()) -> usize {
         use rustix::fs::inotify::{CreateFlags, WatchFlags, add_watch, init};
         use std::io::Read;
@@ -379,7 +384,7 @@ pub(crate) mod tests {
         of();
         let mut bytes = [0; 4096];
         let read = File::from(events).read(&mut bytes).unwrap_or(0);
-        // Events without a name are the folder's own, of 16 bytes each.
+        // Each event has 16 bytes: events on the folder itself have no name.
         read / 16
     }
 
@@ -389,11 +394,11 @@ pub(crate) mod tests {
         let path: Arc<Path> = Arc::from(folder.0.join("file"));
         let (file, ..) = claim(&path, Missing::Make, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         let settled = |is_new| assert!(settle(&path, &file, is_new).is_ok());
-        assert_eq!(openings(&folder.0, || settled(true)), 1, "its name has to last, too");
+        assert_eq!(openings(&folder.0, || settled(true)), 1, "a new name is flushed too");
         assert_eq!(openings(&folder.0, || settled(false)), 0);
         let in_new = Arc::from(folder.0.join("new/file"));
         let made = || assert!(make_folder(&in_new).is_ok_and(|made| made.is_some()));
-        assert_eq!(openings(&folder.0, made), 1, "that of the folder that is made");
+        assert_eq!(openings(&folder.0, made), 1, "the parent of the new folder is flushed");
     }
 
     #[test]
@@ -412,6 +417,6 @@ pub(crate) mod tests {
         let (file, undo) = made(&path);
         drop(fs::write(folder.0.join("new/other"), b"theirs"));
         undo.carry_out(&path, &file);
-        assert!(!path.exists() && folder.0.join("new/other").exists(), "what others put there stays");
+        assert!(!path.exists() && folder.0.join("new/other").exists(), "the other file stays");
     }
 }

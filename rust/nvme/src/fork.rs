@@ -1,8 +1,8 @@
 //! Closes a parent's volumes in a forked child.
 //!
 //! A child inherits descriptors, and with them the lock on each device: a worker that outlives a killed parent would
-//! keep the next run out. So every descriptor of ours is closed in the child, which could not use it anyway: the
-//! threads that serve it stayed behind.
+//! keep the next run out. So a fork handler closes every registered descriptor in the child. The child could not use
+//! the volume anyway, because only the parent has the threads that serve it.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, RawFd},
@@ -12,8 +12,8 @@ use std::{
     },
 };
 
-/// Descriptors that are closed in children. Devices, rings and eventfds of all volumes; past it a child merely keeps
-/// what does not fit.
+/// The size of the table of descriptors to close in children. It holds the devices, rings and eventfds of all volumes;
+/// a child keeps descriptors that did not fit.
 const DESCRIPTORS_MAX: usize = 1024;
 const FREE: RawFd = -1;
 
@@ -24,14 +24,16 @@ extern "C" fn in_child() {
     for slot in &DESCRIPTORS {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
-            // SAFETY: close is allowed between fork and exec; what still holds the number here is never used or
-            // dropped again, see `Maker`.
+            // SAFETY: `close` is allowed between fork and exec. No code in the child uses or closes this descriptor
+            // again: `Maker::is_elsewhere` makes every method of a volume fail there, and `Volume::drop` forgets the
+            // devices.
             unsafe { libc::close(descriptor) };
         }
     }
 }
 
-/// While it lives, children of a fork close the descriptor. Drop it before the descriptor is closed.
+/// Registers a descriptor that forked children close. Drop this value before closing the descriptor: another file may
+/// get the same number afterwards.
 #[derive(Debug)]
 pub(crate) struct NotInChildren {
     slot: Option<usize>,
@@ -40,8 +42,8 @@ pub(crate) struct NotInChildren {
 impl NotInChildren {
     pub(crate) fn new(descriptor: BorrowedFd<'_>) -> Self {
         HOOK.call_once(|| {
-            // SAFETY: the handler touches atomics and calls close, both allowed after fork in a threaded process; it
-            // is a function of this library, which is never unloaded.
+            // SAFETY: `in_child` only accesses atomics and calls `close`; both are allowed after a fork in a threaded
+            // process. It is a function of this library, which is never unloaded.
             let failed = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             assert_eq!(failed, 0, "pthread_atfork has no memory left");
         });

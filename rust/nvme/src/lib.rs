@@ -1,8 +1,8 @@
-//! Direct I/O on files and raw block devices: the speed of the disk, and no silent byte.
+//! Direct I/O on files and raw block devices: runs at the disk's speed and reports every failed or short transfer.
 //!
 //! A [`Volume`] is one address space over one or several devices. [`Volume::read`] and [`Volume::write`] take a
-//! [`Buffer`] by value, a [`Lease`](memascend_mem::Lease) for one, and return a [`Ticket`] at once; the buffer comes
-//! back when the kernel is done with it. [`Volume::flush`] makes what was written last.
+//! [`Buffer`] by value, for example a [`Lease`](memascend_mem::Lease), and return a [`Ticket`] at once. The ticket
+//! returns the buffer once the kernel has finished with it. [`Volume::flush`] makes earlier writes durable.
 //!
 //! ```
 //! use memascend_nvme::{Options, Volume};
@@ -19,9 +19,10 @@
 //! # Ok::<(), memascend_nvme::Error>(())
 //! ```
 //!
-//! How it works: an *operation* is cut into *requests* of at most [`REQUEST_BYTES_MAX`] on one device each. A *backend*
-//! carries requests: a thread that owns an `io_uring`, or a few threads with `pread` and `pwrite`. What an answer means
-//! (short transfers, errors) is decided in one place for all of them. What is not aligned goes through chunks.
+//! How it works: a volume cuts each *operation* into *requests* of at most [`REQUEST_BYTES_MAX`] bytes, each for one
+//! device. A *backend* sends requests to the devices: either a thread that owns an `io_uring`, or a few threads that
+//! call `pread` and `pwrite`. `request.rs` interprets results (short transfers, errors) for all backends. Unaligned
+//! transfers are copied through aligned chunks.
 
 mod align;
 mod backend;

@@ -1,4 +1,4 @@
-//! Locks each file or device for one user, and names whoever has it.
+//! Locks each file or device for one user; the error for a second user names the holder.
 
 use std::{
     fs::{self, File},
@@ -15,12 +15,13 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// Locks the file against every other opener of ours. The lock goes with the descriptor.
+/// Locks the file exclusively with `flock`; other processes that call this function cannot lock it. Closing the
+/// descriptor releases the lock.
 pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            // Also a file system without locks: nothing to go by, and nothing that could be done about it.
+            // A file system without locks counts as locked: nothing else could detect a second user.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::WOULDBLOCK) if patience.is_left_for(file) => {}
@@ -30,12 +31,12 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     }
 }
 
-/// How long to wait for what a killed process still has in flight: the kernel keeps a device open, and its lock, until
-/// the last transfer is over. Longer than that takes, short for whoever waits for the error.
+/// How long `lock` waits for a killed process that still has transfers in flight: the kernel keeps its device open and
+/// locked until the last transfer ends. Longer than such transfers take, yet short for a user who waits for the error.
 const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
 const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
 
-/// Patience with holders that are dead.
+/// Limits how long an opener waits for dead lock holders. The time starts with `new`.
 pub(crate) struct Patience(Instant);
 
 impl Patience {
@@ -43,9 +44,9 @@ impl Patience {
         Self(Instant::now())
     }
 
-    /// Waits a moment if it is worth while.
+    /// Returns true, after a short sleep, if the file's holder is dead and [`DEAD_HOLDER_WAIT`] has not passed.
     pub(crate) fn is_left_for(&self, file: &File) -> bool {
-        // The kernel forgets the number of a holder that has ended, and has none for one in another container.
+        // `/proc/locks` has no pid for a holder that has ended, nor for a holder in another container.
         let dead = holder(file).is_none_or(|pid| !alive(pid));
         let left = dead && self.0.elapsed() < DEAD_HOLDER_WAIT;
         if left {
@@ -55,20 +56,20 @@ impl Patience {
     }
 }
 
-/// Whether the process runs. One that ended and was not waited for yet (a zombie) does not.
+/// True if the process runs. A zombie (ended, but its parent has not waited for it) does not run.
 fn alive(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    // pid (name) state ...; the name may hold anything.
+    // The line is `pid (name) state ...`, and the name may contain any character, `)` too.
     stat.rsplit_once(')').is_none_or(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Lets go of the lock now, whoever else still refers to the open file: a ring that is being taken apart, say.
+/// Releases the lock at once, even if another reference keeps the open file alive, such as a ring in teardown.
 pub(crate) fn unlock(file: &File) {
-    // Fails only where there was no lock.
+    // `flock` fails here only if the file was not locked.
     let _ = flock(file, FlockOperation::Unlock);
 }
 
-/// The error that says who has it.
+/// Returns the error that names the process which holds the lock.
 pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
     let own = std::process::id();
     let why = match holder(file) {
@@ -82,7 +83,7 @@ pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
     Error::refused(path, libc::EBUSY, why)
 }
 
-/// Who holds a lock on the file, from `/proc/locks`.
+/// Returns the pid of the process that holds a lock on the file, from `/proc/locks`.
 fn holder(file: &File) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let device = metadata.dev();
@@ -91,11 +92,12 @@ fn holder(file: &File) -> Option<u32> {
     holder_in(&locks, &place)
 }
 
-/// The pid of the lock at `place` (major:minor:inode). Blocked waiters have a `->` before their fields.
+/// Returns the pid of the lock at `place` (major:minor:inode). Lines of blocked waiters have a `->` before their
+/// fields, so they do not match.
 fn holder_in(locks: &str, place: &str) -> Option<u32> {
     locks.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        // 1: FLOCK ADVISORY WRITE 1234 fd:00:131 0 EOF
+        // A line reads: `1: FLOCK ADVISORY WRITE 1234 fd:00:131 0 EOF`
         let &[_, "FLOCK", _, _, pid, at, ..] = fields.as_slice() else { return None };
         if at == place { pid.parse().ok().filter(|&pid| pid > 0) } else { None }
     })

@@ -1,4 +1,4 @@
-//! Tracks one operation on a volume: what it moves, how much is open, and who waits for it.
+//! Tracks one operation on a volume: the bytes it moves, how many are unfinished, its result and its waiters.
 
 use std::{
     any::Any,
@@ -20,11 +20,11 @@ use crate::{
     traffic::{Begun, Hold, Traffic},
 };
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
-    /// `durable`: done only when the bytes are on the medium (`RWF_DSYNC`).
+    /// `durable`: done only once the bytes are on the medium (`RWF_DSYNC`).
     Write {
         durable: bool,
     },
@@ -45,46 +45,46 @@ impl Kind {
     }
 }
 
-/// The order in which waiting requests are given to the devices. What a device has already is not called back, so a
-/// request of the first lane waits for at most the queue depth.
+/// The order in which a backend sends waiting requests to the devices. A request that a device already has is not
+/// recalled, so a request of the first lane waits for at most the queue depth.
 ///
-/// Nothing ages from the second lane into the first: whoever uses the first bounds what is in it. Prefetched units are
-/// bounded by the memory that they are read into, and each is read once for the computation that needs it, so between two
-/// of them the second lane always has its turn.
+/// Requests do not age from the second lane into the first: callers of the first lane must bound its load. Prefetched
+/// units are bounded by the memory that they are read into, and each is read once for the computation that needs it, so
+/// the second lane has its turn between two of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
-    /// What somebody waits for, or soon will.
+    /// Requests that a caller waits for, or will wait for soon.
     First,
-    /// Everything else.
+    /// All other requests.
     #[default]
     Second,
 }
 
-/// What all operations of a volume share.
+/// State that all operations of a volume share.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) maker: Maker,
     pub(crate) paths: Box<[Arc<Path>]>,
     pub(crate) striping: Striping,
-    /// What offsets and lengths on a device must be multiples of.
+    /// Offsets and lengths on a device must be multiples of this many bytes.
     pub(crate) block_bytes: usize,
-    /// What addresses must be multiples of.
+    /// Addresses must be multiples of this many bytes.
     pub(crate) memory_align: usize,
     pub(crate) traffic: Traffic,
     pub(crate) stats: Mutex<VolumeStats>,
-    /// The failure of a write whose ticket was dropped; the next flush or the close reports it.
+    /// The failure of a write whose ticket was dropped. The next flush, or `close`, reports it.
     pub(crate) unclaimed: Mutex<Option<Error>>,
-    /// The first failed flush. What the kernel lost then it will not write again, so no later flush may succeed.
+    /// The first failed flush or durable write. The kernel does not write that data again, so every later flush fails.
     pub(crate) flush_failed: Mutex<Option<Error>>,
 }
 
-/// Where an operation's bytes are in memory.
+/// The address of an operation's bytes in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Address(pub(crate) *mut u8);
 
-// SAFETY: an address; who may touch the bytes is the contract of `Buffer`.
+// SAFETY: `Address` is a number. The contract of `Buffer` says who may access the bytes.
 unsafe impl Send for Address {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Address {}
 
 impl Address {
@@ -112,20 +112,20 @@ impl Context {
         })
     }
 
-    /// Refuses to work in a forked child.
+    /// Fails in a forked child.
     pub(crate) fn check_process(&self) -> Result<()> {
         if self.maker.is_elsewhere() { Err(Error::Forked) } else { Ok(()) }
     }
 }
 
-/// What an operation gives back at its end.
+/// The registrations that an operation ends when it finishes.
 #[derive(Debug, Default)]
 struct Marks {
-    /// It is a caller's.
+    /// Its number in `traffic`, if a caller began it.
     begun: Option<Begun>,
-    /// On the blocks that it writes.
+    /// The hold on the blocks that it writes.
     hold: Option<Hold>,
-    /// It is a part of another.
+    /// The operation that this one is a part of.
     whole: Option<Arc<Operation>>,
 }
 
@@ -134,17 +134,18 @@ pub(crate) struct Operation {
     pub(crate) context: Arc<Context>,
     pub(crate) kind: Kind,
     pub(crate) lane: Lane,
-    /// Where in the volume.
+    /// Offset in the volume.
     pub(crate) offset: u64,
-    /// What is to be moved; for a flush, the number of devices.
+    /// Bytes to move; for a flush, the number of devices.
     pub(crate) units: u64,
     pub(crate) address: Address,
-    /// Units whose fate is not known yet.
+    /// Units without a result so far.
     open: AtomicU64,
     failed: AtomicBool,
     marks: Marks,
     progress: Guarded<Progress>,
-    /// What must live until the end. The kernel may write to it, so nothing else drops it before.
+    /// The caller's buffer. The kernel may access it until the operation has ended, so the operation keeps it until
+    /// then.
     buffer: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
@@ -152,14 +153,14 @@ pub(crate) struct Operation {
 struct Progress {
     done: bool,
     error: Option<Error>,
-    /// Somebody has seen the error.
+    /// A caller has received the error.
     reported: bool,
-    /// The ticket is gone.
+    /// The ticket was dropped.
     dropped: bool,
 }
 
 impl Operation {
-    /// A caller's operation on `(offset, units)`. `buffer` is what `address` points into.
+    /// Makes a caller's operation on `place`, as (offset, units). `address` points into `buffer`.
     pub(crate) fn new(
         context: &Arc<Context>,
         (kind, lane): (Kind, Lane),
@@ -171,14 +172,16 @@ impl Operation {
         Self::with(context, (kind, lane), place, address, Marks { begun: Some(begun), hold, whole: None }, buffer)
     }
 
-    /// A part of this operation that ends by itself and then counts for it. Releases `hold` at its end.
+    /// Makes a part of this operation, for `range`. When the part ends, it releases `hold` and reports its result to
+    /// this operation.
     pub(crate) fn part(self: &Arc<Self>, range: Range<u64>, hold: Option<Hold>) -> Arc<Self> {
         let at = self.address_of(range.start);
         let marks = Marks { begun: None, hold, whole: Some(Arc::clone(self)) };
         Self::with(&self.context, (self.kind, self.lane), (range.start, range.end - range.start), at, marks, None)
     }
 
-    /// A transfer of its own between `address` and the volume, on behalf of whoever waits for it.
+    /// Makes a transfer between `address` and the volume without a ticket. The copy thread that submits the transfer
+    /// waits for it.
     pub(crate) fn aside(context: &Arc<Context>, what: (Kind, Lane), range: Range<u64>, address: Address) -> Arc<Self> {
         Self::with(context, what, (range.start, range.end - range.start), address, Marks::default(), None)
     }
@@ -206,18 +209,18 @@ impl Operation {
         })
     }
 
-    /// Where in memory the volume's byte at `offset` goes.
+    /// Returns the memory address of the volume's byte at `offset`.
     #[expect(clippy::cast_possible_truncation, reason = "inside the buffer, whose length is a usize")]
     pub(crate) fn address_of(&self, offset: u64) -> Address {
         self.address.plus((offset - self.offset) as usize)
     }
 
-    /// A part has failed already, so the rest need not be tried.
+    /// True once a part has failed: backends skip the remaining requests.
     pub(crate) fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// The fate of `units` is known. The last one ends the operation.
+    /// Records the result of `units`. The last result ends the operation.
     pub(crate) fn landed(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);
@@ -228,7 +231,7 @@ impl Operation {
         }
     }
 
-    /// Ends an operation without units.
+    /// Ends an operation of 0 bytes.
     pub(crate) fn finish_empty(&self) {
         debug_assert_eq!(self.units, 0);
         self.finish();
@@ -238,7 +241,7 @@ impl Operation {
         let context = &*self.context;
         let mut progress = self.progress.lock();
         let error = progress.error.clone();
-        // Before anybody can know that it has ended: whoever then asks finds everything of it settled.
+        // The following steps must be complete before a waiter can see `done`.
         if progress.dropped {
             self.leave_word(&mut progress);
         }
@@ -274,7 +277,7 @@ impl Operation {
         moved.operations += 1;
     }
 
-    /// The error of a write that nobody will ask for is kept for the next flush.
+    /// Keeps the error of a failed write for the next flush, unless a caller has received it.
     fn leave_word(&self, progress: &mut Progress) {
         if self.kind.writes()
             && !progress.reported
@@ -289,7 +292,7 @@ impl Operation {
         self.progress.lock().done
     }
 
-    /// Waits for the end, however it is.
+    /// Waits until the operation has ended, with or without an error.
     pub(crate) fn wait(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.context.check_process()?;
         let what = || match self.kind {
@@ -300,14 +303,14 @@ impl Operation {
         waited.map_err(|ended| Error::of_wait(ended, what))
     }
 
-    /// How it ended, once it has.
+    /// Returns the result once the operation has ended, and marks the error as reported.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
         let mut progress = self.progress.lock();
         progress.reported |= progress.done;
         progress.done.then(|| progress.error.clone().map_or(Ok(()), Err))
     }
 
-    /// The ticket is gone; the operation goes on.
+    /// Records that the ticket was dropped; the operation continues.
     pub(crate) fn ticket_dropped(&self) {
         let mut progress = self.progress.lock();
         progress.dropped = true;
@@ -316,7 +319,7 @@ impl Operation {
         }
     }
 
-    /// The buffer, for whoever knows that the operation is done.
+    /// Returns the buffer. Call it only once the operation has ended.
     pub(crate) fn take_buffer(&self) -> Option<Box<dyn Any + Send>> {
         locked(&self.buffer).take()
     }

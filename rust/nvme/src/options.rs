@@ -1,36 +1,37 @@
-//! How to open a volume, and the bounds of that.
+//! Options for opening a volume, and their bounds.
 
 use crate::{
     BackendChoice, Error, Privacy, Result,
     stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
 };
 
-/// Requests that the kernel has at once, per device, unless the caller says otherwise. Four to eight of 1 MiB are the
-/// peak of a disk; 16 keep requests of 256 KiB and up there too, and cost nothing.
+/// The default number of requests that the kernel has at once, per device. Disks peak at four to eight requests of 1
+/// MiB; 16 also reach the peak with requests of 256 KiB, at no cost.
 pub const QUEUE_DEPTH_DEFAULT: usize = 16;
-/// The most that may be wished for: what `NVMe` drives have per queue.
+/// The largest queue depth: the depth of an `NVMe` queue.
 pub const QUEUE_DEPTH_MAX: usize = 1024;
-/// Devices of one volume. More than any machine holds, few enough that all their rings' entries fit.
+/// The most devices of one volume. No machine has more, and their requests fit into one ring.
 pub const DEVICES_MAX: usize = 32;
 
-/// How to open a volume. The default takes what is there.
+/// Options for opening a volume. The defaults open existing devices at their full size.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Bytes of the volume. `None` takes what is there; a new file needs it, a larger one grows files.
+    /// Bytes of the volume. `None` takes the size of the devices; a new file needs a size. Files grow to a larger one.
     pub size_bytes: Option<u64>,
-    /// Requests that the kernel has at once, per device; [`QUEUE_DEPTH_DEFAULT`].
+    /// The most requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: Option<usize>,
-    /// The width of a stripe; [`STRIPE_BYTES_DEFAULT`]. The same at every open, or the bytes are elsewhere.
+    /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Every open of a volume must use the same one,
+    /// else offsets map to other places.
     pub stripe_bytes: Option<u64>,
-    /// Which backend.
+    /// The backend to use.
     pub backend: BackendChoice,
-    /// Whether files become private, and why; `None` leaves the modes of those that are there.
+    /// Restricts access to files to their owner; `None` keeps the permissions of existing files.
     pub private: Option<Privacy>,
 }
 
 impl Options {
-    /// Checks what can be checked without a device: queue depth and stripe.
+    /// Returns (queue depth, stripe bytes), or an error for an option that is wrong for every device.
     pub(crate) fn checked(&self) -> Result<(usize, u64)> {
         let queue_depth = self.queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT);
         if !(1..=QUEUE_DEPTH_MAX).contains(&queue_depth) {

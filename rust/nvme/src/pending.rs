@@ -1,4 +1,5 @@
-//! Gives a new file its name once it is filled: until then it has another one, which the next process takes over.
+//! Keeps a new file under a pending name until it is filled, then renames it. The next process replaces a pending file
+//! that a killed process left.
 
 use std::{
     fs::{self, File},
@@ -15,25 +16,26 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// What follows a file's own name in its pending one.
+/// The suffix that a file's pending name adds to its own name.
 pub const PENDING_SUFFIX: &str = ".new";
 
-/// Whether the file with a pending name is what a killed process left, which nobody needs; why not.
+/// Checks whether the file at a pending name is a killed process's unfilled file, which may be removed. `Err` says why
+/// it is not.
 pub type IsLeft = fn(&Path) -> std::result::Result<(), String>;
 
-/// Which name an open file has.
+/// The name under which an open file is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Name {
-    /// That of its path.
+    /// The path that the caller gave.
     Own,
-    /// The one beside that which it has until it is filled.
+    /// The path with [`PENDING_SUFFIX`], until the file is filled.
     Pending,
-    /// None, on purpose.
+    /// None: the caller removes the name.
     Removed,
 }
 
 impl Name {
-    /// Where a file of this name is whose own path is `own`.
+    /// Returns the path of a file with this name, whose own path is `own`; `None` for a removed name.
     pub(crate) fn path(self, own: &Path) -> Option<PathBuf> {
         match self {
             Self::Own => Some(own.to_owned()),
@@ -47,20 +49,20 @@ impl Name {
     }
 }
 
-/// What became of the name of an open file.
+/// How an open file lost its name or its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lost {
     /// The file has no name any more.
     Deleted,
-    /// The file has another name, or none; nothing is at its path.
+    /// The path names no file; the open file still has another name.
     Moved,
-    /// Something else is at its path.
+    /// The path names another file.
     Replaced,
-    /// It is shorter than the device that it is.
+    /// The file is shorter than its size when it was opened.
     Truncated,
 }
 
-/// Whether `path` still names the open file; what became of it where not. Says nothing where that cannot be seen.
+/// Returns how `path` stopped naming the open file; `None` if it still names it, or if that cannot be determined.
 pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     let ours = file.metadata().ok()?;
     match fs::metadata(path) {
@@ -72,20 +74,21 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     }
 }
 
-/// Whether a locked file is the one to go on with, under the name that it has. Otherwise it had a pending name in vain,
-/// has lost that here, and all is to be looked at again.
+/// True if `claim` may continue with this locked file. Otherwise removes a pending file that is of no use, and `claim`
+/// must open again.
 pub(crate) fn has_its_name(path: &Path, (file, name, is_new): (&File, Name, bool), is_left: IsLeft) -> Result<bool> {
     let Some(pending) = Name::Pending.path(path) else { return Ok(true) };
     let remove = || fs::remove_file(&pending).map_err(|error| Error::system(&Arc::from(&*pending), "unlink", &error));
     if name == Name::Own {
-        // A process that was killed between link and unlink left both names.
+        // A process that was killed between link and unlink left both names: remove the pending one.
         if file.metadata().is_ok_and(|ours| ours.nlink() > 1) && is_at(&pending, file) {
             remove()?;
         }
         return Ok(true);
     }
     if is_there(path) {
-        // Whoever filled it has just given it its name, or something else has that.
+        // Another process has just renamed its filled file to `path`, or created another file there. Remove our new
+        // file.
         if is_new {
             remove()?;
         }
@@ -96,27 +99,28 @@ pub(crate) fn has_its_name(path: &Path, (file, name, is_new): (&File, Name, bool
     }
     if let Err(why) = is_left(&pending) {
         let why = format!(
-            "a new store has this name until its first commit, and what is there is no store that was never filled \
+            "a new store has this name until its first commit, and this file is not an unfilled store \
              ({why}); nothing was changed: move it away, or choose another path for the store"
         );
         return Err(Error::refused(&Arc::from(&*pending), libc::EEXIST, why));
     }
-    // Never truncated: the file may be another user's, or have a second name.
+    // Removed and not truncated: the file may belong to another user, or have a second name.
     remove().map(|()| false)
 }
 
-/// Whether anything has this name, a link that leads nowhere, too.
+/// True unless nothing has this name. A dangling link counts.
 pub(crate) fn is_there(path: &Path) -> bool {
     !matches!(fs::symlink_metadata(path), Err(error) if error.kind() == io::ErrorKind::NotFound)
 }
 
-/// Whether a path is seen to name the open file.
+/// True if `path` names the open file; false if it does not, or if either lookup fails.
 fn is_at(path: &Path, file: &File) -> bool {
     let same = |ours: fs::Metadata, there: fs::Metadata| (there.dev(), there.ino()) == (ours.dev(), ours.ino());
     file.metadata().is_ok_and(|ours| fs::metadata(path).is_ok_and(|there| same(ours, there)))
 }
 
-/// Gives a file with a pending name its own one, the path `place`, which `path` means, too.
+/// Renames a file from the pending name of `place` to `place`. `path` is the same place as the caller spelled it, for
+/// errors.
 pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<()> {
     let Some(pending) = Name::Pending.path(place) else { return Ok(()) };
     if lost(&pending, file).is_some() {
@@ -128,7 +132,7 @@ pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<(
     }
     match rename_new(&pending, place) {
         Ok(()) => Ok(()),
-        // Some network file systems do a thing twice, and say that the second time failed.
+        // Some network file systems repeat a rename and report the failure of the repetition.
         Err(_) if is_at(place, file) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let why = "another file took this name while the new store was being filled; that file was not touched: \
@@ -139,20 +143,21 @@ pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<(
     }
 }
 
-/// Renames a file where nothing has the new name.
+/// Renames a file, and fails if `to` exists.
 fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // The file system does not know the flag, or the kernel or a sandbox does not know the call.
+        // The file system does not support the flag, or the kernel or a sandbox does not support the call.
         Err(Errno::INVAL | Errno::NOSYS | Errno::PERM) => link_new(from, to),
         result => Ok(result?),
     }
 }
 
-/// The same by link and unlink, and where a file has one name alone by a rename that is not safe from others.
+/// Renames a file by link and unlink, and fails if `to` exists. On a file system without hard links it checks and
+/// renames, so a file that another process creates in between is overwritten.
 fn link_new(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Ok(()) => {
-            // Should that fail: whoever opens the file by its own name takes the other one away.
+            // If the unlink fails, `has_its_name` removes the pending name when the file is opened next.
             drop(fs::remove_file(from));
             Ok(())
         }
@@ -175,10 +180,10 @@ mod tests {
     };
     use std::os::unix::fs::FileExt;
 
-    /// Files that begin so are left ones.
+    /// The test's `is_left` takes files that begin with this text for unfilled ones.
     const LEFT: &str = "left";
 
-    /// The file at a path, or one with a pending name.
+    /// Claims the file at `path`, or a new one under its pending name.
     fn pending(path: &Arc<Path>, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
         let is_left = |at: &Path| match fs::read_to_string(at) {
             Ok(text) if text.is_empty() || text.starts_with(LEFT) => Ok(()),
@@ -208,7 +213,7 @@ mod tests {
         assert!(refused.is_err_and(|error| error.to_string().starts_with(&*path.to_string_lossy())), "its own name");
         drop(alive.write_all_at(LEFT.as_bytes(), 0));
         drop(alive);
-        // A copy of it with a name of its own is not touched.
+        // A hard link with another name keeps its content.
         drop(fs::hard_link(folder.0.join("file.new"), folder.0.join("copy")));
         let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(undo.is_new() && name == Name::Pending && file.metadata().is_ok_and(|file| file.len() == 0));
@@ -227,7 +232,7 @@ mod tests {
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
         assert_eq!(fs::read_to_string(folder.0.join("file.new")).unwrap_or_default(), "theirs");
         drop(fs::remove_file(folder.0.join("file.new")));
-        // Neither the name of a link that leads nowhere, nor what it would lead to.
+        // A dangling link keeps its name, and no file is created at its target.
         for link in ["file", "file.new"] {
             drop(std::os::unix::fs::symlink(folder.0.join("nowhere"), folder.0.join(link)));
             let refused = pending(&path, &mut || {}).map(drop);
@@ -241,7 +246,7 @@ mod tests {
     fn of_two_that_race_for_a_name_one_gets_it() {
         let folder = Folder::new("race");
         let path = folder.path();
-        // While this one opens the pending file, the other one fills that and names it.
+        // While `late` opens the pending file, the winner fills that file and renames it.
         let mut winner = None;
         let late = pending(&path, &mut || {
             if winner.is_none() {
@@ -256,7 +261,7 @@ mod tests {
         assert_eq!(names(&folder), ["file"]);
         let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(name == Name::Own && !undo.is_new() && lost(&path, &file).is_none());
-        // Whoever makes a pending file when there is one of the own name by then takes that away again.
+        // A process that creates a pending file while another file takes the own name removes its pending file.
         drop((file, fs::rename(&path, folder.0.join("elsewhere"))));
         let mut turn = 0;
         let (_file, _, name) = pending(&path, &mut || {
@@ -282,7 +287,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap_or_default(), "theirs");
         undo.carry_out(&folder.0.join("file.new"), &file);
         assert_eq!(names(&folder), ["file"]);
-        // What lost its pending name takes no other.
+        // A file that lost its pending name is not renamed.
         drop(fs::remove_file(&path));
         let (file, _, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         drop(fs::rename(folder.0.join("file.new"), folder.0.join("elsewhere")));
@@ -300,7 +305,7 @@ mod tests {
         assert!(link_new(&folder.0.join("file.new"), &path).is_ok());
         assert_eq!((names(&folder), lost(&path, &file)), (vec!["file".to_owned()], None));
         drop(file);
-        // Killed between link and unlink.
+        // As if a process was killed between link and unlink.
         drop(fs::hard_link(&path, folder.0.join("file.new")));
         let (_file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(name == Name::Own && !undo.is_new());

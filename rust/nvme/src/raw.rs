@@ -1,4 +1,4 @@
-//! Opens raw block devices exclusively, and only if they hold nobody's data.
+//! Opens raw block devices exclusively, and rejects those with foreign data.
 
 use std::{
     fs::{self, File},
@@ -19,13 +19,13 @@ use crate::{
     signature::{self, EDGE_BYTES, Edges},
 };
 
-/// `BLKROGET`, `BLKGETSIZE64`: whether a device is read-only, and its size.
+/// ioctls: `BLKROGET` returns whether a device is read-only, `BLKGETSIZE64` its size.
 const BLKROGET: libc::c_ulong = 0x125e;
 const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
-/// What the edges are read in: satisfies the direct I/O of every device.
+/// Alignment for reading the edges of a device: satisfies the direct I/O of every device.
 const EDGE_ALIGN: usize = 4096;
 
-/// Opens a device so that nobody else can, and locks it.
+/// Opens a device with `O_EXCL` and locks it, so that no other process can mount or open it that way.
 pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     let patience = Patience::new();
     let file = loop {
@@ -42,7 +42,7 @@ pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Why an exclusive open was refused with EBUSY.
+/// Returns the error that says who uses the device, after an exclusive open failed with EBUSY.
 fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,
@@ -61,16 +61,16 @@ fn busy(path: &Arc<Path>) -> Error {
     }
 }
 
-/// The size of the device, if it may be written to.
+/// Returns the size of the device in bytes; an error if it is read-only or empty.
 pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
     let mut read_only: libc::c_int = 0;
-    // SAFETY: BLKROGET writes an int.
+    // SAFETY: `BLKROGET` writes an int, and `read_only` is one.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
     if result == 0 && read_only != 0 {
         return Err(Error::refused(path, libc::EROFS, "the device is read-only; see `blockdev --setrw`"));
     }
     let mut bytes: u64 = 0;
-    // SAFETY: BLKGETSIZE64 writes a u64.
+    // SAFETY: `BLKGETSIZE64` writes a u64, and `bytes` is one.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) };
     if result != 0 {
         return Err(Error::system(path, "BLKGETSIZE64", &io::Error::last_os_error()));
@@ -85,7 +85,7 @@ pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
     Ok(bytes)
 }
 
-/// Refuses a device that carries a signature.
+/// Fails if the device carries a signature of foreign data.
 pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -> Result<()> {
     let edge = EDGE_BYTES.min(usize::try_from(device_bytes).unwrap_or(EDGE_BYTES));
     let first = read(file, path, 0, edge)?;
@@ -103,7 +103,7 @@ pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -
     }
 }
 
-/// Reads through whatever kind of descriptor this is: into an aligned part of a larger buffer.
+/// Reads `nbytes` at any offset. Uses an aligned part of a larger buffer, because `file` may use direct I/O.
 fn read(file: &File, path: &Arc<Path>, offset: u64, nbytes: usize) -> Result<Vec<u8>> {
     let start = offset / EDGE_ALIGN as u64 * EDGE_ALIGN as u64;
     let skip = usize::try_from(offset - start).unwrap_or(0);

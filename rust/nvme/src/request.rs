@@ -10,21 +10,22 @@ use crate::{
     operation::{Address, Kind, Operation},
 };
 
-/// The largest request. At 1 MiB every disk measured is at its peak; larger ones gained nothing and lose the L3 cache.
+/// The largest request, in bytes. Every measured disk reaches its peak at 1 MiB; larger requests gain nothing and miss
+/// the L3 cache.
 pub const REQUEST_BYTES_MAX: usize = 1 << 20;
-/// How often a request is made again for one answer that is no answer (EINTR, EAGAIN, ENOMEM): with the pause below
-/// at least two seconds, after which the machine is not short of memory for a moment but out of it.
+/// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] that takes about two seconds; a
+/// shortage of memory that lasts longer is not a momentary one.
 const TRIES_MAX: u32 = 2_000;
-/// Tries before each next one is preceded by a pause of [`PAUSE`].
+/// Retries without a pause. Each later retry follows a pause of [`PAUSE`].
 const TRIES_AT_ONCE: u32 = 8;
-/// Long enough for memory to be reclaimed, short against any timeout.
+/// Long enough for the kernel to reclaim memory, short beside any timeout.
 pub(crate) const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
 
-/// An operation, or a part of it, that has requests left to be made.
+/// An operation, or a part of one, that is being cut into requests.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) operation: Arc<Operation>,
-    /// Units of it that are requests already.
+    /// Units that have been cut into requests.
     cut: u64,
 }
 
@@ -33,7 +34,7 @@ impl Job {
         Self { operation, cut: 0 }
     }
 
-    /// The next request, `None` when there are no more.
+    /// Cuts off the next request; `None` if none is left.
     #[expect(clippy::cast_possible_truncation, reason = "at most REQUEST_BYTES_MAX, or the index of a device")]
     pub(crate) fn next_request(&mut self) -> Option<Request> {
         let operation = &self.operation;
@@ -42,7 +43,7 @@ impl Job {
             return None;
         }
         if operation.is_failed() {
-            // Nobody can use the rest of it.
+            // The caller receives the error of the part that failed: skip the rest.
             self.cut = operation.units;
             operation.landed(left, Ok(()));
             return None;
@@ -62,7 +63,7 @@ impl Job {
     }
 }
 
-/// Jobs: those of the first lane before those of the second, and within a lane in the order in which they came.
+/// Queued jobs: all jobs of the first lane before those of the second, in the order of `push` within a lane.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
     first: VecDeque<Job>,
@@ -94,15 +95,15 @@ impl Jobs {
     }
 }
 
-/// What one device is asked for at once.
+/// A transfer or flush on one device.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) device: usize,
     pub(crate) kind: Kind,
-    /// On the device, of what is still to be moved.
+    /// Device offset of the bytes still to be moved.
     pub(crate) offset: u64,
     pub(crate) address: Address,
-    /// What is still to be moved.
+    /// Bytes still to be moved.
     pub(crate) bytes: usize,
     asked_bytes: usize,
     tries: u32,
@@ -110,12 +111,12 @@ pub(crate) struct Request {
     settled: bool,
 }
 
-/// What an answer means.
+/// What the backend must do after a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// Its operation knows the result.
+    /// Nothing: the operation has the result.
     Settled,
-    /// Ask for what remains; after a [`PAUSE`] if `pause`.
+    /// Submit the request again, for the bytes that remain; after a [`PAUSE`] if `pause`.
     Again { pause: bool },
 }
 
@@ -133,7 +134,7 @@ impl Request {
         Self { device, kind, offset, address, bytes, asked_bytes: bytes, tries: 0, operation, settled: false }
     }
 
-    /// Takes the device's answer: bytes moved, or an error number.
+    /// Interprets the device's result: bytes moved, or an error number.
     pub(crate) fn answered(&mut self, answer: Result<usize, i32>) -> Fate {
         match answer {
             Err(libc::EINTR | libc::EAGAIN | libc::ENOMEM) if self.tries < TRIES_MAX => {
@@ -147,8 +148,8 @@ impl Request {
         }
     }
 
-    /// Goes on at the last whole block: direct I/O knows no other place. A part of a block again and again, or nothing,
-    /// is the file's end.
+    /// Handles a short transfer: the request continues at the last whole block, because direct I/O needs aligned
+    /// offsets. A read that repeatedly moves less than a block has reached the file's end.
     fn stopped_short(&mut self, moved: usize) -> Fate {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
@@ -200,7 +201,8 @@ impl Request {
 }
 
 impl Drop for Request {
-    /// A request that no device answers, because its backend is going down, is an error and never a hang.
+    /// Answers a request that no device has answered, because its backend is shutting down or has panicked, with
+    /// ECANCELED: a waiter gets an error and does not hang.
     fn drop(&mut self) {
         if !self.settled {
             self.settle(Err(self.failure(libc::ECANCELED)));

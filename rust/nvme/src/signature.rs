@@ -1,11 +1,11 @@
 //! Detects foreign data on a block device: file systems, partition tables, LVM, RAID, encryption.
 //!
-//! A device that carries such a signature is refused; whoever means it runs `wipefs`.
+//! A device with such a signature is rejected. A user who does not need the data runs `wipefs` first.
 
-/// Bytes at each end of a device that signatures are looked for in.
+/// Bytes at each end of a device that are searched for signatures.
 pub(crate) const EDGE_BYTES: usize = 256 << 10;
 
-/// A signature at a fixed place from the start.
+/// A signature at a fixed offset from the start of the device.
 struct Magic {
     what: &'static str,
     offset: usize,
@@ -16,7 +16,7 @@ const fn magic(what: &'static str, offset: usize, bytes: &'static [u8]) -> Magic
     Magic { what, offset, bytes }
 }
 
-/// Signatures long enough that chance does not produce them: four bytes or more.
+/// Signatures at fixed offsets. Each has at least four bytes, so random data does not match.
 const AT_START: &[Magic] = &[
     magic("an XFS file system", 0, b"XFSB"),
     magic("a btrfs file system", 0x1_0040, b"_BHRfS_M"),
@@ -65,7 +65,7 @@ const BEFORE_END: &[(&str, usize, &[u8])] = &[
     ("a RAID member (Intel)", 1024, b"Intel Raid ISM Cfg Sig. "),
 ];
 
-/// The first and the last [`EDGE_BYTES`] of a device (or all of it, twice, if it is smaller), and its size.
+/// The first and the last [`EDGE_BYTES`] of a device, and its size. Both slices hold the whole device if it is smaller.
 #[derive(Debug)]
 pub(crate) struct Edges<'a> {
     pub(crate) first: &'a [u8],
@@ -73,7 +73,7 @@ pub(crate) struct Edges<'a> {
     pub(crate) device_bytes: u64,
 }
 
-/// What the device holds, if it is known.
+/// Returns what the device holds, if a signature is found.
 pub(crate) fn find(edges: &Edges<'_>) -> Option<&'static str> {
     let Edges { first, last, .. } = *edges;
     AT_START
@@ -104,8 +104,8 @@ fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
     bytes.get(offset..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// The superblock of ext has two bytes of magic only, so its neighbours must make sense too: data of ours with the same
-/// two bytes there must open again.
+/// True if `first` has an ext superblock. Its magic has only two bytes, so the fields beside it must be plausible too:
+/// a store of memascend with the same two bytes must open.
 fn ext(first: &[u8]) -> bool {
     const SUPERBLOCK: usize = 1024;
     let word = |offset| u32_at(first, SUPERBLOCK + offset);
@@ -117,7 +117,8 @@ fn ext(first: &[u8]) -> bool {
         && half(0x3a).is_some_and(|state| state <= 7)
 }
 
-/// A boot sector: two bytes of magic, so the four entries must make sense and one must be used.
+/// True if `first` is a boot sector with partitions. Its magic has only two bytes, so all four entries must be
+/// plausible and one must be in use.
 fn partitioned(first: &[u8]) -> bool {
     let entry = |index: usize| first.get(446 + index * 16..462 + index * 16);
     let entries: Option<Vec<&[u8]>> = (0..4).map(entry).collect();
@@ -127,7 +128,8 @@ fn partitioned(first: &[u8]) -> bool {
     holds(first, 510, b"\x55\xaa") && entries.iter().all(sound) && entries.iter().any(used)
 }
 
-/// md with metadata at the end: version 0.90 in the last whole 64 KiB but one, 1.0 at least 8 KiB before the end.
+/// True if md metadata is at the end: version 0.90 in the last whole 64 KiB but one, version 1.0 at least 8 KiB before
+/// the end.
 fn raid_at_end(edges: &Edges<'_>) -> bool {
     const MAGIC: &[u8] = b"\xfc\x4e\x2b\xa9";
     let size = edges.device_bytes;
@@ -140,7 +142,7 @@ fn raid_at_end(edges: &Edges<'_>) -> bool {
     [version_0, version_1].into_iter().flatten().filter_map(before_end).any(|offset| holds(edges.last, offset, MAGIC))
 }
 
-/// ZFS has rings of uberblocks, 1 KiB apart, in the second half of each 256 KiB label.
+/// True if `edge` has a ZFS uberblock. Each label of 256 KiB has a ring of them in its second half, 1 KiB apart.
 fn zfs(edge: &[u8]) -> bool {
     const RING: usize = 128 << 10;
     (RING..EDGE_BYTES).step_by(1024).any(|offset| {

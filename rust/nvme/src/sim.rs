@@ -1,8 +1,8 @@
 //! Simulates devices with faults: short transfers, delays, reordering, errors, torn writes, power loss.
 //!
-//! What no real device does on demand, and what only a simulated one shows: which writes survive a loss of power when
-//! nothing was flushed. Everything above the backend is the real thing. The same seed gives the same decisions; which
-//! request they fall on depends on when requests come.
+//! Tests use simulated devices for faults that no real device produces on demand, and to see which unflushed writes
+//! survive a power loss. All code above the backend is the code of real volumes. One seed yields one sequence of
+//! decisions; which requests these apply to depends on the timing of the caller.
 
 use std::{
     path::{Path, PathBuf},
@@ -23,21 +23,21 @@ use crate::{
     volume::Parts,
 };
 
-/// What a simulated device takes at once without tearing.
+/// Bytes that a simulated device writes without tearing.
 pub const SECTOR_BYTES: usize = 512;
 
-/// A small generator of numbers (`SplitMix64`): no test needs more.
+/// A small pseudo-random generator (`SplitMix64`).
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// One for a seed.
+    /// Makes a generator from a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -46,38 +46,38 @@ impl Rng {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`, which is not 0.
+    /// Returns a number below `bound`, which must not be 0.
     #[expect(clippy::cast_possible_truncation, reason = "below a usize")]
     pub fn below(&mut self, bound: usize) -> usize {
         (self.bits() % bound as u64) as usize
     }
 
-    /// True `per_mille` times in a thousand.
+    /// Returns true with a probability of `per_mille` in 1,000.
     pub fn chance(&mut self, per_mille: u32) -> bool {
         self.bits() % 1000 < u64::from(per_mille)
     }
 }
 
-/// What goes wrong, each so many times in a thousand requests.
+/// The faults of a simulated device. Frequencies are per 1,000 requests.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// What the decisions are drawn from.
+    /// Seed of all decisions.
     pub seed: u64,
-    /// Transfers that move a part only.
+    /// Frequency of transfers that move only a part.
     pub short: u32,
-    /// Answers that are none: EINTR, EAGAIN, ENOMEM.
+    /// Frequency of temporary failures: EINTR, EAGAIN, ENOMEM.
     pub temporary: u32,
-    /// Errors, each on one kind of action. A write that fails may have been done in part, sector by sector.
+    /// Errors as (action, error number, frequency). A write that fails may have written a part of its bytes.
     pub errors: Vec<(Action, i32, u32)>,
-    /// The longest time that an answer takes.
+    /// The longest delay of an answer; each delay is random.
     pub delay: Duration,
-    /// Requests are answered in any order, not in the order in which they came.
+    /// Answers requests in random order.
     pub reorder: bool,
-    /// After so many requests the power is gone: every later one fails with ENXIO and does nothing.
+    /// The power fails after so many requests: each later one fails with ENXIO and has no effect.
     pub dies_after: Option<u64>,
 }
 
-/// A device in memory. Clones are the same device.
+/// A device in memory. Clones refer to the same device.
 #[derive(Debug, Clone)]
 pub struct SimDisk {
     state: Arc<Mutex<Medium>>,
@@ -85,51 +85,51 @@ pub struct SimDisk {
 
 #[derive(Debug)]
 struct Medium {
-    /// What a read sees.
+    /// The bytes that a read returns.
     cached: Vec<u8>,
-    /// What survives.
+    /// The bytes that survive a power loss for certain.
     durable: Vec<u8>,
-    /// Writes since the last flush, in the order in which they were done.
+    /// Writes since the last flush, as (offset, bytes), in the order in which they were done.
     unflushed: Vec<(usize, Vec<u8>)>,
-    /// Operations on its volume, as (what, where), in the order in which they began.
+    /// Operations on the device's volume, as (action, offset), in the order in which they began.
     operations: Vec<(Action, u64)>,
 }
 
 impl SimDisk {
-    /// A device of `nbytes` zeros.
+    /// Makes a device of `nbytes` zeros.
     #[must_use]
     pub fn new(nbytes: usize) -> Self {
         Self::of(vec![0; nbytes])
     }
 
-    /// A device that holds `bytes`.
+    /// Makes a device that holds `bytes`.
     #[must_use]
     pub fn of(bytes: Vec<u8>) -> Self {
         let medium = Medium { cached: bytes.clone(), durable: bytes, unflushed: Vec::new(), operations: Vec::new() };
         Self { state: Arc::new(Mutex::new(medium)) }
     }
 
-    /// What a read sees now.
+    /// Returns the bytes that a read returns at present.
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         locked(&self.state).cached.clone()
     }
 
-    /// The operations on its volume so far, as (what, where), in the order in which they began.
+    /// Returns the operations on the device's volume so far, as (action, offset), in the order in which they began.
     #[must_use]
     pub fn operations(&self) -> Vec<(Action, u64)> {
         locked(&self.state).operations.clone()
     }
 
-    /// Flips the bits of `mask` in the byte at `offset`, on the medium, behind everybody's back.
+    /// Flips the bits of `mask` in the byte at `offset`, as a fault of the medium: no operation records it.
     pub fn flip(&self, offset: usize, mask: u8) {
         let mut medium = locked(&self.state);
         medium.cached[offset] ^= mask;
         medium.durable[offset] ^= mask;
     }
 
-    /// The device as it may be after a loss of power now: of the writes since the last flush any may be there, in part
-    /// or in whole, whatever their order was.
+    /// Returns the device after a power loss at this moment: each write since the last flush may be present, missing or
+    /// torn, independently of their order.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let medium = locked(&self.state);
@@ -153,7 +153,7 @@ impl SimDisk {
     }
 }
 
-/// Opens simulated devices as one volume. Of `options`, the backend is ignored.
+/// Opens simulated devices as one volume. Ignores `options.backend`.
 pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Volume> {
     let (queue_depth, stripe_bytes) = options.checked()?;
     let smallest = disks.iter().map(SimDisk::len).min().unwrap_or(0);
@@ -276,7 +276,7 @@ impl Driver {
         let sectors = request.bytes / SECTOR_BYTES;
         let short = self.rng.chance(self.faults.short) && sectors > 1;
         let moved = if short || error.is_some() {
-            // Any number of bytes, also one that ends inside a sector.
+            // At least one byte and not all; the number may end inside a sector.
             1 + self.rng.below(request.bytes.max(2) - 1)
         } else {
             request.bytes
@@ -293,11 +293,11 @@ impl Driver {
         match request.kind {
             Kind::Read => {
                 let from = &medium.cached[at..at + moved];
-                // SAFETY: the operation owns `bytes` writable bytes at `address`; `moved` is no more.
+                // SAFETY: the operation owns `request.bytes` writable bytes at `address`, and `moved` is at most that.
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), memory, moved) };
             }
             Kind::Write { durable } => {
-                // SAFETY: as above, readable.
+                // SAFETY: as for the read above; the bytes are readable.
                 let bytes = unsafe { std::slice::from_raw_parts(memory, moved) }.to_vec();
                 medium.cached[at..at + moved].copy_from_slice(&bytes);
                 if durable {

@@ -1,22 +1,22 @@
-//! Counts what a volume does, always.
+//! Counters of a volume's operations, requests and bytes. Every volume keeps them.
 
-/// What was moved in one direction.
+/// Reads or writes of a volume since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moved {
     /// Bytes of the operations that succeeded.
     pub bytes: u64,
     /// Operations that succeeded.
     pub operations: u64,
-    /// Requests that the devices were given for them and for what failed.
+    /// Requests that were sent to the devices, for operations that succeeded and for operations that failed.
     pub requests: u64,
 }
 
-/// What a volume has done since it was opened.
+/// Counters of a volume since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VolumeStats {
-    /// Reads.
+    /// Operations that read.
     pub read: Moved,
-    /// Writes.
+    /// Operations that write.
     pub written: Moved,
     /// Flushes that succeeded.
     pub flushes: u64,
@@ -24,10 +24,10 @@ pub struct VolumeStats {
     pub failed: u64,
     /// Transfers that stopped short and were continued.
     pub continued: u64,
-    /// Requests that the kernel was asked for again (EINTR, EAGAIN, ENOMEM).
+    /// Requests that were sent to the kernel again after EINTR, EAGAIN or ENOMEM.
     pub retried: u64,
-    /// Bytes that went through a chunk because they, or their memory, were not aligned.
+    /// Bytes that were copied through a chunk because their memory or their offset was not aligned.
     pub bounced_bytes: u64,
-    /// Operations begun and not yet done.
+    /// Operations that have begun and not ended.
     pub in_flight: u64,
 }

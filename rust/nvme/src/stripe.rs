@@ -1,23 +1,24 @@
 //! Maps each byte of a volume to its device and offset.
 //!
-//! Stripe `k` of the volume is on device `k % devices`, as that device's stripe `k / devices`. One device has no
-//! stripes: its bytes are the volume's.
+//! Stripe `k` of the volume is on device `k % devices`, as that device's stripe `k / devices`. A volume over one device
+//! has no stripes: its offsets are the device's.
 
-/// The width of a stripe unless the caller says otherwise: one whole request, so that a large transfer keeps every
-/// device busy with requests of the size that is fastest.
+/// The default width of a stripe: one whole request, so that a large transfer keeps every device busy with requests of
+/// the fastest size.
 pub const STRIPE_BYTES_DEFAULT: u64 = 1 << 20;
-/// The bounds of a stripe: below a page every request would be split, above 1 GiB a stripe is no stripe.
+/// The bounds of a stripe's width: below a page every request would be split; above 1 GiB one device would serve most
+/// transfers.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 4096;
 pub(crate) const STRIPE_BYTES_MAX: u64 = 1 << 30;
 
-/// How a volume is spread over its devices.
+/// How the bytes of a volume are spread over its devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Striping {
     devices: u64,
     stripe_bytes: u64,
 }
 
-/// Where a byte is on a device, and how many bytes follow there before the volume goes on elsewhere.
+/// The device and offset of a byte of the volume, and how many bytes of the volume follow it there without a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) device: usize,
@@ -44,13 +45,13 @@ impl Striping {
         }
     }
 
-    /// What every device must hold for a volume of `size_bytes`, or `None` past what a number holds.
+    /// Returns the bytes that each device must hold for a volume of `size_bytes`; `None` on overflow.
     pub(crate) fn device_bytes(self, size_bytes: u64, block_bytes: u64) -> Option<u64> {
         let unit = if self.devices == 1 { block_bytes } else { self.stripe_bytes };
         size_bytes.div_ceil(unit * self.devices).checked_mul(unit)
     }
 
-    /// What a volume holds whose smallest device has `device_bytes`.
+    /// Returns the bytes of a volume whose smallest device has `device_bytes`.
     pub(crate) fn volume_bytes(self, device_bytes: u64, block_bytes: u64) -> u64 {
         let unit = if self.devices == 1 { block_bytes } else { self.stripe_bytes };
         device_bytes / unit * unit * self.devices

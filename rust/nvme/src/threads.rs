@@ -16,10 +16,10 @@ use crate::{
     request::{Fate, Job, Jobs, PAUSE, Request},
 };
 
-/// Threads for one device. Four with requests of 1 MiB reach the ring's bandwidth; each waits in the kernel for most of
-/// its time.
+/// Threads for one device. Four, with requests of 1 MiB, reach the ring's bandwidth; each waits in the kernel most of
+/// the time.
 const THREADS_ONE_DEVICE: usize = 4;
-/// Threads for several devices, where each needs a few requests at a time.
+/// Threads for several devices, each of which needs a few requests at a time.
 const THREADS_SEVERAL_DEVICES: usize = 8;
 
 pub(crate) struct Threads {
@@ -40,7 +40,8 @@ impl Threads {
         for index in 0..most.min(queue_depth * devices.len()) {
             let (queue, devices) = (Arc::clone(&pool.queue), Arc::clone(devices));
             let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
-            // A panic answers the request that it happened in, by dropping it; the others are served as before.
+            // A panic drops the request that caused it, which answers it with an error; then the thread serves the
+            // other requests.
             let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&queue, &devices))).is_err() {};
             pool.threads.push(thread.spawn(served)?);
         }
@@ -51,7 +52,7 @@ impl Threads {
 impl Backend for Threads {
     fn submit(&self, job: Job) {
         self.queue.lock().jobs.push(job);
-        // A job may have requests for several threads; each that takes one wakes the next.
+        // A job may have requests for several threads: each thread that takes one wakes the next.
         self.queue.notify_one();
     }
 }
@@ -96,15 +97,15 @@ fn carry_out(request: &Request, device: &Device) -> Result<usize, i32> {
     let place = libc::iovec { iov_base: request.address.0.cast(), iov_len: request.bytes };
     let offset = i64::try_from(request.offset).map_err(|_| libc::EFBIG)?;
     let moved = match request.kind {
-        // SAFETY: the operation owns the bytes at `address` until its last request is answered.
+        // SAFETY: the operation owns `request.bytes` bytes at `address` until its last request is answered.
         Kind::Read => unsafe { libc::preadv(descriptor, &raw const place, 1, offset) },
-        // SAFETY: as above.
+        // SAFETY: as for the read above.
         Kind::Write { durable: false } => unsafe { libc::pwritev(descriptor, &raw const place, 1, offset) },
         Kind::Write { durable: true } => {
-            // SAFETY: as above.
+            // SAFETY: as for the read above.
             unsafe { libc::pwritev2(descriptor, &raw const place, 1, offset, libc::RWF_DSYNC) }
         }
-        // SAFETY: no memory is involved.
+        // SAFETY: `fdatasync` accesses no memory of ours.
         Kind::Flush => unsafe { libc::fdatasync(descriptor) as isize },
     };
     usize::try_from(moved).map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))

@@ -1,4 +1,4 @@
-//! Tickets: a handle on one operation in flight, to wait for.
+//! Tickets: handles on operations in flight, for waiting.
 
 use std::{fmt, marker::PhantomData, sync::Arc};
 
@@ -6,30 +6,30 @@ use memascend_mem::Wait;
 
 use crate::{Buffer, Error, Result, operation::Operation};
 
-/// An operation in flight. It owns its buffer until the kernel is done with it.
+/// A handle on an operation in flight. The operation owns the buffer until the kernel has finished with it.
 ///
-/// Dropping a ticket does not cancel: the operation goes on, its buffer lives until the end, and if it was a write that
-/// fails, the next [`Volume::flush`](crate::Volume::flush) says so.
+/// Dropping a ticket does not cancel the operation: it continues and keeps its buffer until it ends. If it is a write
+/// that fails, the next [`Volume::flush`](crate::Volume::flush) reports that.
 pub struct Ticket<B> {
     operation: Arc<Operation>,
     buffer: PhantomData<fn() -> B>,
 }
 
-/// How an operation ended, and its buffer.
+/// The result of an operation, and its buffer.
 #[derive(Debug)]
 pub struct Finished<B> {
-    /// What went in. After a failed read its bytes are undefined.
+    /// The buffer that the caller passed in. Its bytes are undefined after a failed read.
     pub buffer: B,
-    /// The bytes moved: all of them, or an error.
+    /// The bytes moved, which are always all bytes; or an error.
     pub result: Result<usize>,
 }
 
-/// An operation that was not begun.
+/// The error of an operation that did not begin, with its buffer.
 #[derive(Debug)]
 pub struct NotBegun<B> {
-    /// What would have gone in.
+    /// The buffer that the caller passed in, untouched.
     pub buffer: B,
-    /// Why not.
+    /// Why the operation did not begin.
     pub error: Error,
 }
 
@@ -38,18 +38,19 @@ impl<B: Buffer> Ticket<B> {
         Self { operation, buffer: PhantomData }
     }
 
-    /// Whether the operation has ended, well or not. Never waits.
+    /// True once the operation has ended, with or without an error. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.operation.context.maker.is_elsewhere() || self.operation.is_done()
     }
 
-    /// Waits for the end. `Ok` says that there is an [`outcome`](Self::outcome), not that it is a good one.
+    /// Waits until the operation has ended. `Ok` means that [`outcome`](Self::outcome) returns a result, which may be
+    /// an error.
     pub fn wait_until(&self, mut wait: Wait<'_>) -> Result<()> {
         self.operation.wait(&mut wait)
     }
 
-    /// How it ended; `None` while it is in flight.
+    /// Returns the bytes moved, or the error; `None` while the operation is in flight.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the length of a buffer is a usize")]
     pub fn outcome(&self) -> Option<Result<usize>> {
@@ -59,7 +60,7 @@ impl<B: Buffer> Ticket<B> {
         self.operation.outcome().map(|outcome| outcome.map(|()| self.operation.units as usize))
     }
 
-    /// The buffer, once the operation has ended and unless it was taken before.
+    /// Returns the buffer once the operation has ended; `None` before, and after the buffer was taken.
     #[must_use]
     pub fn take_buffer(&self) -> Option<B> {
         if !self.is_done() {
@@ -68,10 +69,10 @@ impl<B: Buffer> Ticket<B> {
         self.operation.take_buffer().and_then(|buffer| buffer.downcast().ok()).map(|buffer| *buffer)
     }
 
-    /// Waits for ever and gives the buffer back.
+    /// Waits without a limit, then returns the buffer and the result.
     ///
     /// # Panics
-    /// If the buffer was taken before.
+    /// If `take_buffer` has already returned the buffer.
     #[must_use]
     pub fn wait(self) -> Finished<B> {
         let result = self.wait_until(Wait::forever());
@@ -91,7 +92,7 @@ impl<B> fmt::Debug for Ticket<B> {
 
 impl<B> Drop for Ticket<B> {
     fn drop(&mut self) {
-        // In a forked child the lock may have been copied in the middle of a hold.
+        // In a forked child, another thread of the parent may have held the operation's lock.
         if !self.operation.context.maker.is_elsewhere() {
             self.operation.ticket_dropped();
         }

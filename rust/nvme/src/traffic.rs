@@ -1,9 +1,11 @@
-//! Tracks what is in flight in a volume: overlapping operations wait for each other.
+//! Tracks the operations in flight in a volume, and makes operations on one block wait for each other.
 //!
-//! Three questions are answered here. Has everything ended (close)? Has every write that came before me ended (flush)?
-//! May I read, change and write back this block (a transfer whose end lies inside it)? The last keeps operations on
-//! different bytes of one block from undoing each other: a *shared* hold is on blocks that are written whole, an
-//! *alone* hold on blocks that are read first; an alone hold admits no other beside it.
+//! `close` waits until all operations have ended. A flush waits until the writes that began before it have ended.
+//!
+//! [Note: block holds] A write that covers only a part of a block must read the block, change the part and write the
+//! block back. Two such writes to different bytes of one block would undo each other. So a write of whole blocks takes
+//! a *shared* hold on them, and a write that reads the block first takes an *alone* hold. An alone hold excludes every
+//! other hold on its blocks; shared holds exclude no shared ones.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +16,7 @@ use memascend_mem::{Guarded, Wait};
 
 use crate::{Error, Result};
 
-/// Operations that one volume keeps track of; each costs a few hundred bytes. Far more than any device can use.
+/// The most operations in flight on one volume; each costs a few hundred bytes. Far more than any device can use.
 pub const OPERATIONS_MAX: usize = 1 << 16;
 
 #[derive(Debug, Default)]
@@ -30,11 +32,11 @@ struct Table {
     alone: Vec<(u64, Range<u64>)>,
 }
 
-/// The mark of an operation that has begun.
+/// The number of an operation that has begun, for `Traffic::end`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Begun(u64);
 
-/// The mark of a hold on a range of blocks.
+/// The number of a hold on a range of blocks, for `Traffic::release`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Hold(u64);
 
@@ -58,7 +60,10 @@ fn overlap(left: &Range<u64>, right: &Range<u64>) -> bool {
 }
 
 impl Traffic {
-    /// Enters an operation, unless the volume is closed or full.
+    /// Registers an operation. `writes` says whether a flush must wait for it.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] after `close`; [`Error::TooMany`] at [`OPERATIONS_MAX`] operations.
     pub(crate) fn begin(&self, writes: bool) -> Result<Begun> {
         let mut table = self.0.lock();
         if table.closed {
@@ -82,7 +87,7 @@ impl Traffic {
         });
     }
 
-    /// A hold on blocks that will be written whole, unless one of them is being changed.
+    /// Takes a shared hold; `None` if an alone hold overlaps `range`. See [Note: block holds].
     pub(crate) fn try_hold_shared(&self, range: &Range<u64>) -> Option<Hold> {
         let mut table = self.0.lock();
         if table.alone_overlaps(range) {
@@ -93,7 +98,8 @@ impl Traffic {
         Some(Hold(number))
     }
 
-    /// As above, waiting. Whoever holds waits for the device alone, so this ends.
+    /// Waits until no alone hold overlaps `range`, then takes a shared hold. Holders wait only for the device, so the
+    /// wait ends.
     pub(crate) fn hold_shared(&self, range: &Range<u64>) -> Hold {
         let mut table = self.0.when(|table| !table.alone_overlaps(range));
         let number = table.number();
@@ -101,7 +107,7 @@ impl Traffic {
         Hold(number)
     }
 
-    /// A hold on blocks that will be read, changed and written back. Waits.
+    /// Waits until no hold overlaps `range`, then takes an alone hold. See [Note: block holds].
     pub(crate) fn hold_alone(&self, range: &Range<u64>) -> Hold {
         let mut table = self.0.when(|table| table.free_of_all(range));
         let number = table.number();
@@ -117,7 +123,7 @@ impl Traffic {
         });
     }
 
-    /// No operation begins any more.
+    /// Makes every later `begin` fail.
     pub(crate) fn close(&self) {
         self.change(|table| table.closed = true);
     }
@@ -126,12 +132,12 @@ impl Traffic {
         self.0.lock().operations
     }
 
-    /// Waits for every operation.
+    /// Waits until every operation has ended.
     pub(crate) fn wait_for_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.wait(wait, "the end of all operations", |table| table.operations == 0)
     }
 
-    /// Waits for every write that has begun before the call.
+    /// Waits until every write that began before the call has ended.
     pub(crate) fn wait_for_writes(&self, wait: &mut Wait<'_>) -> Result<()> {
         let now = self.0.lock().next;
         self.wait(wait, "the writes before a flush", |table| table.writes.first().is_none_or(|first| *first > now))

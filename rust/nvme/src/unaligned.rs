@@ -1,8 +1,8 @@
-//! Copies unaligned transfers through aligned chunks, on threads, block by block where parts of blocks change.
+//! Copies unaligned transfers through aligned chunks, on dedicated threads.
 //!
-//! Each thread has one chunk on huge pages and moves one piece at a time. A piece that is written and does not fill its
-//! first or last block reads that block, changes its part and writes it back, while nobody else touches the block. As
-//! many threads as it takes to keep the device busy meanwhile.
+//! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a write does not fill its
+//! first or last block, the thread reads that block, changes its part and writes it back, under an alone hold (see
+//! [Note: block holds] in `traffic.rs`).
 
 use std::{
     collections::VecDeque,
@@ -21,13 +21,13 @@ use crate::{
     request::Job,
 };
 
-/// What one thread moves at once: one request of the size that is fastest.
+/// Bytes that one thread moves at a time: one request of the fastest size.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Threads, each with a chunk. Copying takes about as long as the device's work, so twice the four chunks that keep a
-/// device busy.
+/// Threads, each with a chunk. Four chunks keep a device busy; copying takes about as long as the device's work, so
+/// twice as many.
 const THREADS: usize = 8;
 
-/// The threads, which are started by the first transfer that needs them.
+/// The copy threads. The first transfer that needs them starts them.
 pub(crate) struct Unaligned {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -41,7 +41,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Backlog {
-    /// Parts of operations, as the volume's bytes of them.
+    /// Parts of operations that wait for a thread, with their ranges of the volume.
     parts: VecDeque<(Arc<Operation>, Range<u64>)>,
     stop: bool,
 }
@@ -52,7 +52,7 @@ impl Unaligned {
         Self { shared: Arc::new(Shared { context, backend, backlog: Guarded::default() }), threads: Mutex::default() }
     }
 
-    /// Makes the chunks and starts the threads, the first time.
+    /// Allocates the chunks and starts the threads, on the first call.
     pub(crate) fn ready(&self) -> Result<()> {
         let mut threads = locked(&self.threads);
         if !threads.is_empty() {
@@ -63,7 +63,7 @@ impl Unaligned {
             let thread = std::thread::Builder::new().name(format!("memascend-copy-{index}"));
             match thread.spawn(move || shared.serve(&chunk)) {
                 Ok(thread) => threads.push(thread),
-                // Fewer do, as long as there is one.
+                // Fewer threads work too: continue if one has started.
                 Err(_) if !threads.is_empty() => break,
                 Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
             }
@@ -71,12 +71,12 @@ impl Unaligned {
         Ok(())
     }
 
-    /// Bytes of memory that it holds: none before the first unaligned transfer.
+    /// Bytes of the chunks: 0 before the first unaligned transfer.
     pub(crate) fn bytes(&self) -> usize {
         if locked(&self.threads).is_empty() { 0 } else { CHUNK_BYTES * THREADS }
     }
 
-    /// Moves `range` of an operation; after [`Unaligned::ready`].
+    /// Queues `range` of an operation for the copy threads. Call [`Unaligned::ready`] first.
     pub(crate) fn copy(&self, operation: &Arc<Operation>, range: Range<u64>) {
         self.shared.backlog.lock().parts.push_back((Arc::clone(operation), range));
         self.shared.backlog.notify_one();
@@ -93,7 +93,7 @@ impl Drop for Unaligned {
     }
 }
 
-/// A chunk for each thread, aligned for the device.
+/// Allocates a chunk for each thread, aligned for every device.
 fn chunks() -> Result<Vec<Lease>> {
     let memory = |error| Error::Memory(Arc::new(error));
     let region = Region::new(CHUNK_BYTES * THREADS, Pin::Off, OnFork::Wipe, "unaligned I/O").map_err(memory)?;
@@ -112,11 +112,11 @@ impl Shared {
         }
     }
 
-    /// The next piece to move, `None` at the end.
+    /// Takes the next piece of an operation; `None` once the threads must stop and no part is left.
     fn next(&self) -> Option<(Arc<Operation>, Range<u64>)> {
         let mut backlog = self.backlog.when(|backlog| backlog.stop || !backlog.parts.is_empty());
         let (operation, range) = backlog.parts.pop_front()?;
-        // Pieces end at the end of a block, so that no two of one operation share one.
+        // A piece ends at the end of a block, so that no two pieces of one operation share a block.
         let end = range.end.min(self.blocks_of(&range).start + CHUNK_BYTES as u64);
         if end < range.end {
             backlog.parts.push_front((Arc::clone(&operation), end..range.end));
@@ -126,7 +126,7 @@ impl Shared {
         Some((operation, range.start..end))
     }
 
-    /// The blocks that a range lies in.
+    /// Returns the blocks that `range` touches.
     fn blocks_of(&self, range: &Range<u64>) -> Range<u64> {
         let block = self.context.block_bytes as u64;
         range.start / block * block..range.end.next_multiple_of(block)
@@ -142,7 +142,8 @@ impl Shared {
         locked(&self.context.stats).bounced_bytes += bytes as u64;
         if operation.kind == Kind::Read {
             self.transfer(Kind::Read, operation, blocks.clone(), at(blocks.start))?;
-            // SAFETY: the operation owns its buffer until this piece has landed; the chunk is this thread's alone.
+            // SAFETY: the operation owns its buffer until the result of this piece is recorded, and only this thread
+            // uses the chunk.
             unsafe { std::ptr::copy_nonoverlapping(ours.0, theirs.0, bytes) };
             return Ok(());
         }
@@ -157,7 +158,7 @@ impl Shared {
             if last != first && last.end > piece.end {
                 self.transfer(Kind::Read, operation, last.clone(), at(last.start))?;
             }
-            // SAFETY: as above.
+            // SAFETY: as for the copy above; the reads into the chunk have ended.
             unsafe { std::ptr::copy_nonoverlapping(theirs.0, ours.0, bytes) };
             self.transfer(operation.kind, operation, blocks.clone(), at(blocks.start))
         });
@@ -165,7 +166,7 @@ impl Shared {
         result
     }
 
-    /// Moves `range` between `address` and the volume, and waits for that.
+    /// Moves `range` between `address` and the volume, and waits until that has ended.
     fn transfer(&self, kind: Kind, of: &Operation, range: Range<u64>, address: Address) -> Result<()> {
         let aside = Operation::aside(&self.context, (kind, of.lane), range, address);
         self.backend.submit(Job::new(Arc::clone(&aside)));

@@ -1,7 +1,8 @@
-//! The ring backend: one thread owns an `io_uring`, fed by a queue and an eventfd.
+//! The ring backend: one thread owns an `io_uring`; callers pass jobs to it through a queue and wake it with an
+//! eventfd.
 //!
-//! The thread only submits and reaps, so a caller that computes never delays a submission, and a ring that only one
-//! thread uses may defer its task work to that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).
+//! The thread only submits and reaps, so a caller that computes never delays a submission. A ring that only one thread
+//! uses can run its task work in that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).
 
 use std::{
     fs, io,
@@ -22,11 +23,11 @@ use crate::{
     request::{Fate, Job, Jobs, PAUSE, Request},
 };
 
-/// Requests from this size on are given to the kernel one by one. Given together, those that lie side by side are merged
-/// by its I/O scheduler into fewer, so that a queue of 8 of 1 MiB is one of 3 (measured: 10 % of the bandwidth); a system
-/// call is nothing against what such a request takes.
+/// Requests of this size or more are submitted one at a time. The kernel's I/O scheduler merges adjacent requests that
+/// are submitted together: a queue of 8 requests of 1 MiB becomes a queue of 3, which costs 10 % of the bandwidth
+/// (measured). A system call costs little beside such a request.
 const ALONE_BYTES: usize = 256 << 10;
-/// The mark of the eventfd's read among the completions; requests have the index of their place.
+/// The `user_data` of the eventfd's read; a request's `user_data` is its index in `places`.
 const WAKE_MARK: u64 = u64::MAX;
 
 pub(crate) struct Uring {
@@ -34,7 +35,7 @@ pub(crate) struct Uring {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers leave for the thread.
+/// The state that callers and the ring thread share.
 struct Inbox {
     queue: Mutex<Queue>,
     wake: OwnedFd,
@@ -44,13 +45,13 @@ struct Inbox {
 #[derive(Default)]
 struct Queue {
     jobs: Jobs,
-    /// The thread has seen it empty and may be asleep: whoever adds a job wakes it.
+    /// The ring thread found `jobs` empty and may be asleep: `submit` must wake it.
     asleep: bool,
     stop: bool,
 }
 
 impl Uring {
-    /// Starts the thread; an error says why there is no ring.
+    /// Starts the ring thread. The error says why the ring is not available.
     pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, String> {
         let no_thread = |error: io::Error| format!("its thread could not be started: {error}");
         let wake = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| no_thread(errno.into()))?;
@@ -63,7 +64,7 @@ impl Uring {
         let depth = queue_depth * devices.len();
         let run = move || {
             block_signals();
-            // A ring of a single issuer belongs to the thread that makes it.
+            // The kernel ties a ring with `SINGLE_ISSUER` to the thread that makes it.
             match Driver::new(&theirs, &devices, depth) {
                 Ok(mut driver) => {
                     drop(began.send(Ok(())));
@@ -81,17 +82,18 @@ impl Uring {
     }
 }
 
-/// Why `io_uring` cannot be had here, or `None` where it can. Makes a small ring and drops it.
+/// Returns why `io_uring` is not available, or `None` if it is. Makes a small ring and drops it.
 #[must_use]
 pub fn why_no_io_uring() -> Option<String> {
     make(2).err().map(|error| refused(&error))
 }
 
-/// A ring with the operations that we use, with as little interruption of its thread as the kernel can do.
+/// Makes a ring, and checks that the kernel supports the operations used here. The flags keep interruptions of the ring
+/// thread rare.
 fn make(entries: u32) -> io::Result<IoUring> {
     let tuned = IoUring::builder().setup_single_issuer().setup_defer_taskrun().setup_clamp().build(entries);
     let ring = match tuned {
-        // Before Linux 6.1.
+        // Linux before 6.1 does not know the flags.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries)?,
         ring => ring?,
     };
@@ -125,7 +127,7 @@ fn refused(error: &io::Error) -> String {
 impl Inbox {
     fn wake(&self) {
         let written = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-        // It can only fail when 2^64 - 2 wakes are unread.
+        // The write can only fail if 2^64 - 2 wakes are unread.
         debug_assert_eq!(written, Ok(8));
     }
 }
@@ -153,7 +155,7 @@ impl Drop for Uring {
     }
 }
 
-/// A panic of the thread would drop requests whose memory the kernel still writes to. Nothing can be saved then.
+/// Aborts the process if the ring thread panics: unwinding would drop requests whose memory the kernel still writes to.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
@@ -164,31 +166,31 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// The thread's side.
+/// The ring thread's state.
 struct Driver<'a> {
     inbox: &'a Inbox,
     ring: IoUring,
     _ring_not_in_children: NotInChildren,
-    /// Used by descriptor and not registered with the ring: the kernel takes the ring of a killed process apart in its own
-    /// time, and registered files would stay open, and locked, until then.
+    /// The ring uses the devices' descriptors and does not register their files: the kernel tears down the ring of a
+    /// killed process later, and registered files would stay open, and locked, until then.
     devices: &'a [Device],
-    /// Requests that the kernel has, by their mark.
+    /// Requests that the kernel has. A request's index is its `user_data`.
     places: Box<[Option<Request>]>,
     free: Vec<usize>,
-    /// Requests to be made again.
+    /// Requests to submit again.
     again: Vec<Request>,
-    /// What the read of the eventfd fills.
+    /// The target of the eventfd's read.
     wakes: Box<u64>,
-    /// That read is with the kernel.
+    /// The kernel has a pending read of the eventfd.
     listening: bool,
 }
 
 impl<'a> Driver<'a> {
     fn new(inbox: &'a Inbox, devices: &'a [Device], depth: usize) -> io::Result<Self> {
-        // One entry more for the eventfd. The completion queue is twice as long, so it never overflows.
+        // One more entry for the eventfd. The completion queue has twice as many entries, so it never overflows.
         let entries = u32::try_from(depth + 1).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
         let ring = make(entries)?;
-        // SAFETY: the ring's descriptor, open as long as the ring.
+        // SAFETY: `ring` keeps its descriptor open during this call.
         let not_in_children = NotInChildren::new(unsafe { std::os::fd::BorrowedFd::borrow_raw(ring.as_raw_fd()) });
         Ok(Self {
             inbox,
@@ -215,13 +217,14 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits what callers left, as far as there is room, and arms the wake-up. Says whether to stop.
+    /// Submits the callers' jobs until the kernel has `depth` requests, and arms the eventfd when no job is left.
+    /// Returns true if the thread should stop.
     fn collect(&mut self) -> bool {
         loop {
             self.fill();
             let mut queue = locked(&self.inbox.queue);
             if self.free.is_empty() {
-                // The next answer brings us back here; until then there is no room for what comes.
+                // No room for another request: the next completion makes room, and `run` calls `collect` again.
                 return queue.stop;
             }
             if queue.jobs.is_empty() {
@@ -236,7 +239,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Has the eventfd read, so that a wake-up is an answer.
+    /// Submits a read of the eventfd, so that a wake-up arrives as a completion.
     fn listen(&mut self) {
         if !self.listening {
             self.listening = true;
@@ -245,7 +248,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Gives the kernel as many requests as it may have.
+    /// Submits requests until all places are taken or no request waits.
     fn fill(&mut self) {
         while let Some(&mark) = self.free.last() {
             let Some(request) = self.again.pop().or_else(|| self.next_request()) else { return };
@@ -253,39 +256,42 @@ impl<'a> Driver<'a> {
             let entry = build(&request, file).user_data(mark as u64);
             let alone = request.bytes >= ALONE_BYTES;
             self.free.pop();
-            // The request is in its place before the kernel can answer it.
+            // The request is in `places` before the kernel can complete it.
             self.places[mark] = Some(request);
             self.push(&entry);
             if alone {
-                // What the kernel does not take now it is given again by `enter`, which knows what to do about it.
+                // A failed submission leaves the entry in the queue; `enter` submits it again and handles the error.
                 drop(self.ring.submit());
             }
         }
     }
 
-    /// What is to be done next, taken only when the kernel has room for it: until then another lane may come first.
+    /// Takes the next request. Called only when the kernel has room, so that a first-lane request that arrives
+    /// meanwhile goes first.
     fn next_request(&self) -> Option<Request> {
         locked(&self.inbox.queue).jobs.next_request()
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the memory of the entry is owned by a request in its place, or is `wakes`; both outlive the answer,
-        // because `run` ends only when nothing is with the kernel.
+        // SAFETY: a request in `places` owns the entry's memory, or the memory is `wakes`. The memory lives until the
+        // completion, because `run` returns only once the kernel has no request and no eventfd read.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
-            // As many entries as places: full only if the kernel did not take some yet.
+            // The queue has an entry for each place and one for the eventfd, so it is full only while the kernel has
+            // not taken its entries.
             if self.ring.submit().is_err() {
                 std::thread::sleep(PAUSE);
             }
         }
     }
 
-    /// Submits and waits for an answer. A signal, or a shortage in the kernel, is no answer; the loop comes back.
+    /// Submits and waits for a completion. May return without one, after a signal or a shortage in the kernel; `run`
+    /// calls it again.
     fn enter(&mut self) {
         if let Err(error) = self.ring.submit_and_wait(1) {
             match error.raw_os_error() {
-                // EBUSY: answers must be reaped first.
+                // EBUSY: completions must be reaped first.
                 Some(libc::EINTR | libc::EBUSY) => {}
-                // EAGAIN, ENOMEM, and whatever else: nothing that was submitted is lost, so try again in a moment.
+                // EAGAIN, ENOMEM and others lose no submitted entry: pause and retry.
                 _ => std::thread::sleep(PAUSE),
             }
         }
@@ -293,7 +299,7 @@ impl<'a> Driver<'a> {
 
     fn reap(&mut self) {
         let mut pause = false;
-        // Entries are copied out because an answer may lead to a submission.
+        // `reap` copies each entry and releases the queue, because `fill` below may submit.
         loop {
             let Some(entry) = self.ring.completion().next() else { break };
             let result = entry.result();
@@ -304,9 +310,9 @@ impl<'a> Driver<'a> {
             let Ok(mark) = usize::try_from(entry.user_data()) else { continue };
             let Some(mut request) = self.places.get_mut(mark).and_then(Option::take) else { continue };
             self.free.push(mark);
-            // The device first: whoever waits for this answer is woken while the next request is under way.
+            // Refills the device first: the next request is under way while `answered` wakes the waiter.
             self.fill();
-            // Results below zero are error numbers.
+            // A negative result is an error number.
             let answer = usize::try_from(result).map_err(|_| -result);
             if let Fate::Again { pause: slowly } = request.answered(answer) {
                 pause |= slowly;

@@ -1,4 +1,4 @@
-//! Volumes: one address space over one or several devices.
+//! A volume: one address space over one or several devices.
 
 use std::{
     any::Any,
@@ -22,25 +22,26 @@ use crate::{
     unaligned::Unaligned,
 };
 
-/// A device of a volume.
+/// A device of a volume, as it was when the volume was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Where it is.
+    /// Its path, as the caller gave it.
     pub path: PathBuf,
-    /// What it is.
+    /// File, raw block device or simulated device.
     pub kind: DeviceKind,
-    /// What it holds.
+    /// Its size in bytes.
     pub bytes: u64,
-    /// Why its I/O goes through the page cache, if it does.
+    /// Why its I/O goes through the page cache; `None` with direct I/O.
     pub why_buffered: Option<String>,
 }
 
 /// One address space over one or several devices, striped.
 ///
-/// Operations on different bytes never disturb each other, in whatever order and from whatever threads they come, also
-/// inside one block. Of operations on the same bytes, a later one that does not wait for the earlier may come first.
+/// Operations on different bytes never disturb each other, in any order and from any threads, even inside one block.
+/// Operations on the same bytes may be done in any order: wait for the earlier one before you begin the later one.
 ///
-/// Dropping waits for everything in flight; [`close`](Self::close) does so too and says what failed unheard.
+/// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a failed write
+/// that no ticket has reported.
 pub struct Volume {
     pub(crate) context: Arc<Context>,
     /// `None` once closed.
@@ -52,14 +53,15 @@ pub struct Volume {
     why_not: Option<String>,
 }
 
-/// What works for an open volume. Dropped in this order: no copies without a backend, no backend without devices.
+/// The working parts of an open volume. The order of the fields matters, because they drop in that order: `unaligned`
+/// uses the backend, and the backend uses the devices.
 struct Running {
     unaligned: Unaligned,
     backend: Arc<dyn Backend>,
     opened: Option<Arc<[Device]>>,
 }
 
-/// What a volume knows of itself.
+/// The properties of a volume that its opener determined.
 pub(crate) struct Parts {
     pub(crate) devices: Vec<DeviceInfo>,
     pub(crate) size_bytes: u64,
@@ -69,7 +71,7 @@ pub(crate) struct Parts {
 }
 
 impl Volume {
-    /// A volume over whatever backend.
+    /// Makes a volume over any backend. `devices` is `None` for simulated ones.
     pub(crate) fn over(
         context: Arc<Context>,
         backend: Arc<dyn Backend>,
@@ -83,36 +85,40 @@ impl Volume {
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
     }
 
-    /// Lets what was made or grown for it stay. Until then the end of a volume from a [`Claim`] undoes that. A file with a
-    /// pending name stays from [`take_name`](Self::take_name) on.
+    /// Keeps the files that were created or grown for this volume. Until then, dropping a volume that was opened from a
+    /// [`Claim`](crate::Claim) undoes that. A file with a pending name is kept once [`take_name`](Self::take_name) has
+    /// renamed it.
     pub fn keep(&self) {
         self.opened().iter().for_each(Device::keep);
     }
 
-    /// Gives a file with a pending name its own one, for good. Where another file has that by now, this is an error, and
-    /// that file is not touched.
+    /// Renames files from their pending names to their own, and keeps them.
+    ///
+    /// # Errors
+    /// If another file has the name: that file is not touched.
     pub fn take_name(&self) -> Result<()> {
         self.opened().iter().try_for_each(Device::take_name)
     }
 
-    /// Whether a file of it has its pending name still.
+    /// True if a file of this volume still has its pending name.
     #[must_use]
     pub fn is_pending(&self) -> bool {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Its files have no names from here on: the caller removes those.
+    /// Tells the volume that the caller removes the names of its files: `lost` then ignores them, and dropping the
+    /// volume undoes nothing.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);
     }
 
-    /// Files that were made for this volume are removed at its end: they are not wanted any more.
+    /// Undoes `keep` for files that were new or empty: dropping the volume removes or empties them.
     pub fn forsake(&self) {
         self.opened().iter().for_each(Device::forsake);
     }
 
-    /// The first of its files that its path does not name any more, and what became of it. Always `None` for raw devices,
-    /// and once the volume is closed.
+    /// Returns the first file whose path stopped naming it, or that was truncated, and which of these happened. `None`
+    /// for raw devices, and once the volume is closed.
     #[must_use]
     pub fn lost(&self) -> Option<(Arc<Path>, Lost)> {
         self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
@@ -127,13 +133,13 @@ impl Volume {
         running.as_ref().and_then(|running| running.opened.clone()).unwrap_or_default()
     }
 
-    /// Reads `buffer.len()` bytes from `offset` on.
+    /// Begins to read `buffer.len()` bytes at `offset`, in the second lane.
     pub fn read<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.read_in(Lane::Second, buffer, offset)
     }
 
-    /// As [`read`](Self::read), in a lane of the caller's choice. Where memory or offset are not aligned, only the
-    /// transfers of the device are in that lane, and not the turn among those that copy.
+    /// Begins a read in the lane that the caller chooses. For an unaligned read, only its device transfers use that
+    /// lane; its place in the queue for copying does not depend on it.
     pub fn read_in<B: Buffer>(
         &self,
         lane: Lane,
@@ -143,22 +149,23 @@ impl Volume {
         self.begin((Kind::Read, lane), buffer, offset)
     }
 
-    /// Writes the buffer to `offset`. Done means that the device has the bytes; [`flush`](Self::flush) makes them last.
+    /// Begins to write the buffer at `offset`. The write is done when the device has the bytes; [`flush`](Self::flush)
+    /// makes them durable.
     pub fn write<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: false }, Lane::Second), buffer, offset)
     }
 
-    /// Writes the buffer to `offset`; done means that these bytes, and what the file system needs to find them, survive
-    /// a loss of power. It says nothing about other writes.
+    /// Begins to write the buffer at `offset`. The write is done when these bytes, and the file system's metadata that
+    /// locates them, survive a power loss. It makes no other write durable.
     pub fn write_durable<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: true }, Lane::Second), buffer, offset)
     }
 
-    /// Makes every write that began before the call survive a loss of power, on every device.
+    /// Makes every write that began before the call survive a power loss, on every device.
     ///
-    /// What it says of a failure stays so: after a failed flush the kernel has dropped what it could not write, and a
-    /// second flush would succeed without it. So every later one fails too. A write that failed after its ticket was
-    /// dropped is reported here as well, once.
+    /// A failed flush makes every later flush fail: the kernel has dropped the data that it could not write, and a
+    /// second flush would succeed without that data. A flush also reports, once, a write that failed after its ticket
+    /// was dropped.
     pub fn flush(&self, mut wait: Wait<'_>) -> Result<()> {
         let context = &self.context;
         context.check_process()?;
@@ -184,8 +191,8 @@ impl Volume {
         operation.outcome().unwrap_or(Err(Error::Closed))
     }
 
-    /// Ends new operations, waits for those in flight, ends the threads and lets go of the devices. Closing again is
-    /// fine, also after an interrupted wait. A write that failed after its ticket was dropped is reported here.
+    /// Rejects new operations, waits for those in flight, ends the threads and closes the devices. Closing again is
+    /// allowed, also after an interrupted wait. Reports a write that failed after its ticket was dropped.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         self.context.check_process()?;
         self.context.traffic.close();
@@ -194,20 +201,20 @@ impl Volume {
         locked(&self.context.unclaimed).take().map_or(Ok(()), Err)
     }
 
-    /// Whether it was closed.
+    /// True once the volume is closed, and in a forked child.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.context.maker.is_elsewhere() || self.running().is_none()
     }
 
-    /// What it holds.
+    /// The size of the volume in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Grows its files until it holds so many bytes, for good; `false` where that cannot be: a raw device, or a file system
-    /// without room. Then the volume is as it was.
+    /// Grows the volume's files until it holds `size_bytes`, permanently. Returns false, with the size unchanged, for a
+    /// raw device or if a file system has no room.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
@@ -228,54 +235,54 @@ impl Volume {
         Ok(true)
     }
 
-    /// What offsets, lengths and addresses must be multiples of to go straight from memory to disk. 1: all do.
+    /// Offsets, lengths and addresses that are multiples of this many bytes need no copy. 1 without direct I/O.
     #[must_use]
     pub fn alignment(&self) -> usize {
         self.context.block_bytes.max(self.context.memory_align)
     }
 
-    /// Whether the page cache is bypassed on every device.
+    /// True if every device bypasses the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.devices.iter().all(|device| device.why_buffered.is_none())
     }
 
-    /// Which backend it has.
+    /// The backend that serves this volume.
     #[must_use]
     pub fn backend(&self) -> BackendKind {
         self.kind
     }
 
-    /// Why it has no better backend.
+    /// Why the volume uses threads although the caller's choice allowed `io_uring`; else `None`.
     #[must_use]
     pub fn why_not(&self) -> Option<&str> {
         self.why_not.as_deref()
     }
 
-    /// Requests that the kernel has at once, per device.
+    /// The most requests that the kernel has at once, per device.
     #[must_use]
     pub fn queue_depth(&self) -> usize {
         self.queue_depth
     }
 
-    /// Its devices.
+    /// The devices, in stripe order.
     #[must_use]
     pub fn devices(&self) -> &[DeviceInfo] {
         &self.devices
     }
 
-    /// Bytes of the memory that transfers go through which are not aligned: none before the first such transfer.
+    /// Bytes of the chunks for unaligned transfers: 0 before the first such transfer.
     #[must_use]
     pub fn copy_bytes(&self) -> usize {
         let running = self.running();
         running.as_ref().map_or(0, |running| running.unaligned.bytes())
     }
 
-    /// What it has done.
+    /// Returns the counters since the volume was opened; zeros in a forked child.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
         if self.context.maker.is_elsewhere() {
-            // In a forked child the locks may have been copied in the middle of a hold.
+            // At the fork, another thread of the parent may have held these locks: waiting for them could hang.
             return VolumeStats::default();
         }
         VolumeStats { in_flight: self.context.traffic.in_flight() as u64, ..*locked(&self.context.stats) }
@@ -301,7 +308,7 @@ impl Volume {
         }
     }
 
-    /// Everything that can fail, before anything is begun.
+    /// Does every step that can fail, so that `Prepared::start` cannot fail.
     fn prepare<'a>(
         &self,
         running: Option<&'a Running>,
@@ -329,7 +336,8 @@ impl Volume {
         if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
             hold = context.traffic.try_hold_shared(&straight);
             if hold.is_none() {
-                // One of its blocks is being changed: those that copy wait their turn.
+                // Another operation reads and rewrites one of these blocks: the copy threads wait for it (see [Note:
+                // block holds] in `traffic.rs`).
                 straight = whole.end..whole.end;
                 if let Err(error) = running.unaligned.ready() {
                     context.traffic.end(begun);
@@ -345,12 +353,13 @@ impl Drop for Volume {
     fn drop(&mut self) {
         let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.context.maker.is_elsewhere() {
-            // The threads, the ring and the operations are the parent's; the descriptors are closed here already.
+            // The threads, the ring and the operations belong to the parent; the fork handler has closed the
+            // descriptors.
             std::mem::forget(running);
             return;
         }
         if let Some(running) = running {
-            // The kernel may still write to buffers: nothing is let go before it is done with all of them.
+            // The kernel may still write to buffers, so `running` is dropped only after all operations have ended.
             self.context.traffic.close();
             while self.context.traffic.wait_for_all(&mut Wait::forever()).is_err() {}
             drop(running);
@@ -368,18 +377,19 @@ impl std::fmt::Debug for Volume {
     }
 }
 
-/// An operation that nothing stands in the way of.
+/// An operation that has passed every check and has been registered with `traffic`.
 struct Prepared<'a> {
     running: &'a Running,
     kind: Kind,
     lane: Lane,
     address: Address,
-    /// The volume's bytes that it moves.
+    /// The range of the volume that the operation moves.
     whole: Range<u64>,
-    /// Those of them that go straight between memory and disk: whole blocks. Empty, at the end of `whole`, for none.
+    /// The whole blocks inside `whole` that move directly between memory and disk. Empty, at the end of `whole`, if
+    /// there are none.
     straight: Range<u64>,
     begun: Begun,
-    /// On the blocks that a write goes straight to.
+    /// The shared hold on `straight`, for a write.
     hold: Option<Hold>,
 }
 
@@ -411,7 +421,7 @@ impl Prepared<'_> {
     }
 }
 
-/// The part of `whole` that makes up whole blocks. Empty, at the end of `whole`, where there is none.
+/// Returns the whole blocks inside `whole`; an empty range at the end of `whole` if there are none.
 fn whole_blocks(context: &Context, whole: &Range<u64>) -> Range<u64> {
     let block = context.block_bytes as u64;
     match (whole.start.checked_next_multiple_of(block), whole.end / block * block) {

@@ -1,4 +1,4 @@
-//! Tests random operations on failing simulated devices against a plain array of bytes.
+//! Compares random operations on failing simulated devices with a plain array of bytes.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -25,7 +25,7 @@ fn everything(volume: &Volume) -> Vec<u8> {
     read.buffer
 }
 
-/// Where and how much: mostly small and unaligned, sometimes large.
+/// Draws an offset and a length: mostly small and unaligned, sometimes large.
 fn place(rng: &mut Rng, size: usize) -> (usize, usize) {
     let most = [40, 700, 5000, 300_000][rng.below(4)].min(size);
     let nbytes = rng.below(most);
@@ -53,7 +53,7 @@ fn random_operations_agree_with_a_plain_array() {
         let mut model = vec![0_u8; size];
         let mut rng = Rng::new(seed ^ 0xabcd);
         for _ in 0..25 {
-            // A batch of writes on bytes of their own, all in flight at once, some of their tickets dropped.
+            // A batch of writes to disjoint bytes, all in flight at once. The test drops some of their tickets.
             let mut taken: Vec<(usize, usize)> = Vec::new();
             let mut tickets = Vec::new();
             for _ in 0..rng.below(12) {
@@ -92,7 +92,7 @@ fn random_operations_agree_with_a_plain_array() {
 fn neighbours_in_one_block_never_undo_each_other() {
     let faults = Faults { reorder: true, delay: Duration::from_micros(50), ..Faults::default() };
     let volume = Arc::new(opened(&[SimDisk::new(DISK_BYTES)], &faults));
-    // 16 threads, each with every 16th run of 29 bytes, while one writes whole blocks further on.
+    // 16 threads; each writes every 16th run of 29 bytes, so neighbouring runs belong to different threads.
     std::thread::scope(|scope| {
         for thread in 0..16_u8 {
             let volume = &volume;
@@ -114,7 +114,7 @@ fn neighbours_in_one_block_never_undo_each_other() {
 
 #[test]
 fn a_whole_block_and_a_part_of_it_are_both_there() {
-    // Of two writes that overlap, each byte is one's or the other's: never what was there before both.
+    // Of two overlapping writes, each byte comes from one or the other, never from before both.
     for seed in 0..200 {
         let faults = Faults { seed, reorder: true, delay: Duration::from_micros(20), ..Faults::default() };
         let volume = opened(&[SimDisk::new(8192)], &faults);
@@ -172,7 +172,7 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
             }
             assert!(failed > 0 && fine > 0, "{failed} failed, {fine} fine");
             assert_eq!(volume.stats().failed, failed);
-            assert!(volume.flush(Wait::forever()).is_ok(), "each error was told by its ticket");
+            assert!(volume.flush(Wait::forever()).is_ok(), "each ticket reported its error");
         }
     }
 }
@@ -181,7 +181,7 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
 fn a_failed_flush_stays_failed() {
     let mut failed = 0;
     for seed in 0..20 {
-        // The device itself would work again: half of its flushes fail.
+        // Half of the device's flushes fail, so a later flush of the device would succeed.
         let faults = Faults { seed, errors: vec![(Action::Flush, libc::EIO, 500)], ..Faults::default() };
         let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
         let errors: Vec<_> = (0..10).map(|_| volume.flush(Wait::forever()).err()).collect();
@@ -206,7 +206,7 @@ fn a_durable_write_that_failed_fails_the_flushes_after_it() {
     let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
     let durable = volume.write_durable(vec![1; 4096], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
     assert!(durable.wait().result.is_err());
-    assert!((0..2).all(|_| volume.flush(Wait::forever()).is_err()), "the device may have dropped more than that");
+    assert!((0..2).all(|_| volume.flush(Wait::forever()).is_err()), "the device may have dropped other writes too");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests lanes: urgent requests go first, and the bytes are the same.
+//! Tests lanes: requests of the first lane overtake those of the second, and every lane transfers the same bytes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use memascend_nvme::{
 const BLOCK: usize = 1 << 20;
 const WRITES: usize = 48;
 
-/// Room for `count` aligned blocks.
+/// Allocates `count` aligned buffers of one block.
 fn rooms(count: usize) -> Vec<Lease> {
     let region = Region::new(count * BLOCK, Pin::Off, OnFork::Wipe, "a test").unwrap_or_else(|error| panic!("{error}"));
     let ring = ChunkRing::new(&region, BLOCK, count).unwrap_or_else(|error| panic!("{error}"));
@@ -23,7 +23,7 @@ fn number(block: usize) -> u8 {
     u8::try_from(block).unwrap_or(u8::MAX)
 }
 
-/// How many of the writes that were queued before a read were not done yet when the read was.
+/// Queues writes, then a read in `lane`. Returns how many of the writes were unfinished when the read ended.
 fn overtaken(volume: &Volume, lane: Lane) -> usize {
     let mut rooms = rooms(WRITES + 1);
     let into = rooms.pop().unwrap_or_else(|| panic!("there is room"));
@@ -42,10 +42,10 @@ fn overtaken(volume: &Volume, lane: Lane) -> usize {
     open
 }
 
-/// A queue of one at the device, and a long one before it.
+/// Checks that only reads of the first lane overtake queued writes. `volume` must have a queue depth of 1.
 fn check(volume: &Volume) {
     assert_eq!(overtaken(volume, Lane::Second), 0);
-    // This thread may be put aside between its operations, hence more than one try.
+    // The scheduler may suspend this thread between its operations, hence ten tries.
     let most = (0..10).map(|_| overtaken(volume, Lane::First)).max();
     assert!(most > Some(WRITES / 2), "a read of the first lane overtook {most:?} of {WRITES} writes");
 }
@@ -98,7 +98,7 @@ fn the_lane_of_a_read_changes_no_byte() {
         let volume = sim::open(&disks, &faults, &options).unwrap_or_else(|error| panic!("{error}"));
         let mut model = [0_u8; PLACES];
         for _ in 0..20 {
-            // Every place is written or read in this round, not both: all are in flight at once.
+            // A round writes or reads each place, never both, because all its operations are in flight at once.
             let (mut writes, mut reads) = (Vec::new(), Vec::new());
             for (place, byte) in model.iter_mut().enumerate() {
                 let at = (place * BYTES) as u64;

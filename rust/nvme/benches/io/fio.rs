@@ -1,4 +1,4 @@
-//! Runs fio over the same bytes, with huge pages where they can be reserved.
+//! Runs fio on the same files or devices, with huge pages if they can be reserved.
 
 use std::{error::Error, fs, path::PathBuf, process::Command};
 
@@ -7,17 +7,17 @@ use crate::{Sample, target::MARK, wishes::Pattern};
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// fio, and the huge pages that it was promised. Dropping gives them back.
+/// Runs fio. Dropping this value restores the number of reserved huge pages.
 pub(crate) struct Fio {
     before: Option<usize>,
 }
 
 impl Fio {
-    /// Reserves huge pages for `nbytes` of buffers; without them fio runs on pages of 4 KiB, and its name says so.
+    /// Reserves huge pages for `nbytes` of buffers. Without them fio uses pages of 4 KiB, and `name` says so.
     pub(crate) fn new(nbytes: usize) -> Result<Self, Box<dyn Error>> {
         Command::new("fio").arg("--version").output().map_err(|_| "fio is not installed: apt-get install fio")?;
         let count = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok();
-        // fio rounds up, and takes some for itself.
+        // fio rounds its buffers up, and needs a few pages more.
         let wanted = nbytes.div_ceil(HUGE_PAGE_BYTES) + 4;
         let before = count().filter(|before| {
             let asked = fs::write(HUGE_PAGES, (before + wanted).to_string()).is_ok();
@@ -34,7 +34,7 @@ impl Fio {
         if self.before.is_some() { "fio, huge pages" } else { "fio, 4 KiB pages" }
     }
 
-    /// One pass over `nbytes` of each path together.
+    /// Runs one pass over `nbytes` of each path together.
     pub(crate) fn run(
         &self,
         paths: &[PathBuf],
@@ -76,7 +76,8 @@ impl Drop for Fio {
     }
 }
 
-/// A sample of fio's terse line of version 3: 41 fields of reads from the sixth on, 41 of writes, processor time.
+/// Parses a terse line of version 3 from fio: 41 fields of reads from the sixth on, then 41 of writes, then processor
+/// time.
 fn parsed(fields: &[&str]) -> Result<Sample, Box<dyn Error>> {
     let number = |index: usize| -> Result<f64, Box<dyn Error>> {
         let field = fields.get(index).ok_or("fio's line is too short")?;

@@ -1,6 +1,7 @@
-//! Benchmarks I/O: bandwidth, latency and processor time of the ring, of threads, of stripes, and of fio beside them.
+//! Benchmarks I/O: bandwidth, latency and processor time of `io_uring`, of threads, of striped files, and of fio as a
+//! peer.
 //!
-//! Beside `DeepSpeed` too, and with what a step of training does: `python -m benchmarks.peers.bench_io`.
+//! `python -m benchmarks.peers.bench_io` compares with `DeepSpeed`, and with the I/O of a training step.
 
 mod fio;
 mod target;
@@ -24,10 +25,10 @@ use crate::{
     wishes::{HELP, Pattern, Wishes},
 };
 
-/// How far unaligned memory and offset are off every alignment.
+/// Offset in bytes of unaligned memory from the start of its chunk.
 const SHIFT: usize = 64;
 
-/// A way to move the bytes.
+/// A configuration to measure: target, backend and memory alignment.
 struct Way<'a> {
     name: &'static str,
     target: &'a Target,
@@ -35,21 +36,21 @@ struct Way<'a> {
     shift: usize,
 }
 
-/// One pass.
+/// The result of one pass.
 #[derive(Clone, Copy)]
 struct Sample {
-    /// GB/s.
+    /// Gigabytes per second.
     speed: f64,
-    /// Milliseconds of processor time for a GB.
+    /// Milliseconds of processor time per gigabyte.
     cpu: f64,
-    /// Mean milliseconds from the call to the buffer back.
+    /// Mean latency in milliseconds, from the call until the buffer has returned.
     latency: f64,
-    /// The same of the slowest in a hundred.
+    /// 99th percentile of the latency, in milliseconds.
     slowest: f64,
 }
 
 fn main() -> ExitCode {
-    // `cargo test` runs benches too; there is nothing to check in a measurement.
+    // `cargo test` also runs benches, with `--test`: a measurement has nothing to check.
     if std::env::args().any(|argument| argument == "--test") {
         return ExitCode::SUCCESS;
     }
@@ -95,14 +96,14 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "{:>7} {:>5} {:<7} {:<24} {:>6} {:>9} {:>8} {:>8} {:>9}   ours / {peer}",
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
-    // Huge pages whole, as an arena has them: a block on small ones is many pieces of memory to the device.
+    // Regions of whole huge pages, as an arena has: a block on small pages is many segments to the device.
     let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { page_bytes() };
     for &block in &wishes.blocks {
         for &depth in &wishes.depths {
             let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
             let region = Region::new(nbytes, Pin::Off, OnFork::Wipe, "bench")?;
             let chunks = ChunkRing::new(&region, block + 4096, depth)?;
-            // What was only reserved is slower the first time.
+            // One pass first: the first write to reserved space is slower.
             for way in ways {
                 run(way, &chunks, Pattern::Write, (block, depth), wishes.nbytes)?;
             }
@@ -117,7 +118,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
                         samples[ways.len()].push(fio.run(paths, pattern, (block, depth), wishes.nbytes)?);
                     }
                 }
-                // By rounds: what slows a moment slows both.
+                // Ratios are computed within a round: a disturbance slows both passes of a round alike.
                 let peers: &[Sample] = if fio.is_some() { &samples[ways.len()] } else { &samples[0] };
                 let names = ways.iter().map(|way| way.name).chain(fio.as_ref().map(Fio::name));
                 for (name, own) in names.zip(&samples) {
@@ -140,7 +141,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// One pass over the bytes.
+/// Runs one pass over the bytes.
 fn run(
     way: &Way<'_>,
     chunks: &ChunkRing,
@@ -187,7 +188,7 @@ fn run(
     }
     let seconds = began.elapsed().as_secs_f64();
     let used = cpu_seconds() - cpu;
-    // A nanosecond for each byte: 10^9 of either are one.
+    // A nanosecond per byte, so a gigabyte is a second.
     let gigabytes = Duration::from_nanos(blocks * block as u64).as_secs_f64();
     latencies.sort_unstable_by(f64::total_cmp);
     Ok(Sample {
@@ -198,7 +199,7 @@ fn run(
     })
 }
 
-/// The buffer of one that has ended, else of the oldest, and the milliseconds that it took.
+/// Returns the buffer of an operation that has ended, else of the oldest, and its latency in milliseconds.
 fn next(flying: &mut VecDeque<(Instant, Ticket<Shared>)>) -> Result<(Shared, f64), Box<dyn Error>> {
     let ended = flying.iter().position(|(_, ticket)| ticket.is_done()).unwrap_or(0);
     let (asked, ticket) = flying.remove(ended).ok_or("nothing in flight")?;
@@ -209,10 +210,10 @@ fn next(flying: &mut VecDeque<(Instant, Ticket<Shared>)>) -> Result<(Shared, f64
 
 fn cpu_seconds() -> f64 {
     let mut used = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: room for the answer.
+    // SAFETY: `used` has room for the `rusage` that the call writes.
     let result = unsafe { libc::getrusage(libc::RUSAGE_SELF, used.as_mut_ptr()) };
     assert_eq!(result, 0, "getrusage");
-    // SAFETY: filled by the call.
+    // SAFETY: `getrusage` returned 0, so it filled `used`.
     let used = unsafe { used.assume_init() };
     let seconds = |time: libc::timeval| {
         let whole = Duration::from_secs(time.tv_sec.unsigned_abs());

@@ -1,4 +1,4 @@
-//! Chooses the files and devices that are measured; what holds anybody's data is refused.
+//! Chooses the files and devices to measure; rejects those that hold data.
 
 use std::{
     error::Error,
@@ -11,22 +11,23 @@ use std::{
 
 use memascend_nvme::{Claim, Missing};
 
-/// What every block begins with, so that what a killed run left is known again.
+/// The start of every block, by which a later run recognises files and devices of a killed run.
 pub(crate) const MARK: &[u8; 16] = b"memascend bench\n";
-/// Looked at from the start of a device, and made zero at the end.
+/// Bytes from the start of a device that `require_free` examines and `Drop` zeroes.
 const EDGE_BYTES: usize = 1 << 20;
 
-/// Names given in folders.
+/// Number of file names that this process has made for folders.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// Files made for the measurement, or devices that were empty. Dropping removes the files and empties the devices.
+/// Files that the measurement creates, or empty devices. Dropping removes the files, and zeroes the devices' first
+/// bytes.
 pub(crate) struct Target {
     pub(crate) paths: Vec<PathBuf>,
     devices: bool,
 }
 
 impl Target {
-    /// Takes `paths`; each a folder, a file that is not there or was ours, or an empty raw device.
+    /// Accepts folders, missing files, files and devices of a former run, and empty raw devices.
     pub(crate) fn new(paths: &[PathBuf]) -> Result<Self, Box<dyn Error>> {
         let mut devices = 0;
         let mut chosen = Vec::new();
@@ -55,7 +56,7 @@ impl Target {
         Ok(Self { paths: chosen, devices: devices != 0 })
     }
 
-    /// Bytes to open them with: devices have their own.
+    /// The size to open the paths with; `None` for devices, which have their own.
     pub(crate) fn size_bytes(&self, nbytes: u64) -> Option<u64> {
         (!self.devices).then_some(nbytes)
     }
@@ -72,7 +73,7 @@ impl Drop for Target {
     }
 }
 
-/// Whether nothing of anybody's is on it, and nobody else has it open.
+/// Fails if the file or device holds foreign data, or is open elsewhere.
 fn require_free(path: &Path) -> Result<(), Box<dyn Error>> {
     let _alone = Claim::new(&[path], Missing::Refuse)?;
     let mut edge = Vec::new();

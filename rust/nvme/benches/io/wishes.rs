@@ -1,4 +1,4 @@
-//! Reads the command line: which blocks, depths, ways and patterns are measured, and where.
+//! Parses the command line: the blocks, depths, backends, patterns and paths to measure.
 
 use std::{error::Error, path::PathBuf};
 
@@ -17,12 +17,12 @@ cargo bench -p memascend-nvme --bench io -- [OPTIONS]
   --fio                fio beside each, with huge pages where this process can reserve them, and the ratio ours / fio
 Without --backend and --path: ring, threads, two files, and unaligned memory, each against the ring.";
 
-/// What to do with the bytes.
+/// The kind of transfers in a pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pattern {
     Read,
     Write,
-    /// Every other block is written.
+    /// Reads and writes blocks by turns.
     Mixed,
 }
 
@@ -36,7 +36,7 @@ impl Pattern {
     }
 }
 
-/// What the user wants measured.
+/// The parsed command line.
 pub(crate) struct Wishes {
     pub(crate) blocks: Vec<usize>,
     pub(crate) depths: Vec<usize>,
@@ -49,7 +49,7 @@ pub(crate) struct Wishes {
 }
 
 impl Wishes {
-    /// `None` where help was asked for.
+    /// Parses the arguments. `None` if the user asked for help.
     pub(crate) fn read(words: impl Iterator<Item = String>) -> Result<Option<Self>, Box<dyn Error>> {
         let mut wishes = Self {
             blocks: vec![1 << 20],
@@ -65,7 +65,7 @@ impl Wishes {
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
             match word.as_str() {
-                // What cargo itself says to every benchmark.
+                // cargo passes this to every benchmark.
                 "--bench" => {}
                 "--help" | "-h" => return Ok(None),
                 "--fio" => wishes.fio = true,
