@@ -1,4 +1,4 @@
-//! Benchmarks host memory beside other allocators: interleaved rounds, medians, ratios.
+//! Benchmarks host memory against other allocators: interleaved rounds, medians, ratios.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![expect(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 
@@ -17,7 +17,7 @@ const CHUNKS: usize = 16;
 const HAND_OVERS: usize = 200_000;
 const REGION_BYTES: usize = 1 << 30;
 
-/// Medians of seconds per call: each round times every case once.
+/// Returns the median seconds per call of each case. Each round times every case once.
 fn medians<const N: usize>(cases: &mut [&mut dyn FnMut() -> f64; N]) -> [f64; N] {
     let mut samples = vec![[0.0; N]; ROUNDS];
     for round in &mut samples {
@@ -44,18 +44,18 @@ fn shown(bytes: usize) -> String {
     if bytes < 1 << 20 { format!("{} KiB", bytes >> 10) } else { format!("{} MiB", bytes >> 20) }
 }
 
-/// `posix_memalign` + `free`, calling `touch` between them.
+/// Allocates with `posix_memalign`, calls `touch` and frees.
 fn memalign(bytes: usize, touch: impl Fn(*mut u8)) {
     let mut pointer = std::ptr::null_mut();
     // SAFETY: `pointer` is valid for writes; 4096 is a power of two.
     assert_eq!(unsafe { libc::posix_memalign(&raw mut pointer, 4096, bytes) }, 0);
     touch(black_box(pointer.cast()));
-    // SAFETY: allocated just above.
+    // SAFETY: `posix_memalign` allocated it above.
     unsafe { libc::free(pointer) };
 }
 
 fn fill(pointer: *mut u8, bytes: usize) {
-    // SAFETY: both callers pass memory of `bytes` bytes that is theirs.
+    // SAFETY: both callers pass memory of at least `bytes` bytes that they own.
     unsafe { pointer.write_bytes(1, bytes) };
 }
 
@@ -88,7 +88,7 @@ fn leases() -> Result<(), Error> {
     Ok(())
 }
 
-/// Takes from a pool in this thread and drops in another; seconds per hand-over.
+/// Takes values in this thread and drops them in another. Returns the seconds per value.
 fn hand_over<T: Send>(take: impl Fn() -> T + Sync) -> f64 {
     let (sender, receiver) = mpsc::sync_channel::<T>(CHUNKS);
     std::thread::scope(|scope| {
@@ -109,7 +109,7 @@ fn ring() -> Result<(), Error> {
     let take = || -> Lease { ring.lease(owner, Wait::forever()).unwrap_or_else(|error| panic!("{error}")) };
     let [ours, channel] = medians(&mut [
         &mut || hand_over(take),
-        // What the channel between the threads costs by itself.
+        // The cost of the channel between the threads, without the ring.
         &mut || hand_over(|| 0_usize),
     ]);
     println!("\nring of {CHUNKS} chunks: taken in one thread, given back in another, handed over by a channel\n");
@@ -118,9 +118,9 @@ fn ring() -> Result<(), Error> {
     Ok(())
 }
 
-/// `MADV_HUGEPAGE` is ignored in this process while `off` is set.
+/// Makes the kernel ignore `MADV_HUGEPAGE` in this process while `off` is set.
 fn without_huge_pages(off: bool) {
-    // SAFETY: takes numbers only.
+    // SAFETY: `prctl` with this option takes no pointer.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, libc::c_ulong::from(off), 0, 0, 0) }, 0);
 }
 

@@ -1,7 +1,8 @@
-//! Leases exact-size slots that are planned once, then frozen. A lease is an RAII hold on a slot.
+//! Divides a region into slots of planned sizes, once, and leases them. A lease is an RAII hold on a slot.
 //!
-//! A lease takes a slot of the smallest class that holds it, never of a larger one: a plan that admits a set of leases
-//! then admits them in every order. Taking and returning is a short lock and a few atomic operations, and never allocates.
+//! A lease takes a slot of the smallest class that fits, never of a larger one: so if a plan admits a set of leases, it
+//! admits them in every order. Taking and returning a slot is a short lock and a few atomic operations, and never
+//! allocates.
 
 use std::{
     collections::BTreeMap,
@@ -20,38 +21,38 @@ use crate::{
     owners::{Counters, Owners},
 };
 
-/// The owner mark of a slot that is free.
+/// Marks a free slot in `holders`.
 const NOBODY: u8 = u8::MAX;
 
-/// What one class holds.
+/// Counters of one class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassStats {
     /// Bytes of a slot.
     pub bytes: usize,
-    /// How many slots.
+    /// Number of slots.
     pub count: usize,
-    /// Slots leased now.
+    /// Leased slots.
     pub in_use: usize,
     /// The most slots that were leased at once.
     pub peak: usize,
 }
 
-/// What an arena holds and did.
+/// Counters of an arena.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaStats {
-    /// Bytes that the plan asked for: the sum of all slots.
+    /// Bytes of all slots, without alignment: what the plan asked for.
     pub capacity_bytes: usize,
-    /// Bytes that the slots take up, alignment included.
+    /// Bytes that the slots occupy, alignment included.
     pub reserved_bytes: usize,
-    /// Bytes of the slots leased now.
+    /// Bytes of the leased slots.
     pub in_use_bytes: usize,
     /// Bytes of the arena's own tables, on the heap.
     pub table_bytes: usize,
-    /// What the living leases asked for, its peak, and the waits of all owners.
+    /// Leased bytes, their peak, and the waits of all owners together.
     pub total: OwnerStats,
-    /// By class, smallest first.
+    /// Per class, smallest first.
     pub classes: Vec<ClassStats>,
-    /// By owner, in the order of their first lease.
+    /// Per owner, in the order of their first call of [`Arena::owner`].
     pub owners: Vec<(String, OwnerStats)>,
 }
 
@@ -61,7 +62,7 @@ pub struct Arena {
     shared: Arc<Shared>,
 }
 
-/// What leases keep alive.
+/// The part of an arena that leases keep alive.
 #[derive(Debug)]
 pub(crate) struct Shared {
     region: Region,
@@ -76,12 +77,15 @@ struct Class {
     free: FreeList,
     in_use: AtomicUsize,
     peak: AtomicUsize,
-    /// Who holds each slot, for the errors that name them; [`NOBODY`] where it is free.
+    /// The owner's index of each slot, for the errors that name owners; [`NOBODY`] for a free slot.
     holders: Box<[AtomicU8]>,
 }
 
 impl Arena {
-    /// Divides `region` into slots of `classes`, given as (bytes, count). A region belongs to one living arena.
+    /// Divides `region` into slots of `classes`, given as (bytes, count).
+    ///
+    /// # Errors
+    /// [`Error::RegionTaken`] if another living arena divides the region.
     pub fn new(region: &Region, classes: &[(usize, usize)]) -> Result<Self> {
         let shared = region.claim(|| {
             let layout = Layout::new(classes, region.bytes())?;
@@ -97,12 +101,12 @@ impl Arena {
         Ok(Self { shared })
     }
 
-    /// The owner called `name`, entered at its first call. Leases by a known owner allocate nothing.
+    /// Returns the owner called `name`; the first call registers it. Leases by a registered owner allocate nothing.
     pub fn owner(&self, name: &str) -> Result<OwnerId> {
         self.shared.owners.named(name)
     }
 
-    /// Takes `nbytes` for `owner`, from the smallest class that holds them.
+    /// Takes a slot for `nbytes` bytes, from the smallest class that fits.
     pub fn lease(&self, nbytes: usize, owner: OwnerId, mut wait: Wait<'_>) -> Result<Lease> {
         let shared = &self.shared;
         shared.region.inner().usable()?;
@@ -120,7 +124,7 @@ impl Arena {
         Ok(Lease { shared: Arc::clone(shared), class, slot, asked_bytes: nbytes, owner })
     }
 
-    /// The slots.
+    /// The layout of the slots.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.shared.layout
@@ -134,14 +138,14 @@ impl Arena {
         size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES
     }
 
-    /// Slots that a lease of `nbytes` could take now: 0 where it would wait.
+    /// Returns how many slots a lease of `nbytes` could take at once: 0 if it would wait.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let class = self.shared.layout.class_for(nbytes)?;
         let count = self.shared.layout.classes()[class].count;
         Ok(count.saturating_sub(self.shared.classes[class].in_use.load(Relaxed)))
     }
 
-    /// What it holds and did.
+    /// Returns the arena's counters.
     #[must_use]
     pub fn stats(&self) -> ArenaStats {
         let Shared { layout, classes, owners, total, .. } = &*self.shared;
@@ -168,7 +172,7 @@ impl Arena {
     }
 }
 
-/// Heap bytes per slot: its place in the free list and its holder.
+/// Heap bytes per slot: its entries in `FreeList` and in `holders`.
 const SLOT_TABLE_BYTES: usize = size_of::<u32>() + size_of::<AtomicU8>();
 /// Heap bytes per class.
 const CLASS_TABLE_BYTES: usize = size_of::<Class>() + size_of::<crate::ClassLayout>();
@@ -201,7 +205,7 @@ impl Class {
 impl Shared {
     fn address(&self, class: usize, slot: u32) -> NonNull<u8> {
         let class = &self.layout.classes()[class];
-        // SAFETY: the layout keeps every slot inside the region, whose start this is.
+        // SAFETY: `start` is the region's first byte, and the layout keeps every slot inside the region.
         unsafe { self.region.inner().start().add(class.offset + slot as usize * class.stride) }
     }
 
@@ -215,7 +219,7 @@ impl Shared {
     fn give_back(&self, lease: &Lease) {
         let region = self.region.inner();
         if region.forked() {
-            // The slot is the parent's, and a lock may have been copied in the middle of a hold.
+            // The slot belongs to the parent. See [Note: forked child] in `living.rs`.
             return;
         }
         self.total.given(lease.asked_bytes);
@@ -226,7 +230,7 @@ impl Shared {
         region.leave();
     }
 
-    /// The slow path: every slot of the class is taken.
+    /// The slow path of `lease`: no slot of the class is free.
     #[cold]
     fn wait_for(&self, class: usize, asked_bytes: usize, owner: OwnerId, wait: &mut Wait<'_>) -> Result<u32> {
         let began = Instant::now();
@@ -259,7 +263,7 @@ impl Shared {
     }
 }
 
-/// Bytes of an arena, held until dropped. Nobody else has them meanwhile.
+/// The exclusive use of bytes in an arena, until the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     shared: Arc<Shared>,
@@ -270,31 +274,31 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// The bytes that were asked for.
+    /// The bytes that the caller asked for.
     #[must_use]
     pub fn len(&self) -> usize {
         self.asked_bytes
     }
 
-    /// Never: a lease has at least one byte.
+    /// Always false: a lease has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.asked_bytes == 0
     }
 
-    /// The bytes of the slot that holds them.
+    /// The bytes of the slot, at least `len()`.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         self.shared.layout.classes()[self.class].bytes
     }
 
-    /// Whether its region was closed: then the last lease to go unmaps.
+    /// True if the region was closed: dropping its last lease then unmaps it.
     #[must_use]
     pub fn is_region_closed(&self) -> bool {
         self.shared.region.is_closed()
     }
 
-    /// The first byte. Valid for `slot_bytes()` while the lease lives.
+    /// The first byte. The pointer is valid for `slot_bytes()` while the lease lives.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
         self.shared.address(self.class, self.slot)
@@ -303,15 +307,15 @@ impl Lease {
     /// The leased bytes.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the slot is this lease's alone, initialised (the kernel's zeros at least) and mapped while it lives;
-        // writing needs `&mut self` or the unsafety of `as_ptr`.
+        // SAFETY: the slot is mapped while the lease lives, initialised (the kernel zeroed it) and leased to no other.
+        // Writing needs `&mut self`, or unsafe code with `as_ptr`.
         unsafe { std::slice::from_raw_parts(self.as_ptr().as_ptr(), self.asked_bytes) }
     }
 
-    /// The leased bytes, to be written.
+    /// The leased bytes, writable.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as in `as_slice`, and `&mut self` is the only way in.
+        // SAFETY: as in `as_slice`; `&mut self` excludes other references.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().as_ptr(), self.asked_bytes) }
     }
 }
@@ -322,7 +326,7 @@ impl Drop for Lease {
     }
 }
 
-/// A bounded pool of equal chunks. An arena of one class: what holds there holds here.
+/// A bounded pool of chunks of one size: an arena of one class.
 #[derive(Debug, Clone)]
 pub struct ChunkRing {
     arena: Arc<Arena>,
@@ -335,13 +339,13 @@ impl ChunkRing {
         Ok(Self { arena: Arc::new(Arena::new(region, &[(chunk_bytes, count)])?), chunk_bytes })
     }
 
-    /// The size of a chunk.
+    /// The size of a chunk in bytes.
     #[must_use]
     pub fn chunk_bytes(&self) -> usize {
         self.chunk_bytes
     }
 
-    /// The owner called `name`.
+    /// Returns the owner called `name`; see [`Arena::owner`].
     pub fn owner(&self, name: &str) -> Result<OwnerId> {
         self.arena.owner(name)
     }
@@ -351,7 +355,7 @@ impl ChunkRing {
         self.arena.lease(self.chunk_bytes, owner, wait)
     }
 
-    /// See [`Arena::stats`].
+    /// Returns the counters; see [`Arena::stats`].
     #[must_use]
     pub fn stats(&self) -> ArenaStats {
         self.arena.stats()

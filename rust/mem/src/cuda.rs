@@ -1,33 +1,33 @@
-//! Pins memory for CUDA through `libcuda.so.1`, found at run time and never linked.
+//! Pins memory for CUDA through `libcuda.so.1`, which is found at run time and never linked.
 //!
-//! Only a process that computes with CUDA has a context, and registering makes sense only there. So nothing here
-//! creates one: the current context is used, else the primary context that the process already holds on some device.
-//! And a thread of ours can leave alone what other threads capture into CUDA graphs.
+//! Registering memory makes sense only in a process that has a CUDA context. So this file creates no context: it uses
+//! the thread's current one, else a primary context that the process already holds on some device. `ignore_captures`
+//! keeps threads of this library from invalidating the CUDA graphs that other threads capture.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
     ptr::{self, NonNull},
 };
 
-/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context, whichever device computes.
+/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for the contexts of every device.
 const REGISTER_PORTABLE: c_uint = 0x01;
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: what a thread does ends no capture of another's.
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls of a thread invalidate no capture of another thread.
 const CAPTURE_THREAD_LOCAL: c_int = 1;
 const LIBRARY: &CStr = c"libcuda.so.1";
 
 type CuResult = c_int;
 type Context = *mut c_void;
 
-/// How to look for the library.
+/// Whether `open` may load the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Search {
-    /// Only where the process has loaded it already; otherwise it cannot have a context.
+    /// Use the library only if the process has loaded it. Otherwise the process has no context.
     Loaded,
-    /// Load it if need be.
+    /// Load the library if necessary.
     Load,
 }
 
-/// The driver's functions that are used here.
+/// The driver functions that this file calls.
 #[derive(Clone, Copy)]
 struct Driver {
     init: unsafe extern "C" fn(c_uint) -> CuResult,
@@ -43,31 +43,31 @@ struct Driver {
     unregister: unsafe extern "C" fn(*mut c_void) -> CuResult,
 }
 
-/// Lets what the calling thread does from now on leave alone what others capture into CUDA graphs: a capture ends with
-/// an error when any thread asks an event whether it is over, unless that thread says that it has no part in captures.
-/// Whether it could be said; where the process has not loaded the driver, nobody captures.
+/// Sets the calling thread's stream capture mode so that its calls invalidate no CUDA graph that another thread
+/// captures. In the default mode, a query of an event by any thread ends a capture with an error. Returns false if the
+/// mode could not be set; if the process has not loaded the driver, no thread captures.
 #[must_use]
 pub fn ignore_captures() -> bool {
     let Ok(library) = open(Search::Loaded) else { return false };
     // SAFETY: the library is loaded and never closed; the name is null-terminated.
     let found = unsafe { libc::dlsym(library.as_ptr(), c"cuThreadExchangeStreamCaptureMode".as_ptr()) };
     let Some(found) = NonNull::new(found) else { return false };
-    // SAFETY: the driver's function of this name has this type; the library stays loaded.
+    // SAFETY: the driver's function of this name has this type, and the library stays loaded.
     let exchange: unsafe extern "C" fn(*mut c_int) -> CuResult = unsafe { std::mem::transmute(found) };
     let mut mode = CAPTURE_THREAD_LOCAL;
     // SAFETY: `mode` is valid for reads and writes.
     unsafe { exchange(&raw mut mode) == 0 }
 }
 
-/// Memory that is registered with CUDA until this is dropped.
+/// A CUDA host registration; dropping it unregisters the memory.
 pub(crate) struct Registration {
     driver: Driver,
     start: NonNull<u8>,
-    /// The device whose primary context was retained to register; `None`: a context was current.
+    /// The device whose primary context `new` retained; `None` if a context was current.
     retained: Option<c_int>,
 }
 
-// SAFETY: the driver's functions may be called from any thread; the address is only handed to them.
+// SAFETY: any thread may call the driver's functions; `start` is only passed to them, never dereferenced.
 unsafe impl Send for Registration {}
 // SAFETY: `&Registration` has no operations.
 unsafe impl Sync for Registration {}
@@ -79,7 +79,7 @@ impl std::fmt::Debug for Registration {
 }
 
 impl Registration {
-    /// Registers `bytes` at `start`, or says why not.
+    /// Registers `bytes` at `start`; the error says why that failed.
     ///
     /// # Safety
     /// The range must stay mapped until the registration is dropped.
@@ -87,26 +87,26 @@ impl Registration {
         let driver = Driver::find(search)?;
         let mut registration = Self { driver, start, retained: None };
         driver.enter(&mut registration.retained)?;
-        // SAFETY: the caller keeps the range mapped; a context is current.
+        // SAFETY: the caller keeps the range mapped; `enter` made a context current.
         let code = unsafe { (driver.register)(start.as_ptr().cast(), bytes, REGISTER_PORTABLE) };
         driver.leave(registration.retained);
         if code == 0 {
             return Ok(registration);
         }
         registration.give_up_context();
-        // What was not registered must not be unregistered.
+        // The registration failed, so `Drop` must not unregister.
         std::mem::forget(registration);
         Err(format!("cuMemHostRegister of {bytes} bytes failed: {}", driver.name_of(code)))
     }
 
-    /// Forgets the registration without touching CUDA: for a forked child, which has no part in the parent's context.
+    /// Forgets the registration without calling CUDA. For a forked child, which must not use the parent's context.
     pub(crate) fn abandon(self) {
         std::mem::forget(self);
     }
 
     fn give_up_context(&mut self) {
         if let Some(device) = self.retained.take() {
-            // SAFETY: pairs with the retain in `enter`.
+            // SAFETY: `enter` retained this context, and `take` ensures a single release.
             unsafe { (self.driver.primary_release)(device) };
         }
     }
@@ -114,15 +114,15 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // A thread without a context (autograd's, a finalizer's) may be the one that drops: any context will do for
-        // portable memory. Without one the driver is shutting down and has let go of the memory by itself.
+        // The dropping thread may have no context (autograd's thread, a finalizer): any context can unregister portable
+        // memory. If `enter` fails, the driver is shutting down and has released the memory.
         let mut entered = None;
         if self.driver.enter(&mut entered).is_ok() {
-            // SAFETY: registered in `new` and not unregistered since.
+            // SAFETY: `new` registered the memory, and only this `drop` unregisters it.
             unsafe { (self.driver.unregister)(self.start.as_ptr().cast()) };
             self.driver.leave(entered);
             if let Some(device) = entered {
-                // SAFETY: pairs with the retain in `enter`.
+                // SAFETY: `enter` retained this context just above.
                 unsafe { (self.driver.primary_release)(device) };
             }
         }
@@ -130,10 +130,10 @@ impl Drop for Registration {
     }
 }
 
-/// The library, which is never closed, or why there is none.
+/// Returns the library, which is never closed, or why it is not available.
 fn open(search: Search) -> Result<NonNull<c_void>, String> {
     let mode = libc::RTLD_NOW | libc::RTLD_LOCAL | if search == Search::Loaded { libc::RTLD_NOLOAD } else { 0 };
-    // SAFETY: a null-terminated name; libcuda's initialisers are safe to run.
+    // SAFETY: the name is null-terminated, and libcuda's initialisers are safe to run.
     let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), mode) };
     NonNull::new(library).ok_or_else(|| match search {
         Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
@@ -151,7 +151,7 @@ impl Driver {
             let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };
             NonNull::new(found).ok_or_else(|| format!("libcuda.so.1 has no {}", name.to_string_lossy()))
         };
-        // SAFETY: each name is the CUDA driver API's function of the type that the field has; the library stays loaded.
+        // SAFETY: each name is the driver API's function of its field's type, and the library stays loaded.
         #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for every field")]
         #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
         unsafe {
@@ -171,8 +171,8 @@ impl Driver {
         }
     }
 
-    /// Makes a context current on this thread: the one that is, else a primary context that is active already.
-    /// Writes into `retained` which device's it was; `leave` takes it off the thread again.
+    /// Ensures that this thread has a current context: keeps the current one, else pushes a device's primary context
+    /// that is already active, and stores the device in `retained`. `leave` pops a pushed context.
     fn enter(&self, retained: &mut Option<c_int>) -> Result<(), String> {
         let mut context = ptr::null_mut();
         // SAFETY: `context` is valid for writes.
@@ -181,7 +181,7 @@ impl Driver {
             return Ok(());
         }
         let mut devices = 0;
-        // SAFETY: cuInit takes 0 by its definition.
+        // SAFETY: `cuInit` accepts flags of 0.
         let mut code = unsafe { (self.init)(0) };
         if code == 0 {
             // SAFETY: `devices` is valid for writes.
@@ -192,18 +192,18 @@ impl Driver {
         }
         for device in 0..devices {
             let (mut flags, mut active) = (0, 0);
-            // SAFETY: both are valid for writes; the device exists.
+            // SAFETY: `flags` and `active` are valid for writes, and the device exists.
             let code = unsafe { (self.primary_state)(device, &raw mut flags, &raw mut active) };
-            // SAFETY: `context` is valid for writes; the device exists.
+            // SAFETY: `context` is valid for writes, and the device exists.
             if code != 0 || active == 0 || unsafe { (self.primary_retain)(&raw mut context, device) } != 0 {
                 continue;
             }
-            // SAFETY: retained just now.
+            // SAFETY: the call above retained `context`.
             if unsafe { (self.push)(context) } == 0 {
                 *retained = Some(device);
                 return Ok(());
             }
-            // SAFETY: pairs with the retain above.
+            // SAFETY: releases the context that the loop's condition retained.
             unsafe { (self.primary_release)(device) };
         }
         Err("no CUDA context in this process: call torch.cuda.init() before, and move a tensor to the device".into())
@@ -212,7 +212,7 @@ impl Driver {
     fn leave(&self, entered: Option<c_int>) {
         if entered.is_some() {
             let mut context = ptr::null_mut();
-            // SAFETY: pops what `enter` pushed on this thread.
+            // SAFETY: pops the context that `enter` pushed on this thread.
             unsafe { (self.pop)(&raw mut context) };
         }
     }

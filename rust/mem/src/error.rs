@@ -1,20 +1,20 @@
-//! Errors of host memory.
+//! The errors of host memory.
 
 use std::{fmt, time::Duration};
 
-/// The result of everything in this crate that can fail.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// One owner's share of a class, for the errors that say who holds what.
+/// The slots of a class that one owner holds, for the error of a lease that timed out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
     /// The owner's name.
     pub owner: String,
-    /// How many slots of the class it holds.
+    /// Slots of the class that the owner holds.
     pub slots: usize,
 }
 
-/// Shows holders as `unit 3, prefetch 1`.
+/// Formats holders as `"unit" 3, "prefetch" 1`.
 struct Holders<'a>(&'a [Holder]);
 
 impl fmt::Display for Holders<'_> {
@@ -30,7 +30,7 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
-/// A size in the largest binary unit that leaves at least 1, with three digits, rounded up or down.
+/// Formats a size in the largest binary unit that leaves at least 1, with three digits, rounded up or down.
 fn shown(nbytes: usize, up: bool) -> String {
     const UNITS: [&str; 6] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = (nbytes.max(1).ilog2() as usize / 10).min(UNITS.len() - 1);
@@ -47,7 +47,7 @@ fn shown(nbytes: usize, up: bool) -> String {
     format!("{}{point}{fraction} {}", parts / scale, UNITS[unit])
 }
 
-/// What can go wrong with memory.
+/// An error of host memory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -55,73 +55,73 @@ pub enum Error {
     #[error("{0}")]
     Invalid(String),
 
-    /// An explicit wish for pinned memory that cannot be had.
+    /// The caller asked for pinned memory, and pinning failed.
     #[error("memory cannot be pinned as asked: {why}")]
     PinRefused {
         /// The reason and the remedy.
         why: String,
     },
 
-    /// A region is too small for the plan.
+    /// The region is too small for the plan.
     #[error(
         "the region holds {} and the plan needs {}: make the region at least {needed_bytes} bytes",
         shown(*region_bytes, false), shown(*needed_bytes, true)
     )]
     RegionTooSmall {
-        /// What the region has.
+        /// Bytes of the region.
         region_bytes: usize,
-        /// What the smallest layout needs.
+        /// Bytes of the layout without alignment, the smallest one.
         needed_bytes: usize,
     },
 
-    /// The machine or its cgroup does not have the memory.
+    /// The machine or the cgroup has too little free memory.
     #[error(
         "{} of memory were asked for and {} can be had ({limited_by}): ask for less, free some, or raise that limit",
         shown(*needed_bytes, true), shown(*available_bytes, false)
     )]
     OutOfMemory {
-        /// What was asked for.
+        /// Bytes that the caller asked for.
         needed_bytes: usize,
-        /// What could be had.
+        /// Bytes that are available.
         available_bytes: usize,
-        /// What sets the limit.
+        /// The limit's name.
         limited_by: String,
     },
 
-    /// No class of the plan is large enough: this can never be granted.
+    /// Every class of the plan is too small: waiting would not help.
     #[error(
         "a lease of {asked_bytes} bytes can never be granted: the largest class of this arena is {largest_class_bytes} \
          bytes; plan a class that fits it"
     )]
     NoSuchClass {
-        /// What was asked for.
+        /// Bytes that the caller asked for.
         asked_bytes: usize,
-        /// What the plan has at most.
+        /// Bytes of the plan's largest class.
         largest_class_bytes: usize,
     },
 
-    /// A lease was not granted in time.
+    /// No slot became free within the caller's limit.
     #[error(
         "no lease of {asked_bytes} bytes (class of {class_bytes}, {class_count} slots) within {:.3} s; held by: {}",
         waited.as_secs_f64(), Holders(holders)
     )]
     TimedOut {
-        /// What was asked for.
+        /// Bytes that the caller asked for.
         asked_bytes: usize,
-        /// The class that it falls into.
+        /// Bytes of a slot of the smallest class that fits.
         class_bytes: usize,
-        /// How many slots that class has.
+        /// Slots of that class.
         class_count: usize,
-        /// How long the caller waited.
+        /// The time that the caller waited.
         waited: Duration,
-        /// Who holds the slots.
+        /// The owners of the class's slots.
         holders: Vec<Holder>,
     },
 
-    /// The caller's poll function asked to stop.
+    /// The caller's poll function stopped a wait or a mapping.
     #[error("waiting for {asked_bytes} bytes was interrupted")]
     Interrupted {
-        /// What was asked for.
+        /// Bytes that the caller asked for.
         asked_bytes: usize,
     },
 
@@ -129,34 +129,34 @@ pub enum Error {
     #[error("the region has been closed; make a new one")]
     Closed,
 
-    /// The region already belongs to an arena.
+    /// Another living arena divides the region.
     #[error("the region already belongs to an arena; a region is divided once, make one region for each arena")]
     RegionTaken,
 
-    /// A forked child uses its parent's memory.
+    /// A forked child used its parent's memory.
     #[error(
         "this memory belongs to the process that made it, and this process is a fork of it; make a region of its own \
          here"
     )]
     Forked,
 
-    /// More owners than the table holds.
+    /// The table of owners is full.
     #[error("{owners_max} owners are named already and {name:?} is one more; reuse a name")]
     TooManyOwners {
-        /// The bound.
+        /// The size of the table.
         owners_max: usize,
-        /// The name that found no room.
+        /// The name that did not fit.
         name: String,
     },
 
-    /// The kernel refused.
+    /// A system call failed.
     #[error("{call} of {} failed: {source}", shown(*nbytes, true))]
     System {
         /// The system call.
         call: &'static str,
-        /// How many bytes it was about.
+        /// Bytes that the call concerned.
         nbytes: usize,
-        /// What the kernel said.
+        /// The system's error.
         source: std::io::Error,
     },
 }

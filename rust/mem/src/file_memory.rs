@@ -1,9 +1,12 @@
-//! Maps files as memory; what a forked child writes there stays in the child.
+//! Maps files as memory. Writes of a forked child to such memory do not reach the file.
 //!
-//! A page of a shared mapping goes to the file and leaves RAM, and no memory of the file's size is ever taken. But a
-//! shared mapping is shared with children, too. So each file is mapped a second time, privately, and nobody touches that
-//! mapping: it takes addresses and no memory. In a child it is moved over the shared one, at the same addresses, before
-//! anything of the child runs. What the child reads is the file, and what it writes is a copy of the page that it wrote.
+//! The kernel can write back and drop the pages of a shared mapping, so a mapping of any size takes no memory for long.
+//! But a forked child would share the mapping with its parent.
+//!
+//! [Note: twin mappings] So each file is mapped a second time, privately. The private mapping takes addresses and no
+//! memory, because no code accesses it. In a forked child, the fork handler moves it over the shared mapping, at the
+//! same addresses, before other code of the child runs. The child then reads the file, and each page that it writes
+//! becomes its own copy.
 
 use std::{
     fs::File,
@@ -19,16 +22,16 @@ use rustix::{
 
 use crate::{Error, Result, living::living};
 
-/// The bytes of a file as memory; unmapped when dropped. The file lives as long, whatever becomes of its name.
+/// The bytes of a file as memory; dropping it unmaps them. The mapping keeps the file alive, even without a name.
 #[derive(Debug)]
 pub struct FileMemory {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the mapping is plain memory, owned by this value; reaching the bytes is unsafe where it happens.
+// SAFETY: the mapping is plain memory that this value owns. Dereferencing its address needs unsafe code.
 unsafe impl Send for FileMemory {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for FileMemory {}
 
 impl FileMemory {
@@ -41,7 +44,7 @@ impl FileMemory {
         }
         let start =
             mapped(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED).map_err(failed("mmap"))?;
-        // Nothing can be written to it, so that no memory is set aside for it.
+        // Mapped without write permission, so that the kernel reserves no memory for it.
         match mapped(file, bytes, ProtFlags::READ, MapFlags::PRIVATE | MapFlags::NORESERVE) {
             Ok(private) => {
                 living().files.insert(start.as_ptr().addr(), Twins { shared: start, private: Some(private), bytes });
@@ -60,20 +63,20 @@ impl FileMemory {
         self.start
     }
 
-    /// How many bytes.
+    /// The length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Never: a mapping has a byte at least.
+    /// Always false: a mapping has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 }
 
-/// Whether a file in memory begins at this address.
+/// True if a `FileMemory` begins at this address.
 #[must_use]
 pub fn is_file_memory(address: usize) -> bool {
     living().files.contains_key(&address)
@@ -81,7 +84,8 @@ pub fn is_file_memory(address: usize) -> bool {
 
 impl Drop for FileMemory {
     fn drop(&mut self) {
-        // First from the list: a child must not move anything to addresses that are another's by then.
+        // Removed from the list before unmapping: a fork handler must not move a mapping to addresses that the kernel
+        // has reused.
         let twins = living().files.remove(&self.start.as_ptr().addr());
         unmap(self.start, self.bytes);
         if let Some(private) = twins.and_then(|twins| twins.private) {
@@ -90,44 +94,44 @@ impl Drop for FileMemory {
     }
 }
 
-/// Both mappings of one file.
+/// The two mappings of one file. See [Note: twin mappings].
 pub(crate) struct Twins {
     shared: NonNull<u8>,
-    /// `None` in a child, where it has taken the other's place.
+    /// `None` in a child, where `part` has moved the mapping.
     private: Option<NonNull<u8>>,
     bytes: usize,
 }
 
-// SAFETY: addresses of mappings that belong to the `FileMemory` that entered them.
+// SAFETY: the addresses belong to the mappings of a living `FileMemory`, which any thread may use.
 unsafe impl Send for Twins {}
 
 impl Twins {
-    /// In a forked child: puts the private mapping in the place of the shared one. Only system calls, which are allowed
-    /// there.
+    /// Moves the private mapping over the shared one. Runs in a forked child, so it makes only system calls, which are
+    /// allowed there.
     pub(crate) fn part(&mut self) {
         let Some(private) = self.private.take() else { return };
         let writable = MprotectFlags::READ | MprotectFlags::WRITE;
-        // SAFETY: a mapping of ours of so many bytes, which nobody else knows. Where the machine has no memory to
-        // promise for it, it stays readable only: a child that writes then ends, and harms nobody.
+        // SAFETY: `private` is a mapping of `bytes` bytes that no other code uses. If the kernel cannot commit memory
+        // for it, it stays read-only: a child that writes is killed, and the file stays intact.
         let _ = unsafe { mprotect(private.as_ptr().cast(), self.bytes, writable) };
         let (from, to) = (private.as_ptr().cast(), self.shared.as_ptr().cast());
-        // SAFETY: both are mappings of ours of so many bytes. The target has the same contents before and after, and the
-        // thread that forked is the only one.
+        // SAFETY: both ranges are mappings of ours of `bytes` bytes. The target's contents stay the same, and the child
+        // has only this thread.
         if unsafe { mremap_fixed(from, self.bytes, self.bytes, MremapFlags::MAYMOVE, to) }.is_err() {
-            // SAFETY: as above.
+            // SAFETY: `to` is a mapping of `bytes` bytes; making it read-only keeps the child from writing to the file.
             let _ = unsafe { mprotect(to, self.bytes, MprotectFlags::READ) };
         }
     }
 }
 
 fn mapped(file: BorrowedFd<'_>, bytes: usize, protection: ProtFlags, flags: MapFlags) -> io::Result<NonNull<u8>> {
-    // SAFETY: a new mapping at an address that the kernel chooses; the descriptor is open.
+    // SAFETY: makes a new mapping at an address that the kernel chooses; the descriptor is open.
     let start = unsafe { mmap(ptr::null_mut(), bytes, protection, flags, file, 0) }?;
     Ok(NonNull::new(start.cast()).ok_or(Errno::NOMEM)?)
 }
 
 fn unmap(start: NonNull<u8>, bytes: usize) {
-    // SAFETY: a mapping of ours of so many bytes; whoever owns it has seen to it that nothing refers to it.
+    // SAFETY: the range is a mapping of `bytes` bytes that `new` made; its owner is dropped or was never made.
     let result = unsafe { munmap(start.as_ptr().cast(), bytes) };
     debug_assert!(result.is_ok(), "munmap: {result:?}");
 }

@@ -1,44 +1,44 @@
-//! The free slots of one size, handed between threads: a vector behind a lock.
+//! The free slots of one class: a vector behind a lock, from which threads take slots.
 //!
-//! Last in, first out keeps the slots in use warm in cache. Nothing here allocates after `new`.
+//! The last slot returned is taken first, so the slots in use stay warm in cache. No function allocates after `new`.
 
 use crate::guarded::{Ended, Guarded, Wait};
 
-/// The free slots of one size. See the module's description.
+/// The free slots of one class. See the module's description.
 #[derive(Debug)]
 pub(crate) struct FreeList(Guarded<Slots>);
 
 #[derive(Debug)]
 struct Slots {
-    /// The next one to be taken is the last.
+    /// The last element is the next slot to be taken.
     free: Vec<u32>,
     closed: bool,
 }
 
 impl FreeList {
-    /// A list of `count` slots, all free; slot 0 is taken first.
+    /// Makes a list of `count` free slots; slot 0 is taken first.
     pub(crate) fn new(count: u32) -> Self {
         Self(Guarded::new(Slots { free: (0..count).rev().collect(), closed: false }))
     }
 
-    /// Takes a slot if one is free. Never waits for one.
+    /// Takes a slot; `None` if none is free. Never waits.
     pub(crate) fn try_take(&self) -> Option<u32> {
         self.0.lock().free.pop()
     }
 
-    /// Gives `slot` back and wakes one waiter. The slot must be the caller's.
+    /// Returns `slot` to the list and wakes one waiter. The caller must have taken the slot from this list.
     pub(crate) fn give(&self, slot: u32) {
         self.0.lock().free.push(slot);
         self.0.notify_one();
     }
 
-    /// Takes a slot, waiting for one; `None`: the list was closed.
+    /// Waits for a free slot and takes it; `None` once the list is closed.
     pub(crate) fn take(&self, wait: &mut Wait<'_>) -> Result<Option<u32>, Ended> {
         let mut state = self.0.wait_until(wait, |state| state.closed || !state.free.is_empty())?;
         Ok(if state.closed { None } else { state.free.pop() })
     }
 
-    /// Ends every wait, now and from now on. Slots may still be given back.
+    /// Ends every wait and every later one. Slots may still be returned.
     pub(crate) fn close(&self) {
         self.0.lock().closed = true;
         self.0.notify_all();
@@ -76,7 +76,7 @@ mod tests {
         });
     }
 
-    /// One slot that is handed on reaches both who wait for it.
+    /// A slot that the first waiter returns reaches the second one.
     #[test]
     fn two_waiters_both_get_the_slot() {
         for _ in 0..500 {

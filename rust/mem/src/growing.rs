@@ -1,4 +1,4 @@
-//! An arena to which slots may be added that nobody planned, each in a region of its own.
+//! An arena that can gain slots after it was planned, each in a region of its own.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
 
 use crate::{Arena, KeepGoing, Layout, Lease, OnFork, Pin, Region, Result, Wait, locked};
 
-/// The planned slots, and those that were added.
+/// The planned slots and the added ones.
 #[derive(Debug)]
 pub struct GrowingArena {
     planned: Part,
@@ -16,7 +16,7 @@ pub struct GrowingArena {
 
 #[derive(Debug)]
 struct Part {
-    /// Bytes of its slots, where it was added.
+    /// Bytes of the slot of an added part. Unused for the planned part.
     bound: usize,
     region: Region,
     arena: Arena,
@@ -40,12 +40,12 @@ impl Part {
 }
 
 impl GrowingArena {
-    /// Takes the memory of the planned slots, as (bytes, count).
+    /// Allocates the planned slots of `classes`, given as (bytes, count).
     pub fn new(classes: &[(usize, usize)], keep_going: KeepGoing<'_>) -> Result<Self> {
         Ok(Self { planned: Part::new(classes, keep_going)?, added: Mutex::default() })
     }
 
-    /// Takes memory for one more lease of so many bytes; how many bytes that took.
+    /// Adds a slot of the class that a lease of `nbytes` takes. Returns the bytes that the slot and its tables take.
     pub fn add(&self, nbytes: usize, keep_going: KeepGoing<'_>) -> Result<usize> {
         let part = Part::new(&[(self.bound(nbytes)?, 1)], keep_going)?;
         let taken = part.bytes();
@@ -53,7 +53,7 @@ impl GrowingArena {
         Ok(taken)
     }
 
-    /// The slots that were added, by their bytes.
+    /// Returns how many slots were added, by their size in bytes.
     #[must_use]
     pub fn added_slots(&self) -> BTreeMap<usize, usize> {
         let mut slots = BTreeMap::new();
@@ -63,13 +63,14 @@ impl GrowingArena {
         slots
     }
 
-    /// The memory that they took.
+    /// Returns the bytes that the added slots and their tables take.
     #[must_use]
     pub fn added_bytes(&self) -> usize {
         self.added().iter().map(Part::bytes).sum()
     }
 
-    /// As of [`Arena`]; only for a planned slot is waited.
+    /// Takes a slot of the smallest planned class that fits: a planned one if one is free, else an added one. Else
+    /// waits for a planned slot.
     pub fn lease(&self, nbytes: usize, owner: &str, wait: Wait<'_>) -> Result<Lease> {
         if self.planned.arena.free_slots(nbytes)? == 0 {
             let bound = self.bound(nbytes)?;
@@ -82,7 +83,7 @@ impl GrowingArena {
         self.planned.arena.lease(nbytes, self.planned.arena.owner(owner)?, wait)
     }
 
-    /// How many slots are free that such a lease may take.
+    /// Returns how many slots a lease of `nbytes` could take at once.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let planned = self.planned.arena.free_slots(nbytes)?;
         let bound = self.bound(nbytes)?;
@@ -92,19 +93,19 @@ impl GrowingArena {
         Ok(planned + free?.into_iter().sum::<usize>())
     }
 
-    /// All memory that is held; 0 once it was closed.
+    /// Returns the bytes of all regions and tables; 0 once closed.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
         self.planned.held_bytes() + self.added().iter().map(Part::held_bytes).sum::<usize>()
     }
 
-    /// Ends new leases and every wait for one; memory goes with its last lease.
+    /// Ends new leases and every wait for one. Each region is unmapped when its last lease is dropped.
     pub fn close(&self) {
         self.planned.region.close();
         self.added().iter().for_each(|part| part.region.close());
     }
 
-    /// The bytes of the slot that such a lease takes.
+    /// Returns the bytes of the slot that a lease of `nbytes` takes.
     fn bound(&self, nbytes: usize) -> Result<usize> {
         let layout = self.planned.arena.layout();
         Ok(layout.classes()[layout.class_for(nbytes)?].bytes)

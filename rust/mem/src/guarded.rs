@@ -1,4 +1,4 @@
-//! Guards state by a lock, and waits for it to change: the one wait loop of all crates.
+//! Guards state by a lock, and waits until it changes: the wait loop of all crates.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -9,83 +9,84 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
+/// The interval of calls to `keep_waiting`: short enough that Ctrl-C feels immediate.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long to wait, and who may end the wait early.
+/// The limit of a wait, and a function that can end it early.
 pub struct Wait<'a> {
-    /// `None` waits for ever, zero not at all.
+    /// `None` waits without a limit; zero does not wait.
     pub timeout: Option<Duration>,
-    /// Called every 50 ms of waiting; `false` gives up. `None` never does.
+    /// Called every 50 ms of a wait; `false` ends the wait.
     pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
 }
 
 impl Wait<'static> {
-    /// Takes what is there now, or fails.
+    /// Fails unless the state is ready at once.
     #[must_use]
     pub fn never() -> Self {
         Self::at_most(Duration::ZERO)
     }
 
-    /// Waits until `timeout` has passed.
+    /// Waits for at most `timeout`.
     #[must_use]
     pub fn at_most(timeout: Duration) -> Self {
         Self { timeout: Some(timeout), keep_waiting: None }
     }
 
-    /// Waits for ever.
+    /// Waits without a limit.
     #[must_use]
     pub fn forever() -> Self {
         Self { timeout: None, keep_waiting: None }
     }
 }
 
-/// Why a wait ended without what it waited for.
+/// Why a wait ended before the state was ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// Its time was over; how long it lasted.
+    /// The limit was reached, after this time.
     TimedOut(Duration),
-    /// `keep_waiting` gave up.
+    /// `keep_waiting` returned false.
     Interrupted,
 }
 
-/// State that threads share, and those that wait for it to change.
+/// State behind a lock, with the threads that wait until it changes.
 #[derive(Debug, Default)]
 pub struct Guarded<T> {
     state: Mutex<T>,
     changed: Condvar,
-    /// Threads that sleep. Changed under the lock, so a thread that has changed the state since sees each of them.
+    /// Sleeping threads. Changed under the lock, so a thread that has changed the state under the lock sees every
+    /// sleeper.
     sleeping: AtomicU32,
 }
 
 impl<T> Guarded<T> {
-    /// Nobody waits yet.
+    /// Guards `state`.
     #[must_use]
     pub const fn new(state: T) -> Self {
         Self { state: Mutex::new(state), changed: Condvar::new(), sleeping: AtomicU32::new(0) }
     }
 
-    /// The state, locked.
+    /// Locks the state.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         locked(&self.state)
     }
 
-    /// Wakes whoever waits; after a change, and without the lock.
+    /// Wakes all waiters. Call it after a change, without the lock.
     pub fn notify_all(&self) {
-        // A wake-up is a system call, also where nobody sleeps.
+        // A wake-up is a system call even if no thread sleeps.
         if self.sleeping.load(Relaxed) > 0 {
             self.changed.notify_all();
         }
     }
 
-    /// As [`Guarded::notify_all`], for a change that only one of those who wait can use.
+    /// As [`Guarded::notify_all`], for a change that only one waiter can use.
     pub fn notify_one(&self) {
         if self.sleeping.load(Relaxed) > 0 {
             self.changed.notify_one();
         }
     }
 
-    /// Lets go of the lock until the state may have changed.
+    /// Releases the lock and sleeps until a notification, then locks again. May wake without a change.
     pub fn sleep<'a>(&self, state: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.sleeping.fetch_add(1, Relaxed);
         let state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -93,7 +94,7 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits until `ready`, however long that takes.
+    /// Waits without a limit until `ready`, and returns the locked state.
     pub fn when(&self, ready: impl Fn(&T) -> bool) -> MutexGuard<'_, T> {
         let mut state = self.lock();
         while !ready(&state) {
@@ -102,10 +103,11 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits until `ready`. The lock is free while `keep_waiting` runs: that may take locks of its own, Python's above all.
+    /// Waits until `ready`, and returns the locked state. The lock is free while `keep_waiting` runs, because that may
+    /// take locks of its own, such as Python's.
     pub fn wait_until(&self, wait: &mut Wait<'_>, ready: impl Fn(&T) -> bool) -> Result<MutexGuard<'_, T>, Ended> {
         let began = Instant::now();
-        // A timeout past the clock's range is for ever.
+        // A deadline beyond the clock's range counts as no deadline.
         let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
         loop {
             let next_poll = Instant::now() + POLL_INTERVAL;
@@ -134,15 +136,16 @@ impl<T> Guarded<T> {
     }
 }
 
-/// Does work. A panic of it is no end of what waits for it, but an error with what the panic said.
+/// Runs `work`, and turns a panic into an error with the panic's message.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a message".into())
     })
 }
 
-/// The data of a mutex that no panic can leave half-written: whoever catches the panic tells those who wait.
+/// Locks a mutex, also after a panic: no panic leaves the data of these mutexes half-written, and the thread that
+/// catches a panic reports it to its waiters.
 pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -158,7 +161,7 @@ mod tests {
         assert!(matches!(late, Err(Ended::TimedOut(after)) if after >= Duration::from_millis(5)));
         let mut asked = 0;
         let mut keep_waiting = || {
-            // The lock is free.
+            // `wait_until` does not hold the lock here.
             *guarded.lock() += 10;
             asked += 1;
             asked < 2
@@ -175,7 +178,7 @@ mod tests {
         });
     }
 
-    /// Who waits is woken also where the change falls between the look and the sleep: a lost wake-up would hang.
+    /// A change between a waiter's check and its sleep must wake the waiter: a lost wake-up would hang this test.
     #[test]
     fn no_wake_up_is_lost() {
         for _ in 0..500 {

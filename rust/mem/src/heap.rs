@@ -1,12 +1,13 @@
-//! Settles the C library's heap for training: large allocations are mapped, the model's holes occupied, what is freed
-//! goes back after each step; or, once a step was of a large batch, what is freed serves the next step.
+//! Configures the C library's heap for training: large allocations become mappings, the free holes that the model left
+//! are occupied, and freed memory returns to the system after each step. After a step with a large batch, freed memory
+//! stays in the heap for the next step.
 //!
-//! A model that was made in the heap leaves holes when its values go to storage. Each gradient of a step would lie in
-//! another of them, so that memory would grow with the depth of the model. A hole that is allocated serves nobody, and
-//! without its pages it costs no memory. glibc also raises its threshold with each mapping that is freed, up to 32 MiB:
-//! from then on small allocations that stay between gradients would keep the heap from shrinking.
+//! A model that was created in the heap leaves holes when its values move to storage. Each gradient of a step would
+//! take another hole, so memory would grow with the depth of the model. An allocation that occupies a hole prevents
+//! that, and costs no memory because its pages are never touched. glibc also raises its mapping threshold, up to 32
+//! MiB, each time a mapping is freed: above it, small allocations between gradients would keep the heap from shrinking.
 //!
-//! Pages that go back to the system are cleared when they come again: up to a third of a step with a large batch.
+//! The kernel zeroes pages that the process gets again: up to a third of the time of a step with a large batch.
 
 use std::{
     env,
@@ -16,34 +17,34 @@ use std::{
 
 use crate::{limits::memory_limits, page_bytes};
 
-/// An allocation of so many bytes is a mapping of its own. With 32 KiB a step of a model of 125 M takes a quarter longer
-/// and saves 28 MB of 393; `benchmarks/heap.py` compares others.
+/// Allocations of at least this many bytes become mappings. With 32 KiB a step of a model of 125 M parameters takes a
+/// quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares other values.
 const MAPPED_FROM_BYTES: libc::c_int = 1 << 20;
-/// So much free memory stays at the heap's end, as glibc would have it.
+/// Free bytes that stay at the heap's end; glibc keeps the same ratio to the mapping threshold.
 const KEPT_AT_END_BYTES: libc::c_int = 2 * MAPPED_FROM_BYTES;
-/// After a large batch: the highest threshold that glibc takes, and nothing of the heap's end is given back.
+/// Threshold after a large batch: the highest that glibc accepts. With [`NEVER`], glibc does not trim the heap's end.
 const MAPPED_FROM_BYTES_MAX: libc::c_int = 32 << 20;
 const NEVER: libc::c_int = -1;
-/// A batch is large whose forward and backward touch so many times the model's bytes anew, and at least so many bytes.
+/// A batch is large if each forward and backward touches more new pages than this many times the model's bytes, and
+/// more than `LARGE_BYTES`.
 const LARGE_TIMES: u64 = 3;
 const LARGE_BYTES: u64 = 256 << 20;
-/// A smaller hole is for what is always in the heap.
+/// The smallest hole to occupy. Smaller holes remain for the process's small allocations.
 const HOLE_BYTES: u16 = 32 << 10;
-/// A larger hole is occupied by several allocations.
+/// The largest single allocation; several occupy a larger hole.
 const HOLE_BYTES_MAX: usize = 256 << 20;
-/// `MEMASCEND_MALLOC=system` leaves the heap alone.
+/// `MEMASCEND_MALLOC=system` leaves the heap unchanged.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
-/// With these variables a user has chosen glibc's thresholds.
+/// If one of these is set, the user has chosen glibc's thresholds.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 
 #[derive(Debug)]
 struct Heap {
-    /// Addresses that occupy holes.
+    /// Addresses of the allocations that occupy holes.
     occupied: Vec<usize>,
-    /// Bytes of pages that the process had touched anew when the last step ended, or the first backward began; none before
-    /// that.
+    /// [`touched_bytes`] when the last step ended, or when the first backward began; `None` before.
     touched: Option<u64>,
-    /// What is freed serves the next step.
+    /// Freed memory stays in the heap, after a step with a large batch.
     keeps: bool,
 }
 
@@ -56,14 +57,14 @@ fn heap() -> MutexGuard<'static, Heap> {
 impl Heap {
     fn free_holes(&mut self) {
         for address in self.occupied.drain(..) {
-            // SAFETY: malloc gave it, and nobody else knows of it.
+            // SAFETY: `occupy` allocated the address with malloc, and no other code uses it.
             unsafe { libc::free(address as *mut c_void) };
         }
     }
 }
 
-/// Gives free memory back, occupies the holes in place of those of an earlier call, and sets the thresholds; the last
-/// two only where the environment says nothing of thresholds.
+/// Returns free memory to the system, occupies the heap's holes anew, and sets the thresholds. Only returns the memory
+/// if environment variables choose thresholds; does nothing under `MEMASCEND_MALLOC=system`.
 pub fn settle_heap() {
     trim();
     if is_chosen() {
@@ -76,13 +77,14 @@ pub fn settle_heap() {
     (heap.touched, heap.keeps) = (None, false);
 }
 
-/// A backward begins. What was touched before the first one may last, and tells nothing of its step's batch.
+/// Records, at the first backward, how many bytes the process has touched: pages that it touched before may be
+/// permanent, and say nothing about the batch.
 pub fn begin_heap_backward() {
     heap().touched.get_or_insert_with(touched_bytes);
 }
 
-/// A step of so many backwards ended. Once one touched much more than the model's bytes anew, and as much memory is free,
-/// the heap keeps what is freed from then on; else what is free is given back.
+/// Ends a step of `backwards` backwards. If each touched far more new bytes than the model has, and half as much memory
+/// is available, the heap keeps freed memory from this step on. Otherwise returns free memory to the system.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();
@@ -106,20 +108,20 @@ pub fn end_heap_step(backwards: u64, model_bytes: u64) {
 
 fn trim() {
     if !is_left_alone() {
-        // SAFETY: it takes a number, and the library's own locks.
+        // SAFETY: `malloc_trim` takes no pointer and locks the heap itself.
         unsafe { libc::malloc_trim(0) };
     }
 }
 
 fn touched_bytes() -> u64 {
-    // SAFETY: zeros are a value of it.
+    // SAFETY: all-zero bytes are a valid `rusage`.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: it fills what it is given.
+    // SAFETY: `usage` has room for the `rusage` that the call writes.
     unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) };
     u64::try_from(usage.ru_minflt).unwrap_or(0) * page_bytes() as u64
 }
 
-/// Whether the environment says how allocations are treated.
+/// True if the environment configures the heap.
 fn is_chosen() -> bool {
     is_left_alone() || OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some())
 }
@@ -130,28 +132,29 @@ fn is_left_alone() -> bool {
 
 fn set_thresholds(mapped_from: libc::c_int, kept: libc::c_int) {
     for (option, bytes) in [(libc::M_MMAP_THRESHOLD, mapped_from), (libc::M_TRIM_THRESHOLD, kept)] {
-        // SAFETY: it takes two numbers, and the library's own lock.
+        // SAFETY: `mallopt` takes no pointer and locks the heap itself.
         unsafe { libc::mallopt(option, bytes) };
     }
 }
 
-/// Allocates what is free below the heap's end, the largest first. Its pages were given back, and are not touched.
+/// Allocates the free holes below the heap's end, the largest first. Trimming has returned their pages, and no code
+/// touches them.
 fn occupy(occupied: &mut Vec<usize>) {
-    // SAFETY: sbrk(0) tells where the heap ends; what malloc gives is freed or kept, and never read.
+    // SAFETY: `sbrk(0)` only returns the end of the heap.
     let end = || unsafe { libc::sbrk(0) } as usize;
     let top = end();
     let mut bytes = HOLE_BYTES_MAX;
-    // An allocation that no hole serves becomes a mapping, whose address is not below the end of the heap.
+    // An allocation that fits no hole becomes a mapping, at an address outside the heap.
     set_thresholds(HOLE_BYTES.into(), NEVER);
-    // A heap that grows says that the process has as many mappings as it may.
+    // If the heap grows, mmap has failed because the process has too many mappings: stop.
     while bytes >= HOLE_BYTES.into() && end() == top {
-        // SAFETY: as above.
+        // SAFETY: `malloc` is called with a non-zero size; the memory is never accessed.
         let address = unsafe { libc::malloc(bytes) };
         if !address.is_null() && (address as usize) < top {
             occupied.push(address as usize);
             continue;
         }
-        // SAFETY: malloc gave it just now, or null.
+        // SAFETY: `malloc` returned `address` just above, or null.
         unsafe { libc::free(address) };
         bytes /= 2;
     }

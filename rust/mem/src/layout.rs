@@ -1,31 +1,31 @@
-//! Computes where each slot of an arena lies, with at most one percent for alignment.
+//! Computes the offset of each slot of an arena; alignment costs at most one percent.
 //!
-//! Every class is aligned as far as that costs it at most [`SLACK_PERCENT`]: to 4 KiB for direct I/O, else to a cache
-//! line, else to any dtype, else to what its size is a multiple of (so a tensor that fills it is aligned). The best-aligned
-//! classes come first, so no gaps arise between classes. If the region has no room for that, the layout gives up
-//! alignment before it gives up the plan: the last resort has no slack at all.
+//! Every class gets the best alignment that costs it at most [`SLACK_PERCENT`]: 4 KiB for direct I/O, else a cache
+//! line, else that of any dtype, else the largest power of two that divides its size (so a tensor that fills the slot
+//! is aligned). The best-aligned classes come first, so no gaps arise between classes. If the region is too small for
+//! that, the layout lowers the best alignment; the last layout has no slack at all.
 
 use crate::{Error, Result};
 
 /// The largest share of a class, in percent, that alignment may cost.
 const SLACK_PERCENT: usize = 1;
-/// Alignments worth having, best first: direct I/O on any device, a cache line, any dtype, none beyond the size's own.
+/// Alignments to try, best first: direct I/O on any device, a cache line, any dtype, only that of the size itself.
 const ALIGNMENTS: [usize; 4] = [4096, 64, 16, 1];
-/// A plan with more classes than this is a mistake: a model has tens of distinct unit sizes.
+/// The most classes of a plan: a model has tens of distinct unit sizes, so more are a mistake.
 const CLASSES_MAX: usize = 4096;
-/// Slots of all classes together; their numbers are 32 bits, one value marks an empty list.
+/// The most slots of all classes together. It bounds the arena's tables, and slot numbers have 32 bits.
 const SLOTS_MAX: usize = 1 << 24;
 
-/// One size of slot and where its slots lie.
+/// The slots of one class: their size and offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClassLayout {
-    /// What the plan asked for, per slot.
+    /// Bytes of a slot, as the plan asked for.
     pub bytes: usize,
-    /// How many slots.
+    /// Number of slots.
     pub count: usize,
-    /// Distance between slots: `bytes` rounded up to the class's alignment.
+    /// Bytes from one slot to the next: `bytes` rounded up to the class's alignment.
     pub stride: usize,
-    /// Where the first slot begins, from the region's start.
+    /// Bytes from the region's start to the first slot.
     pub offset: usize,
 }
 
@@ -38,7 +38,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out `classes` of (bytes, count), as well aligned as fits into `room_bytes`.
+    /// Lays out `classes` of (bytes, count), with the best alignment that fits into `room_bytes`.
     pub fn new(classes: &[(usize, usize)], room_bytes: usize) -> Result<Self> {
         let classes = merged(classes)?;
         ALIGNMENTS
@@ -48,7 +48,7 @@ impl Layout {
             .ok_or_else(|| Error::RegionTooSmall { region_bytes: room_bytes, needed_bytes: asked_bytes(&classes) })
     }
 
-    /// The layout that a region with room enough would get: `reserved_bytes` of it is the size to ask for.
+    /// Lays out `classes` with the best alignment. A region of `reserved_bytes` has room for that.
     pub fn unbounded(classes: &[(usize, usize)]) -> Result<Self> {
         Ok(Self::aligned(&merged(classes)?, ALIGNMENTS[0]))
     }
@@ -59,19 +59,19 @@ impl Layout {
         &self.classes
     }
 
-    /// What the plan asked for: the sum of bytes times count.
+    /// The bytes that the plan asked for: the sum of bytes times count.
     #[must_use]
     pub fn asked_bytes(&self) -> usize {
         self.asked_bytes
     }
 
-    /// What the slots take up, alignment included.
+    /// The bytes that the slots occupy, alignment included.
     #[must_use]
     pub fn reserved_bytes(&self) -> usize {
         self.reserved_bytes
     }
 
-    /// The index of the smallest class that holds `nbytes`.
+    /// Returns the index of the smallest class that holds `nbytes`.
     pub fn class_for(&self, nbytes: usize) -> Result<usize> {
         if nbytes == 0 {
             return Err(Error::Invalid("a lease needs at least one byte".into()));
@@ -102,7 +102,7 @@ impl Layout {
     }
 }
 
-/// Checks the plan, joins equal sizes and sorts by size.
+/// Validates the plan, joins classes of equal size and sorts them by size.
 fn merged(classes: &[(usize, usize)]) -> Result<Vec<(usize, usize)>> {
     if classes.is_empty() || classes.len() > CLASSES_MAX {
         return Err(Error::Invalid(format!(
@@ -143,7 +143,7 @@ fn asked_bytes(classes: &[(usize, usize)]) -> usize {
     classes.iter().map(|(bytes, count)| bytes * count).sum()
 }
 
-/// The best alignment, at most `best`, that costs a slot of `bytes` no more than the slack allows.
+/// Returns the best alignment, at most `best`, for which the slack of a slot of `bytes` is allowed.
 fn alignment_of(bytes: usize, best: usize) -> usize {
     let own = 1 << bytes.trailing_zeros().min(ALIGNMENTS[0].trailing_zeros());
     let affordable = |alignment: &usize| {

@@ -1,9 +1,9 @@
-//! Host memory that is planned once: regions, pinning, the arena and the chunk ring.
+//! Host memory that is allocated once and accounted by owner: regions, pinning, arenas and chunk rings.
 //!
-//! A [`Region`] is page-aligned memory on huge pages, pinned where that can be had. An [`Arena`] divides one into
-//! exact-size slots, once; leasing and returning them never allocates and never fragments. A [`ChunkRing`] is the
-//! arena's special case of one size. A [`Lease`] is an RAII hold on a slot. Every byte is counted under an owner's name.
-//! [`FileMemory`] is none of this: the pages of a file, which the kernel writes back and drops as it likes.
+//! A [`Region`] is page-aligned memory on huge pages, pinned if possible. An [`Arena`] divides a region into slots of
+//! exact sizes, once; leasing and returning slots never allocates and never fragments. A [`ChunkRing`] is an arena with
+//! slots of one size. A [`Lease`] is an RAII hold on a slot. Every leased byte is counted under an owner's name.
+//! [`FileMemory`] is separate: it maps a file, whose pages the kernel writes back and drops.
 
 mod arena;
 mod cuda;

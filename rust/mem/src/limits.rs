@@ -1,6 +1,6 @@
 //! Reads how much memory this process may still take and pin: machine, cgroup, `RLIMIT_MEMLOCK`.
 //!
-//! Asked before memory is populated, because past a cgroup's limit the kernel does not fail a call: it kills.
+//! `Region` asks before it populates memory: past a cgroup's limit the kernel fails no call but kills the process.
 
 use std::{
     fs,
@@ -9,27 +9,27 @@ use std::{
 
 use rustix::process::{Resource, getrlimit};
 
-/// A bound on new memory and what sets it.
+/// A bound on new memory and its origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Headroom {
-    /// Bytes that can still be had.
+    /// Bytes that the process can still take.
     pub available_bytes: usize,
-    /// What sets the bound, in words for an error message.
+    /// The name of the limit, for error messages.
     pub limited_by: String,
 }
 
-/// The limits on this process's memory, as they are now.
+/// The limits on this process's memory at the time of the call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryLimits {
-    /// The tightest bound of all.
+    /// The tightest bound.
     pub headroom: Headroom,
-    /// The smallest memory limit of the cgroups that the process is in, and that cgroup's folder.
+    /// The smallest memory limit of this process's cgroups, and the folder of that cgroup.
     pub cgroup: Option<(usize, PathBuf)>,
     /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
     pub memlock: (Option<usize>, Option<usize>),
 }
 
-/// Reads the limits. Costs a few small files.
+/// Reads the limits from a few small files.
 #[must_use]
 pub fn memory_limits() -> MemoryLimits {
     let machine = Headroom {
@@ -50,10 +50,10 @@ pub fn memory_limits() -> MemoryLimits {
     MemoryLimits { headroom, cgroup, memlock: memlock() }
 }
 
-/// One cgroup with a limit.
+/// A cgroup with a memory limit.
 struct Group {
     limit: usize,
-    /// What it holds that cannot be reclaimed at once: its usage less the page cache of files.
+    /// Bytes that the kernel cannot reclaim at once: the cgroup's usage less the page cache of files.
     held: usize,
     folder: PathBuf,
 }
@@ -72,7 +72,7 @@ const V1: Files = Files {
 };
 const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: ["inactive_file", "active_file"] };
 
-/// The cgroups with a memory limit that this process is in, its own first, then its parents.
+/// Returns the cgroups of this process that have a memory limit: its own first, then the parents.
 fn cgroups() -> Vec<Group> {
     let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -87,8 +87,9 @@ fn cgroups() -> Vec<Group> {
         } else {
             continue;
         };
-        // Several mounts may show parts of the tree (those of other containers too): ours is the one that shows most of
-        // what lies above our own group. Inside a container none may; then its only mount shows our group as the root.
+        // Several mounts may show parts of the tree, including parts of other containers. Choose the mount whose root
+        // is the highest ancestor of our own group. Inside a container no root may be an ancestor; then its only mount
+        // shows our group as the root.
         let shown: Vec<(PathBuf, PathBuf)> = mounts.lines().filter_map(|line| cgroup_mount(line, kind)).collect();
         let best = shown
             .iter()
@@ -101,7 +102,7 @@ fn cgroups() -> Vec<Group> {
     groups
 }
 
-/// (root, mount point) of a line of mountinfo, if it is the mount of `kind` that holds the memory controller.
+/// Parses (root, mount point) of a line of mountinfo, if it is the mount of `kind` with the memory controller.
 fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut right = right.split(' ');
@@ -119,7 +120,7 @@ fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
 fn group(folder: &Path, files: &Files) -> Option<Group> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<usize>().ok();
     let limit = number(files.limit)?;
-    // Version 1 writes "no limit" as the largest multiple of a page, whatever a page is.
+    // Version 1 writes "no limit" as the largest multiple of the page size.
     if limit >= isize::MAX as usize - (1 << 20) {
         return None;
     }
@@ -139,7 +140,8 @@ fn meminfo(name: &str) -> Option<usize> {
     value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// What is free where /proc is not mounted. Less than what is available, as most of the page cache is missing.
+/// Returns the machine's free bytes if /proc is not mounted. Less than `MemAvailable`, which counts most of the page
+/// cache too.
 fn free() -> Option<usize> {
     let info = rustix::system::sysinfo();
     let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;

@@ -1,4 +1,9 @@
-//! Lists living regions and files in memory, under a lock that is held around every fork; counts the forks.
+//! Lists living regions and file mappings, under a lock that is held around every fork; counts the forks.
+//!
+//! [Note: forked child] A child has copies of its parent's memory and locks, but none of its parent's other threads. A
+//! lock that one of them held at the fork stays locked in the child for ever. So in a child, which `Maker` detects,
+//! methods return an error or do nothing before they take such a lock. The lock of this list is safe, because the
+//! forking thread holds it itself.
 
 use std::{
     cell::RefCell,
@@ -11,43 +16,43 @@ use std::{
 
 use crate::{file_memory::Twins, guarded::locked, region};
 
-/// What lives.
+/// The living regions and file mappings of this process.
 pub(crate) struct Living {
-    /// Weak handles of regions, dead ones included until the next is entered.
+    /// Weak handles of regions. `Region` removes dead handles when it adds one.
     pub(crate) regions: Vec<Weak<region::Inner>>,
-    /// Files in memory, by address.
+    /// File mappings by the address of their first byte.
     pub(crate) files: BTreeMap<usize, Twins>,
 }
 
 static LIVING: Mutex<Living> = Mutex::new(Living { regions: Vec::new(), files: BTreeMap::new() });
-/// How many forks lie between this process and the one that loaded the library.
+/// The number of forks between the process that loaded the library and this one.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 static HOOK: Once = Once::new();
 
 thread_local! {
-    /// The lock, from just before a fork of this thread to just after it, in parent and child.
+    /// The lock's guard, from just before a fork by this thread until just after it, in parent and child.
     static AROUND_FORK: RefCell<Option<MutexGuard<'static, Living>>> = const { RefCell::new(None) };
 }
 
-/// The list, locked.
+/// Locks the list.
 pub(crate) fn living() -> MutexGuard<'static, Living> {
     watch_forks();
     locked(&LIVING)
 }
 
-/// The process that made something: how many forks lie between it and the one that loaded the library.
+/// The process that made an object, as the number of forks since the library was loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Maker(u32);
 
 impl Maker {
-    /// This process.
+    /// Returns this process.
     #[must_use]
     pub fn here() -> Self {
         watch_forks();
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
-    /// Whether this process is a fork of it.
+    /// True if this process is a fork of the maker.
     #[must_use]
     pub fn is_elsewhere(self) -> bool {
         self != Self::here()
@@ -56,8 +61,8 @@ impl Maker {
 
 fn watch_forks() {
     HOOK.call_once(|| {
-        // SAFETY: the handlers only touch an atomic, lock, unlock and ask the kernel, on the thread that forks; they are
-        // functions of this library, which is never unloaded.
+        // SAFETY: the handlers only change an atomic, lock, unlock and make system calls, on the thread that forks.
+        // They are functions of this library, which is never unloaded.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });
@@ -65,7 +70,7 @@ fn watch_forks() {
 
 extern "C" fn before() {
     let guard = locked(&LIVING);
-    // A thread that is past its thread-locals forks without the lock, as it would without this.
+    // A thread whose thread-locals are destroyed forks without the lock, so its child may find the lock taken.
     let _ = AROUND_FORK.try_with(|around| *around.borrow_mut() = Some(guard));
 }
 

@@ -1,7 +1,7 @@
-//! Maps memory from the kernel: guard pages, huge pages, populated before use.
+//! Maps memory from the kernel: with guard pages, on huge pages, populated before use.
 //!
-//! The order matters: `MADV_HUGEPAGE` before `MADV_POPULATE_WRITE`, because what has been populated with 4 KiB pages
-//! stays on 4 KiB pages; populate before mlock, because mlock would populate too.
+//! The order of the calls matters. `MADV_HUGEPAGE` precedes `MADV_POPULATE_WRITE`, because memory that was populated
+//! with 4 KiB pages keeps them. Populating precedes `mlock`, which would populate too.
 
 use std::{
     fs::{self, File},
@@ -16,26 +16,26 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// The size of a page, as the kernel says.
+/// The kernel's page size in bytes.
 #[must_use]
 pub fn page_bytes() -> usize {
     rustix::param::page_size()
 }
 
-/// Whether memory can lie on transparent huge pages, and of what size.
+/// Whether transparent huge pages are available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePages {
-    /// Of so many bytes.
+    /// Available, with this size in bytes.
     Of(usize),
-    /// Not at all, and why.
+    /// Not available, with the reason.
     Off(&'static str),
 }
 
-/// The size of a huge page where the kernel does not say (a container without `/sys`): that of x86-64, and of aarch64
-/// with 4 KiB pages.
+/// The size of a huge page if `/sys` does not say, as in some containers: that of x86-64, and of aarch64 with 4 KiB
+/// pages.
 const HUGE_PAGE_BYTES_ASSUMED: usize = 2 << 20;
 
-/// Whether this process can have huge pages.
+/// Returns whether this process can have huge pages.
 #[must_use]
 pub fn huge_pages() -> HugePages {
     const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
@@ -58,39 +58,39 @@ pub fn huge_pages() -> HugePages {
     }
 }
 
-/// Asked between pieces of long work; `false` ends it.
+/// A function that long work calls between pieces; `false` ends the work.
 pub type KeepGoing<'a> = &'a mut dyn FnMut() -> bool;
 
-/// How much is populated or locked between two questions: some 10 to 30 ms.
+/// Bytes that are populated or locked between two calls of `keep_going`: some 10 to 30 ms.
 const PIECE_BYTES: usize = 64 << 20;
 
 /// Readable and writable zeroed pages with a guard page on either side.
 ///
-/// The guards turn an overrun into a fault at the byte that did it, and keep the kernel from merging this mapping with
-/// a neighbour, so that `/proc/self/smaps` speaks of it alone.
+/// The guard pages turn an overrun into a fault at the byte that caused it. They also keep the kernel from merging the
+/// mapping with a neighbour, so that `/proc/self/smaps` has an entry for it alone.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the mapping is plain memory, owned by this value; who may touch which bytes is decided by the leases.
+// SAFETY: the mapping is plain memory that this value owns; leases decide which code may access which bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; `&Mapping` gives out an address, and dereferencing that is unsafe where it happens.
+// SAFETY: `&Mapping` only gives out an address, and dereferencing that needs unsafe code.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps and populates `bytes`, a multiple of the page size.
     pub(crate) fn new(bytes: usize, keep_going: KeepGoing<'_>) -> Result<Self> {
         let failed = |call| move |errno: Errno| Error::System { call, nbytes: bytes, source: errno.into() };
-        // Below one huge page there is nothing to align for.
+        // A mapping smaller than a huge page needs no such alignment.
         let align = match huge_pages() {
             HugePages::Of(huge) if bytes >= huge => huge,
             _ => page_bytes(),
         };
         let mapping = reserve(bytes, align).map_err(failed("mmap"))?;
         match mapping.advise(Advice::LinuxHugepage) {
-            // The answer of a kernel that was built without this advice.
+            // `EINVAL`: this kernel was built without transparent huge pages.
             Ok(()) | Err(Errno::INVAL) => {}
             Err(errno) => return Err(failed("madvise(MADV_HUGEPAGE)")(errno)),
         }
@@ -107,7 +107,7 @@ impl Mapping {
         self.bytes
     }
 
-    /// Children of a fork see zeros here, and the parent's pages are not shared with them.
+    /// Makes forked children see zeros here, so that they share no pages with the parent.
     pub(crate) fn wipe_on_fork(&self) -> Result<()> {
         self.advise(Advice::LinuxWipeOnFork).map_err(|errno| Error::System {
             call: "madvise(MADV_WIPEONFORK)",
@@ -116,23 +116,23 @@ impl Mapping {
         })
     }
 
-    /// Locks the pages into memory until they are unmapped. The outer error is an interruption; then, and after a
-    /// refusal, nothing stays locked.
+    /// Locks the pages into memory until they are unmapped. The outer error is an interruption by `keep_going`, the
+    /// inner one the kernel's. After either, no page stays locked.
     pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<rustix::io::Result<()>> {
-        // SAFETY: the range is mapped and ours.
+        // SAFETY: the range is part of this mapping.
         let locked = self.by_pieces(keep_going, |start, bytes| unsafe { mlock(start.cast(), bytes) });
         if !matches!(locked, Ok(Ok(()))) {
-            // SAFETY: the range is mapped and ours; pages that are not locked do not mind.
+            // SAFETY: the range is this mapping; unlocking pages that are not locked is allowed.
             let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
         }
         locked
     }
 
-    /// How many bytes of the mapping that starts at `start` lie on huge pages now, from `/proc/self/smaps`; 0 where that
-    /// cannot be read, or nothing starts there.
+    /// Returns how many bytes of the mapping at `start` are on huge pages, from `/proc/self/smaps`; 0 if the file
+    /// cannot be read or has no mapping at `start`.
     pub(crate) fn huge_bytes_at(start: NonNull<u8>) -> usize {
         let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
-        // The kernel writes eight digits at least: a low address, as Valgrind gives, begins with a nought.
+        // The kernel pads an address to eight digits with zeros; under Valgrind, addresses are that low.
         let start = format!("{:08x}-", start.as_ptr().addr());
         BufReader::new(smaps)
             .lines()
@@ -146,7 +146,7 @@ impl Mapping {
         advise(self.start.as_ptr(), self.bytes, advice)
     }
 
-    /// Does `work` piece by piece, until it fails or is interrupted.
+    /// Applies `work` to one piece after another, until it fails or `keep_going` returns false.
     fn by_pieces(
         &self,
         keep_going: KeepGoing<'_>,
@@ -165,13 +165,13 @@ impl Mapping {
     }
 }
 
-/// Faults every page in now, so that the run never does and a shortage shows here.
+/// Populates every page, so that no page fault occurs during the run and a shortage of memory shows here.
 fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
     match retry_on_intr(|| advise(start, bytes, Advice::LinuxPopulateWrite)) {
-        // Before Linux 5.14 the advice is unknown: touch each page.
+        // Linux before 5.14 does not know the advice: touch each page.
         Err(Errno::INVAL) => {
             for offset in (0..bytes).step_by(page_bytes()) {
-                // SAFETY: inside a mapping that nobody else knows yet.
+                // SAFETY: the byte is inside a new mapping that no other code uses yet.
                 unsafe { start.wrapping_add(offset).write_volatile(0) };
             }
             Ok(())
@@ -180,16 +180,17 @@ fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
     }
 }
 
-/// Advises on a range of a mapping of ours.
+/// Gives the kernel advice on a range of a mapping.
 fn advise(start: *mut u8, bytes: usize, advice: Advice) -> rustix::io::Result<()> {
-    // SAFETY: both callers pass a mapped range that is ours; none of the advice used here takes its contents away.
+    // SAFETY: the callers pass a range of a mapping of ours, and none of their advice discards its contents.
     unsafe { madvise(start.cast(), bytes, advice) }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         let (outer, outer_bytes) = with_guards(self.start, self.bytes);
-        // SAFETY: exactly what `reserve` left mapped; whoever owns the mapping has seen to it that no lease remains.
+        // SAFETY: the range is exactly what `reserve` left mapped; the owner of the mapping drops it only after the
+        // last lease.
         let result = unsafe { munmap(outer.cast(), outer_bytes) };
         debug_assert!(result.is_ok(), "munmap: {result:?}");
     }
@@ -198,7 +199,7 @@ impl Drop for Mapping {
 /// Maps `bytes` at a multiple of `align`, with a guard page before and after.
 fn reserve(bytes: usize, align: usize) -> rustix::io::Result<Mapping> {
     let total = bytes.checked_add(align + 2 * page_bytes()).ok_or(Errno::NOMEM)?;
-    // SAFETY: a new anonymous mapping at an address that the kernel chooses.
+    // SAFETY: makes a new anonymous mapping at an address that the kernel chooses.
     let base =
         unsafe { mmap_anonymous(ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
     let base: *mut u8 = base.cast();
@@ -209,11 +210,11 @@ fn reserve(bytes: usize, align: usize) -> rustix::io::Result<Mapping> {
     let before = outer.addr() - base.addr();
     for (address, length) in [(base, before), (outer.wrapping_add(outer_bytes), total - before - outer_bytes)] {
         if length > 0 {
-            // SAFETY: part of the mapping made above, outside what `mapping` owns.
+            // SAFETY: the range is part of the new mapping, and outside the pages of `mapping`.
             unsafe { munmap(address.cast(), length) }?;
         }
     }
-    // SAFETY: the inner pages of the mapping made above.
+    // SAFETY: the range is the new mapping without its guard pages.
     unsafe { mprotect(start.as_ptr().cast(), bytes, MprotectFlags::READ | MprotectFlags::WRITE) }?;
     Ok(mapping)
 }

@@ -1,4 +1,4 @@
-//! Counts held memory by named owner, with atomics, always on.
+//! Counts leased memory per named owner, with atomics. Every arena does so.
 
 use std::{
     sync::{
@@ -10,29 +10,30 @@ use std::{
 
 use crate::{Error, Result};
 
-/// How many owners an arena can tell apart: what a byte beside each slot can name. A dozen is usual.
+/// The most owners of an arena: the arena stores one byte per slot, and 255 marks a free slot. A dozen is usual.
 pub const OWNERS_MAX: usize = 255;
 
-/// A named owner of one arena.
+/// The index of a named owner of one arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnerId(u8);
 
-/// What one owner, or all together, holds and waited for.
+/// Leased memory and waits, of one owner or of all.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnerStats {
-    /// Bytes asked for by the leases held now.
+    /// Bytes that the owner's leases asked for.
     pub bytes: usize,
-    /// The most that `bytes` has been.
+    /// The largest value that `bytes` has had.
     pub peak_bytes: usize,
-    /// Leases held now.
+    /// Leases held.
     pub leases: usize,
-    /// Leases that had to wait, granted or not.
+    /// Leases that had to wait, whether or not they were granted.
     pub waits: u64,
-    /// Time spent waiting.
+    /// Total time of those waits.
     pub waited: Duration,
 }
 
-/// The counters behind [`OwnerStats`]. Each is right by itself; together they are a snapshot only when nothing moves.
+/// The counters behind [`OwnerStats`]. Each counter is exact; a read of all of them is a snapshot only while no thread
+/// changes one.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     bytes: AtomicUsize,
@@ -45,7 +46,7 @@ pub(crate) struct Counters {
 impl Counters {
     pub(crate) fn taken(&self, bytes: usize) {
         let held = self.bytes.fetch_add(bytes, Relaxed) + bytes;
-        // A plain load first: the peak moves rarely, and an atomic maximum writes the line each time.
+        // A plain load first: the peak changes rarely, and an atomic maximum always writes the cache line.
         if held > self.peak_bytes.load(Relaxed) {
             self.peak_bytes.fetch_max(held, Relaxed);
         }
@@ -73,7 +74,7 @@ impl Counters {
     }
 }
 
-/// The owners of one arena, in the order of their first naming.
+/// The owners of one arena, in the order in which they were registered.
 #[derive(Debug)]
 pub(crate) struct Owners {
     names: [OnceLock<Box<str>>; OWNERS_MAX],
@@ -85,10 +86,10 @@ impl Owners {
         Self { names: std::array::from_fn(|_| OnceLock::new()), counters: std::array::from_fn(|_| Counters::default()) }
     }
 
-    /// The owner called `name`, entered into the table at its first call.
+    /// Returns the owner called `name`; the first call registers it.
     pub(crate) fn named(&self, name: &str) -> Result<OwnerId> {
         for (entry, index) in self.names.iter().zip(0_u8..) {
-            // Two threads may name the same new owner at once: one of them fills the entry, both read it.
+            // If two threads register the same new owner at once, one of them fills the entry, and both read it.
             if **entry.get_or_init(|| name.into()) == *name {
                 return Ok(OwnerId(index));
             }
@@ -111,7 +112,7 @@ impl Owners {
 }
 
 impl OwnerId {
-    /// For storing in an atomic beside the slot.
+    /// Returns the index to store beside a slot.
     pub(crate) fn index(self) -> u8 {
         self.0
     }

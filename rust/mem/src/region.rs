@@ -1,4 +1,4 @@
-//! Regions: page-exact memory on huge pages, pinned where possible, and listed while they live.
+//! Regions: memory of whole pages on huge pages, pinned if possible, and listed while it is mapped.
 
 use std::{
     fmt, io,
@@ -19,57 +19,57 @@ use crate::{
     users::Users,
 };
 
-/// What pinning is wished for.
+/// The pinning that the caller asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pin {
-    /// The best that can be had; [`Region::why_not`] says why no more.
+    /// The best that is possible; [`Region::why_not`] says why it is not better.
     #[default]
     Auto,
-    /// Locked into memory, or an error.
+    /// Locked into memory with `mlock`; an error if that fails.
     Mlock,
-    /// Registered with CUDA (and so locked), or an error.
+    /// Registered with CUDA, and so locked; an error if that fails.
     Cuda,
     /// Pageable.
     Off,
 }
 
-/// What pinning a region has.
+/// The pinning that a region has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinned {
-    /// None.
+    /// Not pinned.
     No,
-    /// `mlock`.
+    /// Locked with `mlock`.
     Mlock,
-    /// CUDA host registration.
+    /// Registered with CUDA.
     Cuda,
 }
 
-/// What a child process that is forked off sees of a region.
+/// The contents of a region in a forked child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnFork {
-    /// A copy, as of all other memory. Pages are shared until one side writes; then the writer gets 4 KiB copies, so a
-    /// parent that trains on loses its huge pages and holds some bytes twice while the child lives.
+    /// A copy, as for other memory. Parent and child share pages until one writes. The writer then gets 4 KiB copies,
+    /// so a parent that continues training loses its huge pages, and holds some bytes twice while the child lives.
     #[default]
     Copy,
-    /// Zeros. The parent keeps its pages as they are: for memory that no child has business with.
+    /// Zeros. The parent keeps its pages. For memory that children do not use.
     Wipe,
 }
 
-/// What the list of living regions says of one.
+/// The entry of a region in the list that [`regions`] returns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegionStats {
-    /// The name under which its bytes are accounted for.
+    /// The owner's name, for accounting.
     pub owner: String,
-    /// Bytes mapped: what was asked for, rounded up to the page.
+    /// Bytes mapped: the asked bytes rounded up to the page.
     pub bytes: usize,
-    /// How it is pinned.
+    /// How the region is pinned.
     pub pinned: Pinned,
 }
 
-/// Page-aligned memory that is ours. Cheap to clone: clones are the same region.
+/// Page-aligned memory. Clones are handles of the same region.
 ///
-/// Closing ends new leases at once and unmaps when the last living lease has gone; dropping every handle does the
-/// same without the closing.
+/// `close` ends new leases at once and unmaps the region when its last lease is dropped. Dropping every handle, arena
+/// and lease unmaps it too.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Inner>,
@@ -86,28 +86,29 @@ pub(crate) struct Inner {
     users: Users,
     /// `None` once unmapped.
     pages: Mutex<Option<Pages>>,
-    /// The arena that divides the region, if one lives.
+    /// The arena that divides the region, while it lives.
     arena: Mutex<Weak<Shared>>,
 }
 
-// SAFETY: `start` is an address; the bytes behind it are reached through leases, each of which has its own.
+// SAFETY: `start` is an address; its bytes are accessed through leases, which do not overlap.
 unsafe impl Send for Inner {}
-// SAFETY: as above; everything else in here is synchronised.
+// SAFETY: as for `Send`; all other fields are synchronised.
 unsafe impl Sync for Inner {}
 
-/// What [`Inner::let_go`] takes apart: CUDA lets go of the memory before the kernel does.
+/// The memory of a region. [`Inner::let_go`] unregisters it from CUDA before it unmaps it.
 struct Pages {
     registration: Option<Registration>,
     mapping: Mapping,
 }
 
 impl Region {
-    /// Maps at least `nbytes`, populated and pinned as wished, accounted under `owner`.
+    /// Maps at least `nbytes`, populates them, and pins them as `pin` says. `owner` is the name for accounting.
     pub fn new(nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> Result<Self> {
         Self::interruptible(nbytes, pin, on_fork, owner, &mut || true)
     }
 
-    /// As [`Region::new`], which takes 0.1 to 0.5 s per GiB; `keep_going` is asked every 64 MiB and ends it with `false`.
+    /// As [`Region::new`], which takes 0.1 to 0.5 s per GiB. Calls `keep_going` every 64 MiB; `false` ends the call
+    /// with an error.
     pub fn interruptible(
         nbytes: usize,
         pin: Pin,
@@ -151,41 +152,41 @@ impl Region {
         Ok(Self { inner })
     }
 
-    /// What was asked for.
+    /// The bytes that the caller asked for.
     #[must_use]
     pub fn asked_bytes(&self) -> usize {
         self.inner.asked_bytes
     }
 
-    /// What is mapped: the asked bytes rounded up to the page.
+    /// The bytes mapped: the asked bytes rounded up to the page.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.inner.bytes
     }
 
-    /// How it is pinned.
+    /// How the region is pinned.
     #[must_use]
     pub fn pinned(&self) -> Pinned {
         self.inner.pinned
     }
 
-    /// Why it is not pinned better, if more was wished for.
+    /// Why the pinning is not better, if `Pin::Auto` could not have the best.
     #[must_use]
     pub fn why_not(&self) -> Option<&str> {
         self.inner.why_not.as_deref()
     }
 
-    /// How many of its bytes lie on huge pages now. Reads `/proc/self/smaps`, which takes milliseconds.
+    /// Returns how many bytes are on huge pages at present. Reads `/proc/self/smaps`, which takes milliseconds.
     #[must_use]
     pub fn huge_bytes(&self) -> usize {
-        // The lock is not held while the kernel is asked: that takes long enough for a fork to fall into it.
+        // `is_mapped` has released the lock: a fork during the long read below must not copy a held lock.
         if !self.inner.is_mapped() {
             return 0;
         }
         Mapping::huge_bytes_at(self.inner.start)
     }
 
-    /// Why less than all of it lies on huge pages; `None` where all does that can.
+    /// Returns why fewer bytes are on huge pages than could be; `None` if as many are as whole huge pages fit.
     #[must_use]
     pub fn why_not_huge(&self) -> Option<String> {
         let possible = match huge_pages() {
@@ -198,17 +199,17 @@ impl Region {
         })
     }
 
-    /// Whether [`Region::close`] was called.
+    /// True once [`Region::close`] was called.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.inner.users.is_closed()
     }
 
-    /// Ends new leases and every wait for one. Unmaps now, or when the last living lease goes. Twice is fine.
+    /// Ends new leases and every wait for one. Unmaps at once, or when the last lease is dropped. May be called again.
     pub fn close(&self) {
         let nobody_left = self.inner.users.close();
         if self.inner.forked() {
-            // A lock may have been copied in the middle of a hold; the child's copy is unmapped with its last handle.
+            // See [Note: forked child] in `living.rs`. Dropping the child's last handle unmaps its copy.
             return;
         }
         let arena = locked(&self.inner.arena).upgrade();
@@ -220,7 +221,10 @@ impl Region {
         }
     }
 
-    /// Gives the region to the arena that `make` builds, unless another one that still lives has it.
+    /// Registers the arena that `make` builds as the one that divides the region.
+    ///
+    /// # Errors
+    /// [`Error::RegionTaken`] if another living arena divides it.
     pub(crate) fn claim(&self, make: impl FnOnce() -> Result<Arc<Shared>>) -> Result<Arc<Shared>> {
         self.inner.usable()?;
         let mut arena = locked(&self.inner.arena);
@@ -253,7 +257,7 @@ impl Inner {
         self.start
     }
 
-    /// Whether this process may use the region.
+    /// Fails if the region is closed or this process is a fork of its maker.
     pub(crate) fn usable(&self) -> Result<()> {
         if self.forked() {
             Err(Error::Forked)
@@ -264,24 +268,24 @@ impl Inner {
         }
     }
 
-    /// Whether this process is a fork of the one that made the region.
+    /// True if this process is a fork of the one that made the region.
     pub(crate) fn forked(&self) -> bool {
         self.maker.is_elsewhere()
     }
 
-    /// Counts one more lease, unless the region is closed.
+    /// Counts a new lease; fails once the region is closed.
     pub(crate) fn enter(&self) -> Result<()> {
         if self.users.enter() { Ok(()) } else { Err(Error::Closed) }
     }
 
-    /// Counts one lease less; the last one of a closed region unmaps.
+    /// Counts a dropped lease; unmaps a closed region after its last one.
     pub(crate) fn leave(&self) {
         if self.users.leave() {
             self.unmap();
         }
     }
 
-    /// Whether the memory is still there. In a forked child: whether the region is open.
+    /// True while the memory is mapped. In a forked child: true unless the region was closed.
     fn is_mapped(&self) -> bool {
         if self.forked() { !self.users.is_closed() } else { locked(&self.pages).is_some() }
     }
@@ -294,7 +298,7 @@ impl Inner {
     fn let_go(&self, pages: Option<Pages>) {
         let Some(Pages { registration, mapping }) = pages else { return };
         match registration {
-            // The child of a fork owns its copy of the pages, and no part of the parent's CUDA context.
+            // A forked child owns its copy of the pages, but must not use the parent's CUDA context.
             Some(registration) if self.forked() => registration.abandon(),
             registration => drop(registration),
         }
@@ -309,7 +313,7 @@ impl Drop for Inner {
     }
 }
 
-/// The regions that are mapped now: every byte of host memory that the library holds for data.
+/// Returns the mapped regions: all host memory that the library holds for data, except file mappings.
 #[must_use]
 pub fn regions() -> Vec<RegionStats> {
     let inners: Vec<Arc<Inner>> = living().regions.iter().filter_map(Weak::upgrade).collect();
@@ -320,14 +324,14 @@ pub fn regions() -> Vec<RegionStats> {
         .collect()
 }
 
-/// Pins as wished: what it got, what holds it, and why no more.
+/// Pins a mapping as asked. Returns the pinning, its registration, and why it is not better.
 fn pinned(
     mapping: &Mapping,
     pin: Pin,
     keep_going: KeepGoing<'_>,
 ) -> Result<(Pinned, Option<Registration>, Option<String>)> {
     let register = |search| {
-        // SAFETY: the registration is dropped before the mapping, see `Pages`.
+        // SAFETY: `Inner::let_go` drops the registration before the mapping.
         unsafe { Registration::new(mapping.start(), mapping.bytes(), search) }
     };
     let refused = |why| Error::PinRefused { why };
@@ -347,7 +351,7 @@ fn pinned(
     }
 }
 
-/// `mlock`, or the reason and the remedy; an error only where it was interrupted.
+/// Locks the mapping with `mlock`. The inner error is the reason and the remedy; the outer one an interruption.
 fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
     let Err(errno) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
     let (soft, hard) = memory_limits().memlock;

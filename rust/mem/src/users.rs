@@ -1,42 +1,43 @@
-//! Counts a region's leases and decides who unmaps it, exactly once.
+//! Counts a region's leases, and decides which caller unmaps it, exactly once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The bit that says "closed"; the rest counts.
+/// The bit that marks the count as closed; the other bits count.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// A count that can be closed. Exactly one call of `leave` or `close` answers that nobody is left and none will come.
+/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the one after which the count is
+/// closed and zero.
 #[derive(Debug)]
 pub(crate) struct Users {
     state: AtomicUsize,
 }
 
 impl Users {
-    /// Nobody yet, and open.
+    /// Makes an open count of zero.
     pub(crate) const fn new() -> Self {
         Self { state: AtomicUsize::new(0) }
     }
 
-    /// Counts one more, unless closed.
+    /// Adds one, and returns true; returns false if closed.
     #[must_use]
     pub(crate) fn enter(&self) -> bool {
         let one_more = |state| (state & CLOSED == 0).then_some(state + 1);
         self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_ok()
     }
 
-    /// Counts one less. `true`: it was the last of a closed count.
+    /// Subtracts one. Returns true if the count is closed and zero afterwards.
     #[must_use]
     pub(crate) fn leave(&self) -> bool {
         self.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1
     }
 
-    /// Closes. `true`: it was open and nobody was in.
+    /// Closes the count. Returns true if it was open and zero.
     #[must_use]
     pub(crate) fn close(&self) -> bool {
         self.state.fetch_or(CLOSED, Ordering::AcqRel) == 0
     }
 
-    /// Whether it was closed.
+    /// True once closed.
     #[must_use]
     pub(crate) fn is_closed(&self) -> bool {
         self.state.load(Ordering::Acquire) & CLOSED != 0
@@ -47,7 +48,7 @@ impl Users {
 mod tests {
     use super::*;
 
-    /// However leases and the closing interleave: the memory is unmapped exactly once, and never under a lease.
+    /// In every order of leases and `close`, the region is unmapped exactly once, and never while a lease lives.
     #[test]
     fn a_closed_region_is_unmapped_once_and_by_the_last() {
         for _ in 0..500 {

@@ -1,4 +1,4 @@
-//! Tests files in memory: what is written goes to the file, and what a forked child writes does not.
+//! Tests file mappings: writes reach the file, and writes of a forked child do not.
 
 use std::{
     fs::{self, File},
@@ -11,9 +11,9 @@ use memascend_mem::{Error, FileMemory, page_bytes};
 
 const BYTES: usize = 3 * 4096 + 5;
 
-/// A file of sevens that has no name.
+/// Makes an unnamed file whose bytes are all 7.
 fn sevens() -> File {
-    // Tests of one process run side by side: each has a name of its own.
+    // Tests of this process run in parallel, so each file needs its own name.
     static MADE: AtomicUsize = AtomicUsize::new(0);
     let made = MADE.fetch_add(1, Ordering::Relaxed);
     let path = std::env::temp_dir().join(format!("memascend-file-memory-{}-{made}", std::process::id()));
@@ -24,7 +24,7 @@ fn sevens() -> File {
 }
 
 fn bytes(memory: &mut FileMemory) -> &mut [u8] {
-    // SAFETY: as long as the memory is borrowed.
+    // SAFETY: the mapping is valid while `memory` is borrowed, and `&mut` excludes other references.
     unsafe { slice::from_raw_parts_mut(memory.as_ptr().as_ptr(), memory.len()) }
 }
 
@@ -32,10 +32,10 @@ fn bytes(memory: &mut FileMemory) -> &mut [u8] {
 fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
     let file = sevens();
     let mut memory = FileMemory::new(file.as_fd(), BYTES)?;
-    // Dropped before the fork: its addresses are somebody else's.
+    // Dropped before the fork: the fork handler must skip its addresses, which may be reused.
     drop(FileMemory::new(file.as_fd(), BYTES)?);
     bytes(&mut memory)[0] = 8;
-    // SAFETY: the child only touches memory and exits without running anything of the parent's.
+    // SAFETY: the child only accesses memory and exits without running the parent's other code.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {
@@ -44,7 +44,7 @@ fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
         mine.fill(9);
         let kept = mine.iter().all(|&byte| byte == 9);
         drop(memory);
-        // SAFETY: always allowed.
+        // SAFETY: `_exit` has no conditions.
         unsafe { libc::_exit(i32::from(!(right && kept))) };
     }
     let mut status = 0;

@@ -1,4 +1,4 @@
-//! Tests arena and ring against a simple model: random plans, random orders, many threads.
+//! Tests arena and chunk ring against a simple model: random plans, random orders, many threads.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -14,7 +14,7 @@ fn region(bytes: usize) -> Region {
     Region::new(bytes, Pin::Off, OnFork::Copy, "test").unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What a caller does: take a size, or give back one of what it holds.
+/// A step of the caller: take a lease of a size, or return one of the leases held.
 #[derive(Debug, Clone)]
 enum Step {
     Take(usize),
@@ -36,8 +36,8 @@ fn plan() -> impl Strategy<Value = Vec<(usize, usize)>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(200), ..ProptestConfig::default() })]
 
-    /// The arena grants a lease exactly if the smallest class that holds it has a slot left; no two leases share a
-    /// byte; what was written stays; the counts are those of the model.
+    /// The arena grants a lease exactly if the smallest class that fits has a free slot. No two leases share a byte,
+    /// written bytes stay, and the counters equal the model's.
     #[test]
     fn the_arena_does_what_the_model_says(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -93,7 +93,7 @@ proptest! {
         prop_assert_eq!(arena.stats().total.bytes, 0);
     }
 
-    /// Whatever was taken and given before, in whatever order: the whole plan is granted at once.
+    /// After any takes and returns in any order, the whole plan is granted at once.
     #[test]
     fn nothing_fragments(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -119,7 +119,7 @@ proptest! {
     }
 }
 
-/// Threads that take, mark, check and give chunks: a chunk in two hands would show another's mark.
+/// Threads take, mark, check and return chunks: a chunk that two threads hold would show the other's mark.
 #[test]
 fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     const CHUNK_BYTES: usize = 4096;
@@ -153,7 +153,7 @@ fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     Ok(())
 }
 
-/// `PROPTEST_CASES` bounds everything here: under Valgrind a full run would take an hour.
+/// Returns `usual`, or `PROPTEST_CASES` if that is smaller: under Valgrind a full run would take an hour.
 fn cases(usual: u32) -> u32 {
     std::env::var("PROPTEST_CASES")
         .ok()

@@ -14,17 +14,17 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: everything is handed to the system's allocator; the counter does not allocate.
+// SAFETY: every call is forwarded to the system's allocator; the counter does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller of `alloc` fulfils the same conditions.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller of `dealloc` fulfils the same conditions.
         unsafe { System.dealloc(pointer, layout) }
     }
 }

@@ -1,4 +1,4 @@
-//! Tests regions as the kernel sees them: exact sizes, guard pages, pinning, closing, forks.
+//! Tests regions against the kernel: exact sizes, guard pages, pinning, closing, forks.
 
 use std::time::Duration;
 
@@ -8,7 +8,8 @@ fn listed(owner: &str) -> Vec<usize> {
     regions().into_iter().filter(|region| region.owner == owner).map(|region| region.bytes).collect()
 }
 
-/// Whether these are listed, at once or soon: a test beside this one that lists all regions keeps each for a moment.
+/// True once the regions of `owner` have the expected sizes. A parallel test that calls `regions()` keeps each region
+/// alive for a moment, so this waits up to a second.
 fn are_listed(owner: &str, expected: &[usize]) -> bool {
     (0..1000).any(|_| {
         let right = listed(owner) == expected;
@@ -19,14 +20,14 @@ fn are_listed(owner: &str, expected: &[usize]) -> bool {
     })
 }
 
-/// Runs `child` in a fork and returns how it ended: its exit status, or minus the signal that killed it.
+/// Runs `child` in a fork. Returns the child's exit status, or minus the signal that killed it.
 fn forked(child: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child only touches memory and exits without running anything of the parent's.
+    // SAFETY: the child only accesses memory and exits without running the parent's other code.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {
         let status = i32::from(!child());
-        // SAFETY: always allowed.
+        // SAFETY: `_exit` has no conditions.
         unsafe { libc::_exit(status) };
     }
     let mut status = 0;
@@ -59,10 +60,11 @@ fn what_cannot_be_is_refused() {
     assert!(matches!(error, Some(Error::OutOfMemory { needed_bytes, .. }) if needed_bytes == 1 << 46), "{error:?}");
 }
 
-/// The bytes on huge pages of a mapping made by hand: what can be had here.
+/// Returns how many bytes of a mapping made with plain calls the kernel puts on huge pages: a region must reach as
+/// many.
 #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all of them")]
 fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
-    // SAFETY: a new anonymous mapping, advised, touched and unmapped within its bounds.
+    // SAFETY: the block advises, touches and unmaps a new anonymous mapping within its bounds.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let base = libc::mmap(std::ptr::null_mut(), bytes + huge, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
@@ -78,7 +80,7 @@ fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
     }
 }
 
-/// The bytes on huge pages of whatever mapping holds `address`.
+/// Returns the bytes on huge pages of the mapping that contains `address`.
 fn huge_bytes_around(address: usize) -> usize {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
     let holds = |line: &&str| {
@@ -121,7 +123,7 @@ fn making_a_region_can_be_interrupted() {
     assert!(are_listed("interrupted", &[]), "{:?}", listed("interrupted"));
 }
 
-/// A child must not find a lock held that another thread of the parent held as it was forked.
+/// A child must not find a lock held that another thread of the parent held at the fork.
 #[test]
 fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
     let region = Region::new(8 << 20, Pin::Off, OnFork::Copy, "locks")?;
@@ -138,7 +140,7 @@ fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
         for _ in 0..100 {
             let status = forked(|| {
                 // A deadlock ends in a signal instead of a hang.
-                // SAFETY: always allowed.
+                // SAFETY: `alarm` has no conditions.
                 unsafe { libc::alarm(20) };
                 region.close();
                 let mine = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "child");
@@ -172,7 +174,7 @@ fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
     let start = lease.as_ptr().as_ptr();
     let write = |offset: isize| {
         forked(|| {
-            // SAFETY: not safe, that is the point: it happens in a child, which the fault ends.
+            // SAFETY: out of bounds on purpose; it happens in a child, which the fault kills.
             unsafe { start.wrapping_offset(offset).write_volatile(1) };
             true
         })
