@@ -1,13 +1,14 @@
 """Kernels on gradients and optimizer state: one pass each, on CPU (Rust) and on GPU (Triton).
 
 Each kernel has three parts: the public wrapper and its torch reference in one file, and the Triton body in a file that
-ends in `_jit`. `routes` chooses between them. `scalars` computes the numbers of an update; `sums` holds exact sums.
+ends in `_jit`. `routes` chooses the implementation for a device. `scalars` computes the numbers of an update; `sums`
+holds exact sums of squares.
 
 Invariant: results are bit-identical for every number of threads, instruction set, alignment and device. Sums of squares
-are whole numbers, so their order does not matter. A rejected call has changed nothing.
+are added as integers, so their order does not matter. A rejected call has changed nothing.
 
-Never: this package does not import triton before a CUDA tensor arrives, does not allocate memory as large as its
-arguments, and does not know units, stores or the owners of gradients. `import memascend` does not import it.
+This package imports triton only when a CUDA tensor arrives, and allocates no memory as large as its arguments. It does
+not depend on units, stores or the owners of gradients. `import memascend` does not import this package.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .arguments import FLOATS, require, require_apart, require_same, threads_of
 from .routes import route
 from .scalars import Scalars, checked_scalars
 
-# Elements that the reference computes at a time. Its float64 temporaries take about 100 bytes an element.
+# Elements that `adamw_reference` computes at a time. Its float64 temporaries take about 100 bytes per element.
 PIECE_ELEMENTS = 1 << 20
 
 
@@ -34,7 +34,7 @@ def adamw(
     decoupled: bool = True,
     threads: int | None = None,
 ) -> None:
-    """One AdamW step in place, in one pass over memory; bit-identical on CPU and GPU, for any number of threads.
+    """Does one AdamW step in place, in one pass over memory; bit-identical on CPU and GPU, for any number of threads.
 
     On CPU the results are bit-identical to `torch.optim.AdamW(fused=True)`, with one exception: torch computes the
     second moment of the last elements of each thread's share (`numel % 16` with AVX-512) in another order.
@@ -52,8 +52,8 @@ def adamw(
         step: the number of this update, which counts from 1.
         grad_scale: the factor that **multiplies** the gradient, in fp32 (torch's argument of that name divides).
         maximize: ascend instead of descend.
-        decoupled: False for Adam: `weight_decay` times the parameter is added to the gradient (L2) instead. Then the
-            bits are those of `torch.optim.Adam(fused=True)`, with the same exception.
+        decoupled: False for Adam: `weight_decay` times the parameter is added to the gradient (L2) instead. The results
+            are then bit-identical to `torch.optim.Adam(fused=True)`, with the same exception.
         threads: CPU only; None means `torch.get_num_threads()`.
 
     Raises:
@@ -100,7 +100,7 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """The kernels' arithmetic, bit for bit, in plain torch operations; devices without a kernel use it."""
+    """Does the same update, bit for bit, in plain torch operations, for devices without a kernel."""
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
@@ -122,16 +122,17 @@ def _formula(
         g = _fma(p, torch.full_like(p, s.l2), g)
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
-    # Through float64, which is exact: torch's own fp32 square root on CPU is sometimes off by one unit.
-    # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
+    # A float64 root rounded to fp32 is correctly rounded; torch's fp32 root on CPU is sometimes off by one unit.
+    # The divisor is a tensor: a GPU would multiply by the reciprocal of a Python number, which rounds twice.
     denominator = v.double().sqrt().float() / torch.full_like(v, s.bias2_root) + s.eps
     return p + (m * s.step_size) / denominator, m, v
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """`a * b + c` in fp32, rounded once.
+    """Returns `a * b + c` in fp32, rounded once.
 
-    The product of two fp32 is exact in float64. The sum is rounded to odd there, which makes the second rounding exact.
+    The product of two fp32 is exact in float64. The sum is rounded to odd in float64, so that rounding it to fp32 gives
+    the same result as a single rounding.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

@@ -1,4 +1,4 @@
-"""Defines the Triton body of `adamw` and `adam`: the CPU kernel's arithmetic, operation for operation."""
+"""The Triton body of `adamw`: the CPU kernel's arithmetic, operation for operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     grad_factor, decay, l2, first_weight, beta2, one_minus_beta2, bias2_root, eps, step_size,
     L2: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block. Each fma is written out, and the launch forbids any other contraction."""
+    """Updates one block. Each fma is explicit, and `enable_fp_fusion=False` in `launch` forbids any other."""
     # 64 bits before the multiplication: a tensor may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -33,7 +33,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
         g = tl.fma(p, l2, g)
     m = tl.fma(first_weight, g - m, g if FROM_GRADIENT else m)
     v = tl.fma(g * one_minus_beta2, g, v * beta2)
-    # `sqrt_rn` and `div_rn` round as IEEE says; the plain ones are approximations.
+    # `sqrt_rn` and `div_rn` round to nearest, as IEEE 754 requires; `sqrt` and `/` are approximations.
     denominator = tl.div_rn(tl.sqrt_rn(v), bias2_root) + eps
     p = p + tl.div_rn(m * step_size, denominator)
     tl.store(master + offsets, p, mask=inside)
@@ -51,7 +51,7 @@ def launch(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """Queues the update of dense, non-empty tensors of one device."""
+    """Queues the update of dense, non-empty tensors on one device."""
     device = master.device
     numel = master.numel()
     # Without a 16-bit output the kernel never uses this pointer.

@@ -1,4 +1,4 @@
-"""Checks a kernel's tensors before their addresses are taken."""
+"""Checks a kernel's arguments before it takes the addresses of tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-# A dtype's position is its code in the Rust extension.
+# A dtype's index is its code in the Rust extension.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def require(name: str, tensor: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
-    """Check that `tensor` is a dense torch tensor of one of `dtypes`, and return it.
+    """Checks that `tensor` is a dense torch tensor of one of `dtypes`, and returns it.
 
     Raises:
-        ConfigError: it is not; the message names it and says what to do.
+        ConfigError: `tensor` is something else; the message contains `name` and says what to do.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
@@ -50,10 +50,10 @@ def _dense_in(tensor: torch.Tensor, order: torch.memory_format) -> bool:
 
 
 def require_same(first: tuple[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    """Check that element i of each tensor is the same element: one device, one shape, one order of dimensions.
+    """Checks that the tensors have one device, one shape and one order of dimensions, so that their elements match.
 
     Raises:
-        ConfigError: one of them differs; the message names it.
+        ConfigError: a tensor differs from `first`; the message names both.
     """
     name, tensor = first
     for other_name, other in others.items():
@@ -77,10 +77,10 @@ def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def require_apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that no two tensors share a byte: a single pass would read values that it has just written.
+    """Checks that no two tensors share a byte: a kernel's single pass would read values that it has just written.
 
     Raises:
-        ConfigError: two of them overlap; the message names both.
+        ConfigError: two tensors overlap; the message names both.
     """
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors if t.numel()
@@ -91,10 +91,10 @@ def require_apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def factor_of(name: str, value: float) -> float:
-    """`value` as a float that is finite in fp32.
+    """Returns `value` as a float that is finite in fp32.
 
     Raises:
-        ConfigError: it is not a number, or not finite once rounded to fp32.
+        ConfigError: `value` is not a number, or exceeds the range of fp32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} is a {type(value).__name__}: pass a float")
@@ -104,10 +104,10 @@ def factor_of(name: str, value: float) -> float:
 
 
 def threads_of(threads: int | None) -> int:
-    """How many threads to use; None means torch's own count.
+    """Returns how many threads to use: `threads`, or torch's own count for None.
 
     Raises:
-        ConfigError: not a positive whole number.
+        ConfigError: `threads` is not a positive integer.
     """
     if threads is None:
         return torch.get_num_threads()

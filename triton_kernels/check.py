@@ -20,24 +20,23 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Elements that the reference converts to float64 at a time: at most 32 MiB of temporaries.
+# Elements that `check_and_unscale_reference` converts to float64 at a time: at most 32 MiB of temporaries.
 PIECE_ELEMENTS = 1 << 22
-# What one thread checks within a millisecond or two.
+# Bytes that one thread checks within a millisecond or two; `checked` uses one thread for smaller tensors.
 _ALONE_BYTES = 16 << 20
 
 
 def check_and_unscale(
     grads: torch.Tensor | Iterable[torch.Tensor], inv_scale: float = 1.0, *, threads: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply gradients by `inv_scale` in place, find non-finite elements and take the squared norm, in one pass.
+    """Multiplies gradients by `inv_scale` in place, finds non-finite elements and sums the squares, in one pass.
 
-    Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
-    written. Flag and norm are those of the results, and exact. The sum of squares is rounded once, at the end, so that
-    order, number of threads, division into tensors and device do not change a bit. (Only a GPU without the kernels
-    rounds as it adds.)
+    Each element is read as fp32, multiplied once, and rounded to its own dtype; nothing is written if `inv_scale` is 1.
+    Flag and norm describe the products. The sum of squares is exact and rounded once, at the end, so order, number of
+    threads, division into tensors and device do not change a bit. (Only a device without a kernel rounds as it adds.)
 
-    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. Nothing
-    synchronises until a result is read.
+    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. It does not
+    synchronise; reading a result does.
 
     Args:
         grads: a tensor or several, on one device, fp32, bf16 or fp16, contiguous. Sizes may be zero.
@@ -46,11 +45,11 @@ def check_and_unscale(
 
     Returns:
         `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients. The
-        norm is inf or NaN where a non-finite was found.
+        norm is inf or NaN if an element is not finite.
 
     Raises:
-        ConfigError: a tensor of another dtype, not contiguous, on another device, or, where `inv_scale` is not 1,
-            overlapping another one. Nothing has been changed.
+        ConfigError: a tensor has another dtype or device or is not contiguous, or, if `inv_scale` is not 1, two
+            tensors overlap. Nothing has been changed.
     """
     tensors = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     factor = factor_of("inv_scale", inv_scale)
@@ -81,20 +80,20 @@ def check_and_unscale(
 
 
 def checked(values: torch.Tensor) -> tuple[bool, Squares]:
-    """Flag and exact sum of squares of a tensor in host memory, as Python values."""
+    """Returns whether an element of a tensor in host memory is not finite, and the exact sum of squares."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    # Threads of torch's last operation wait in a loop for its next, and hold up ours for longer than a small one takes.
+    # torch's threads spin after an operation. They delay our threads for longer than a small tensor takes one thread.
     threads = torch.get_num_threads() if values.nbytes > _ALONE_BYTES else 1
     return _core.kernel_check([place] if values.numel() else [], 1.0, threads)
 
 
 def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-    """Queue the check of tensors on a device; nothing waits.
+    """Queues the check of tensors on a device; does not wait for it.
 
     Args:
-        tensors: as for `check_and_unscale`; only read, by the stream that is current.
-        sums: from `new_sums`, a row for each tensor. `found_in` reads the rows.
+        tensors: as for `check_and_unscale`; the current stream reads them.
+        sums: from `new_sums`, with a row for each tensor, to which the kernel adds. `found_in` reads the rows.
     """
     for index, tensor in enumerate(tensors):
         require(f"tensors[{index}]", tensor)
@@ -110,17 +109,17 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
     found, squares = _core.kernel_check(places, factor, threads)
-    # On the CPU even if torch has another default device.
+    # Explicitly on the CPU: torch may have another default device.
     return torch.tensor(found, device="cpu"), torch.tensor(rounded(squares), dtype=torch.float64, device="cpu")
 
 
 def check_and_unscale_reference(
     tensors: Sequence[torch.Tensor], factor: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of `check_and_unscale`, in plain torch operations; devices without a kernel use it."""
+    """Does the work of `check_and_unscale` in plain torch operations, for devices without a kernel."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    # The factor is rounded to fp32 once, as in the kernels, not to each dtype.
+    # The factor is rounded to fp32, as in the kernels, and not to the dtype of each tensor.
     factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
     for tensor in tensors:
         for piece in torch.split(flat(tensor.detach()), PIECE_ELEMENTS):

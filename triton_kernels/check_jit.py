@@ -1,9 +1,10 @@
-"""Defines the Triton body of `check_and_unscale`: one launch for each dtype, which reads every element once.
+"""The Triton body of `check_and_unscale`: one launch for each dtype, which reads every element once.
 
-The sums are whole numbers, so they are exact in any order: the square of a finite fp32 is a whole number of units of
-2^-298 (see `memascend.tensors`). A program reads its chunk tile by tile. The first tile gives a grid (`squares_jit.py`)
-on which nearly all values of a chunk are whole numbers, and each lane adds their squares. A tile with larger values
-gives another grid; one with values too small for the grid is read again, with finer grids for these.
+The sums are exact in any order, because the kernel adds integers: the square of a finite fp32 is a multiple of 2^-298
+(see `memascend.tensors`). A program reads its chunk tile by tile. The first tile determines a grid (see
+[Note: grids] in `squares_jit.py`) on which nearly all values of a chunk are integers, and each lane adds their squares.
+A tile with much larger or smaller values determines a new grid. A tile with some values too small for the grid is read
+again, with finer grids for those values.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Elements of a program. One warp needs no barriers.
+# Elements of a program. A program of one warp needs no barriers.
 CHUNK = 32768
 WARPS = 1
-# Of a tile, which a lane has in 32 registers: that many loads of 16 bytes are under way.
+# Rows of a tile. A lane loads 16 bytes per row and keeps the tile in 32 registers, so 8 of its loads are in flight.
 ROWS = 8
 
 _INFINITE: tl.constexpr = tl.constexpr(INFINITE)
@@ -49,13 +50,13 @@ _NAN: tl.constexpr = tl.constexpr(NAN)
 _DIGIT: tl.constexpr = tl.constexpr(DIGIT)
 _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 _DIGITS: tl.constexpr = tl.constexpr(DIGITS)
-# A tile that is smaller than the grid expects by more than so many powers of two gives another grid.
+# A tile determines a new grid if its largest value is smaller than the grid expects by more powers of two than this.
 _SLACK: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
 def _find(table, count, chunk):  # type: ignore[no-untyped-def]
-    """The tensor that has this chunk, and which of its chunks that is."""
+    """Returns the index of the tensor that contains `chunk`, and the chunk's index within that tensor."""
     low = 0
     high = count - 1
     while low < high:
@@ -73,9 +74,9 @@ def _find(table, count, chunk):  # type: ignore[no-untyped-def]
 def _read(  # type: ignore[no-untyped-def]
     data, start, numel, factor, UNSCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The magnitudes of a tile, as they are once multiplied."""
+    """Reads a tile, multiplies it in place if UNSCALE, and returns the magnitudes as fp32 bits."""
     offsets = start + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    # Whole tiles are read 16 bytes at a time.
+    # A whole tile needs no mask, so Triton reads 16 bytes at a time.
     if start + ROWS * COLUMNS <= numel:
         stored = tl.load(data + offsets)
         if UNSCALE:
@@ -96,10 +97,11 @@ def check_kernel(  # type: ignore[no-untyped-def]
     GRID: tl.constexpr, LOWEST: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Checks one chunk: of `data`, or, with MANY, of the tensor that the table names for this program.
+    """Checks one chunk of `data`, or, with MANY, of the tensor that `table` has for this program.
 
-    `table` holds four rows of `count` int64: the number of chunks up to and including each tensor, addresses, lengths,
-    and where its sums are. A significand has BITS bits, and the smallest exponent of a normal value is LEAST.
+    `table` has four rows of `count` int64, each with an entry per tensor: the number of chunks up to and including the
+    tensor, its address, its length, and the offset of its row in `sums`. A significand has BITS bits, and LEAST is the
+    smallest exponent field, as in fp32, of a normal value.
     """
     # 64 bits before the multiplication: a tensor may have more than 2^31 elements.
     chunk = tl.program_id(0).to(tl.int64)
@@ -117,7 +119,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
     low = tl.zeros((COLUMNS,), tl.int64)
     middle = low
     high = low
-    # Nothing is below this, so that the first tile decides.
+    # No magnitude is below a ceiling of 0, so the first tile determines a grid.
     ceiling = tl.zeros((), tl.int32)
     floor = ceiling
     top = ceiling
@@ -128,7 +130,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
         is_bad = largest >= INFINITY
         if is_bad:
             largest = largest_of(tl.where(magnitudes < INFINITY, magnitudes, 0))
-        # Later tiles may be a little larger.
+        # One power of two in reserve: later tiles may have larger values.
         wanted = tl.minimum(tl.maximum((largest >> 23) + 1, LOWEST), 254)
         if (largest >= ceiling) | ((largest > 0) & (wanted + _SLACK < top)):
             if top > 0:
@@ -139,11 +141,11 @@ def check_kernel(  # type: ignore[no-untyped-def]
             top = wanted
             ceiling = (top + 1) << 23
             floor = floor_of(top, GRID, BITS, LEAST)
-        # Zeros are on every grid.
+        # Zeros are on every grid, so they do not count as too small.
         if smallest < floor:
             smallest = smallest_of(tl.where(magnitudes > 0, magnitudes, INFINITY))
         if is_bad | (smallest < floor):
-            # The lanes read what others may just have written; it is not multiplied again.
+            # `squares_by_row` reads the products that other lanes have just stored; it does not multiply them again.
             if UNSCALE:
                 tl.debug_barrier()
             more_low, more_middle, more_high = squares_by_row(
@@ -160,12 +162,12 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
-    """Rounds one sum to float64, once, to nearest even."""
+    """Rounds one row of sums to float64, once, to nearest even; writes it, and whether an element is not finite."""
     zero = tl.zeros((), tl.int64)
     carry = zero
-    # The highest digit that is not zero, the two below it, and whether more is below them.
+    # The highest digit that is not zero, the two digits below it, non-zero if a lower digit is, and its index.
     high, middle, low, more, top = zero, zero, zero, zero, zero
-    # The same of the digit that comes next.
+    # The two digits below `digit`, and non-zero if a lower digit is.
     before, second, rest = zero, zero, zero
     for digit in tl.static_range(_DIGITS):
         value = carry + tl.load(sums + digit)
@@ -180,7 +182,7 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
         rest |= second
         second = before
         before = value
-    # To 62 bits at most, of which the last stands for all below it.
+    # At most 62 bits. The last bit is set if any lower bit is, so that the conversion rounds correctly.
     extra = zero
     while (high >> extra) >= 64:
         extra += 1
@@ -196,7 +198,7 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
     tl.store(found_out, (infinite + nan > 0).to(tl.uint8))
 
 
-# Each with the bits of a significand, and with the exponent, as fp32 has it, of the smallest normal value.
+# For each dtype: its Triton type, BITS and LEAST of `check_kernel`.
 _FORMATS = {
     torch.float32: (tl.float32, 24, 1),
     torch.bfloat16: (tl.bfloat16, 8, 1),
@@ -205,22 +207,22 @@ _FORMATS = {
 
 
 def constants(dtype: torch.dtype) -> dict[str, object]:
-    """What the kernel is compiled with for elements of this dtype."""
+    """Returns the compile-time arguments of `check_kernel` for elements of `dtype`."""
     stored, bits, least = _FORMATS[dtype]
     is_narrow = dtype.itemsize == 2
     grid, lowest = (NARROW.value, NARROW_TOP.value) if is_narrow else (WIDE.value, WIDE_TOP.value)
-    # A row has 16 bytes for each lane, which adds up its columns.
+    # Each lane has 16 bytes of a row, and sums its columns.
     columns = WARPS * 32 * 16 // dtype.itemsize
     assert CHUNK // columns <= (NARROW_COUNT if is_narrow else WIDE_COUNT)
     return {
         "DTYPE": stored, "GRID": grid, "BITS": bits, "LEAST": least, "CHUNK": CHUNK, "ROWS": ROWS, "COLUMNS": columns,
-        # On this grid are the smallest values of fp16 and fp32. Those of bf16 are on none that the scale reaches.
+        # This grid contains the smallest values of fp16 and fp32. The smallest of bf16 would need a scale above 2^127.
         "LOWEST": max(lowest, least + grid - bits),
     }  # fmt: skip
 
 
 def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch.Tensor) -> None:
-    """Queues the check of dense, non-empty tensors, each with its row of `sums`; reads nothing back."""
+    """Queues the check of dense, non-empty tensors, given as (row of `sums`, tensor); does not wait for it."""
     by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for row, tensor in placed:
         by_dtype.setdefault(tensor.dtype, []).append((row, tensor))
@@ -239,7 +241,7 @@ def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch
 
 
 def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queues the rounding of one row of sums; returns whether an element is not finite, and the sum of squares."""
+    """Queues the rounding of one row of sums; returns whether an element is not finite, and the sum, on the device."""
     squares = torch.empty((), dtype=torch.float64, device=sums.device)
     found = torch.empty((), dtype=torch.uint8, device=sums.device)
     with _on(sums.device):
@@ -248,7 +250,7 @@ def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    # To enter a device costs microseconds, and it is mostly the current one.
+    # Entering a device takes microseconds, and the device is usually the current one.
     is_current = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
@@ -258,5 +260,5 @@ def _table(group: Sequence[tuple[int, torch.Tensor]], chunks: Sequence[int], dev
     rows = [ends, [t.data_ptr() for _, t in group], [t.numel() for _, t in group]]
     rows.append([row * SUMS for row, _ in group])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    # From pinned memory the copy is queued like the launch that reads it; from pageable memory it would wait.
+    # A copy from pinned memory is queued, as the launch that reads it is; one from pageable memory would synchronise.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,4 +1,4 @@
-"""Chooses an implementation for a device, and says why: Rust, Triton, or plain torch."""
+"""Chooses the implementation for a device, with the reason: Rust, Triton or plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Route:
 
     Attributes:
         name: "rust", "triton" or "torch".
-        why: the instruction set of "rust"; for "torch" the reason why there is no kernel.
+        why: the instruction set of "rust"; the compute capability of "triton"; why no kernel is available, for "torch".
     """
 
     name: str
@@ -28,13 +28,13 @@ class Route:
 
 
 def route(device: torch.device | str) -> Route:
-    """The implementation for tensors on `device`, with the reason.
+    """Returns the implementation for tensors on `device`, with the reason.
 
     Args:
         device: "cpu", "cuda:0" and so on.
 
     Returns:
-        The route. "torch" works everywhere and is slow; its `why` names the reason.
+        The route. "torch" works everywhere and is slow; its `why` says what is missing.
     """
     device = torch.device(device)
     if device.type == "cpu":

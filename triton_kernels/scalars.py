@@ -1,4 +1,4 @@
-"""Computes the scalars of an Adam step once for all implementations: in float64, rounded to fp32."""
+"""Computes the scalars of an Adam step for all implementations, in float64, rounded to fp32."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .arguments import factor_of
 
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """The numbers that the update of every element uses; each float is exact in fp32.
+    """The scalars of a step, the same for every element; each float is exact in fp32.
 
     Attributes:
         grad_factor: the factor of the gradient, negative if the loss is maximised.
         decay: `1 - lr * weight_decay`, the factor of the parameter (AdamW).
         l2: `weight_decay`; this multiple of the parameter is added to the gradient (Adam); 0 for AdamW.
-        first_weight: the weight of `g - m` in the first moment, `1 - beta1`, or, where that is one half or more,
-            minus `beta1`: torch then interpolates from the other end.
-        from_gradient: the first moment starts from `g` (the other end) and not from `m`.
+        first_weight: the weight of `g - m` in the first moment: `1 - beta1` if that is below one half, else `-beta1`.
+        from_gradient: if true, the first moment is computed from `g` instead of `m`, as torch interpolates from the
+            nearer end.
         beta2: the decay of the second moment.
         one_minus_beta2: the weight of the squared gradient in the second moment.
         bias2_root: the square root of the second bias correction.
         eps: added to the denominator.
-        step_size: minus the learning rate over the first bias correction.
+        step_size: minus the learning rate divided by the first bias correction.
     """
 
     grad_factor: float
@@ -51,10 +51,10 @@ def checked_scalars(
     maximize: bool,
     decoupled: bool,
 ) -> Scalars:
-    """The scalars of step `step`, which counts from 1.
+    """Returns the scalars of step `step`, which counts from 1.
 
     Raises:
-        ConfigError: a hyperparameter is outside the range that torch's own optimizers take.
+        ConfigError: a hyperparameter is outside the range that torch's own optimizers accept.
     """
     numbers = [factor_of(name, x) for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:

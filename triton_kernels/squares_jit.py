@@ -1,7 +1,11 @@
-"""Adds squares of floats as whole numbers in Triton: by lane on a grid, and by program to the digits of a sum.
+"""Adds squares of floats as integers in Triton: each lane on a grid, then each program to the digits of a sum.
 
-Magnitudes are the bits of an fp32 without its sign. An exponent `top` gives a grid: values below 2^(top - 126) that are
-not far smaller are whole numbers on it. The grid is narrow or wide: of 28 bits, or of 23 bits and 28 below these.
+A magnitude is the bits of an fp32 without its sign.
+
+[Note: grids] An exponent field `top` defines a grid for values below 2^(top - 126): the multiples of 2^(top - 154) on
+the narrow grid, of 28 bits, or of 2^(top - 177) on the wide grid, of 51 bits (23 upper and 28 lower ones). A value is
+on the grid if it is such a multiple. Its square is then an integer in units that depend on `top` alone, and lanes
+add these integers exactly.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ from .sums import DIGIT, INFINITE, NAN
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
 NARROW: tl.constexpr = tl.constexpr(28)
 WIDE: tl.constexpr = tl.constexpr(51)
-# How many squares a lane may add in int64.
+# The most squares that a lane may add without an overflow of int64.
 NARROW_COUNT, WIDE_COUNT = 128, 256
-# The smallest `top` of which the scale is finite and the grid not finer than 2^-149.
+# The smallest `top` for which the scale of `squares_of` is finite and the grid is not finer than 2^-149.
 NARROW_TOP: tl.constexpr = tl.constexpr(27)
 WIDE_TOP: tl.constexpr = tl.constexpr(28)
 
@@ -28,21 +32,21 @@ _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 
 @triton.jit
 def largest_of(tile):  # type: ignore[no-untyped-def]
-    """Of all elements."""
+    """Returns the largest element."""
     return tl.max(tl.max(tile, 0), 0)
 
 
 @triton.jit
 def smallest_of(tile):  # type: ignore[no-untyped-def]
-    """Of all elements."""
+    """Returns the smallest element."""
     return tl.min(tl.min(tile, 0), 0)
 
 
 @triton.jit
 def floor_of(top, GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The smallest magnitude of which all bits are on the grid.
+    """Returns the smallest magnitude from which on every value is on the grid. See [Note: grids].
 
-    That is 0 where the grid has the last bit of values of the exponent LEAST, as no others have a smaller one.
+    Returns 0 if the grid contains the last bit of values with the exponent LEAST: no value has a smaller last bit.
     """
     smallest = top - (GRID - BITS)
     return tl.where(smallest > LEAST, smallest << 23, 0)
@@ -50,24 +54,24 @@ def floor_of(top, GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr): 
 
 @triton.jit
 def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of the squares in each column.
+    """Returns the sum of the squares of each column, as three integers. All values must be on the grid.
 
-    Of the narrow grid, one, in units of 2^(2 top - 308), and two zeros. Of the wide grid, three, in units of
-    2^(2 top - 354), of 2^29 of these, and of 2^56.
+    On the narrow grid: one sum in units of 2^(2 top - 308), and two zeros. On the wide grid: three sums, in units of
+    2^(2 top - 354), of 2^29 times that, and of 2^56 times that.
     """
     values = magnitudes.to(tl.float32, bitcast=True)
     if GRID == NARROW:
-        # By 2^(154 - top).
+        # Multiplied by 2^(154 - top).
         whole = (values * ((281 - top) << 23).to(tl.float32, bitcast=True)).to(tl.int32).to(tl.int64)
         low = tl.sum(whole * whole, 0)
         middle = tl.zeros_like(low)
         high = middle
     else:
-        # By 2^(149 - top): below 2^23, so that adding 2^23 rounds to whole numbers, which the lower bits then are.
+        # Multiplied by 2^(149 - top), values are below 2^23. Adding 2^23 rounds them to integers, in the lower 23 bits.
         values = values * ((276 - top) << 23).to(tl.float32, bitcast=True)
         shifted = values + 8388608.0
         upper = (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)
-        # What was rounded away, exactly: from -2^27 to 2^27.
+        # The part that was rounded away, in units of 2^-28; exact, from -2^27 to 2^27.
         lower = ((values - (shifted - 8388608.0)) * 268435456.0).to(tl.int32).to(tl.int64)
         low = tl.sum(lower * lower, 0)
         middle = tl.sum(lower * upper, 0)
@@ -77,8 +81,8 @@ def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def add_columns(sums, top, low, middle, high, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds what the lanes have to the digits, which all programs share."""
-    # Halves of 32 bits, so that no sum of them overflows. They become digits of 28 bits, and carry.
+    """Adds the sums of all lanes to the digits in `sums`, which all programs share."""
+    # Sums halves of 32 bits, so that no sum overflows, then turns them into digits of 28 bits with carries.
     first = tl.sum(low & 0xFFFFFFFF, 0)
     second = tl.sum(low >> 32, 0) << 4
     third = tl.zeros((), tl.int64)
@@ -102,7 +106,7 @@ def add_columns(sums, top, low, middle, high, GRID: tl.constexpr):  # type: igno
             carry += fourth
         part = (carry & _DIGIT_MASK) << shift
         carry = carry >> _DIGIT
-        # Less than 2^29 at a time, so that a digit overflows for no tensor.
+        # Adds less than 2^29 to a digit at a time, so that it does not overflow for a tensor of any size.
         above += part & _DIGIT_MASK
         tl.atomic_add(into + place, above, mask=above != 0, sem="relaxed")
         above = part >> _DIGIT
@@ -121,9 +125,10 @@ def squares_by_row(  # type: ignore[no-untyped-def]
     data, start, numel, top, floor, sums,
     GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same of a tile of any values; what is not on the grid is added to `sums`.
+    """Returns what `squares_of` returns for the values of a tile that are on the grid.
 
-    Reads the tile again row by row, so that no program needs more registers because of it.
+    Adds the squares of smaller values, and the numbers of infinities and NaNs, to `sums`. Reads the tile again row by
+    row, so that `check_kernel` needs no more registers.
     """
     low = tl.zeros((COLUMNS,), tl.int64)
     middle = low
@@ -143,7 +148,7 @@ def squares_by_row(  # type: ignore[no-untyped-def]
         high += more_high
     tl.atomic_add(sums + _INFINITE, infinite, mask=infinite > 0, sem="relaxed")
     tl.atomic_add(sums + _NAN, nan, mask=nan > 0, sem="relaxed")
-    # On a wide grid beneath the first, and then beneath that one.
+    # Values below `floor` go to a wide grid for smaller values; the values below that grid go to the next one.
     while below > 0:
         limit = floor
         top = tl.maximum(below >> 23, WIDE_TOP)

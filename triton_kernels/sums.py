@@ -1,4 +1,4 @@
-"""Holds exact sums of squares on a device, as whole numbers that kernels add to, and reads the totals."""
+"""Exact sums of squares on a device: rows of digits that kernels add to, and a reader of the totals."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Bits of a digit. Each is an int64 to which parts are added; a part may be wider, so that totals carry.
+# Bits of a digit. A digit is an int64 and may exceed 28 bits: kernels add to it without a carry; readers carry.
 DIGIT = 28
-# The largest squares, of 556 bits, and what 2^40 of them take.
+# Digits of a sum, in units of 2^-298: enough for 2^40 squares, each below 2^554 units.
 DIGITS = 22
+# Columns with the numbers of infinities and of NaNs.
 INFINITE, NAN = DIGITS, DIGITS + 1
-# Numbers (int64) in a row: rows begin at multiples of 128 bytes.
+# Numbers (int64) in a row. A row has 256 bytes, so two rows share no cache line.
 SUMS = 32
 
-# A square is split after its lower 24 bits.
+# `_add_piece` splits a square of 48 bits into halves of this many.
 _LOWER_BITS = 24
-# Elements that the reference computes at a time. Its temporaries take about 50 bytes an element.
+# Elements that `add_reference` computes at a time. Its temporaries take about 50 bytes per element.
 _PIECE_ELEMENTS = 1 << 20
 
 
 def new_sums(count: int, device: torch.device) -> torch.Tensor:
-    """`count` sums of zero, each in a row."""
+    """Makes `count` rows, each with a sum of zero."""
     return torch.zeros(count, SUMS, dtype=torch.int64, device=device)
 
 
 def found_in(sums: torch.Tensor) -> list[tuple[bool, Squares]]:
-    """For each row, whether an element was not finite, and the exact sum of squares; waits for the device."""
+    """Returns for each row whether an element is not finite, and the exact sum of squares; waits for the device."""
     return [_found(row) for row in sums.tolist()]
 
 
@@ -48,7 +49,7 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
 
 
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
-    """Add as the kernel does, in plain torch operations. Parts may differ from the kernel's; totals are equal."""
+    """Adds squares in plain torch operations. Single digits may differ from the kernel's; the totals are equal."""
     for row, tensor in placed:
         for piece in torch.split(flat(tensor.detach()), _PIECE_ELEMENTS):
             _add_piece(piece.float().view(torch.int32).long(), sums[row])

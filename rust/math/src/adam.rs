@@ -1,7 +1,7 @@
-//! Computes one step of `AdamW` or `Adam` on fp32 state, with 16-bit gradients and outputs where asked.
+//! Computes one step of `AdamW` or `Adam` on fp32 state, with an optional 16-bit gradient and output.
 //!
-//! The sequence of operations is that of torch's fused kernel on CPU, whose bits it gives. Each element is computed by
-//! the one formula; torch rounds the second moment of the last elements of a thread's share differently.
+//! The order of operations is that of torch's fused CPU kernel, and so are the bits. This kernel computes every element
+//! by one formula; torch rounds the second moment of the last elements of a thread's share differently.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
@@ -11,16 +11,16 @@ use crate::{
     stream::{self, Fill},
 };
 
-/// Which arithmetic this is: with the same number, the same state, gradient and scalars give the same bits.
+/// The version of this arithmetic: equal versions, state, gradient and scalars give equal bits.
 pub const ADAM_ARITHMETIC: u32 = 1;
 
-/// Where parts are cut: a multiple of the lines of every type.
+/// Work is split at multiples of this many elements: whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 /// The fp32 state of a parameter, updated in place.
 #[derive(Debug)]
 pub struct AdamState<'a> {
-    /// The parameter.
+    /// The fp32 master weights.
     pub master: &'a mut [f32],
     /// The first moment.
     pub exp_avg: &'a mut [f32],
@@ -28,7 +28,7 @@ pub struct AdamState<'a> {
     pub exp_avg_sq: &'a mut [f32],
 }
 
-/// Updates `state` with `grad`, and writes the updated parameter, rounded, to `out` where there is one.
+/// Updates `state` with `grad`. If `out` is given, writes the updated parameter to it, rounded to the type of `out`.
 pub fn adam(
     state: AdamState<'_>,
     grad: Floats<'_>,
@@ -139,7 +139,8 @@ impl<G: Element, O: Element> Fill<O> for Inputs<'_, G> {
     }
 }
 
-/// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
+/// overlap.
 #[inline(always)]
 fn elements<G: Element, O: Element, const OUT: bool>(
     master: &mut [f32],
@@ -152,7 +153,7 @@ fn elements<G: Element, O: Element, const OUT: bool>(
     let len = master.len();
     let (grad, exp_avg, exp_avg_sq) = (&grad[..len], &mut exp_avg[..len], &mut exp_avg_sq[..len]);
     let out = if OUT { &mut out[..len] } else { out };
-    // A copy: behind the reference each could change with every store.
+    // Copied: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
@@ -166,12 +167,13 @@ fn elements<G: Element, O: Element, const OUT: bool>(
     }
 }
 
-/// One element's step. `l2` says that the scalar of that name is not zero.
+/// Returns the updated (parameter, first moment, second moment) of one element. `l2` must be true if `s.l2` is not
+/// zero.
 #[inline(always)]
 pub(crate) fn one(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
     let p = p * s.decay;
     let g = g * s.grad_factor;
-    // Only where there is one: an infinite parameter times zero would be a NaN.
+    // Only with L2 decay: an infinite parameter times zero would be a NaN.
     let g = if l2 { p.mul_add(s.l2, g) } else { g };
     let m = s.first_weight.mul_add(g - m, if s.from_gradient { g } else { m });
     let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);

@@ -1,10 +1,11 @@
 //! Checks gradients for overflow, sums their squares and unscales them in one pass.
 //!
-//! The sum is exact, so it depends neither on the order, nor on threads, nor on the instruction set. Lanes in float64 add
-//! the squares of a block, which rounds nothing as long as the exponents of the block are near enough to each other; how
-//! near, the smallest and the largest magnitude tell. Where they are farther apart each square is divided into two parts
-//! that have lanes of their own, and what is smaller still comes in another round. What lanes hold is then added to a
-//! number that is wide enough for any sum.
+//! The sum is exact, so it depends neither on the order, nor on the number of threads, nor on the instruction set.
+//!
+//! [Note: exact lanes] Lanes in float64 add the squares of a block. These additions round nothing if the exponents of
+//! the block differ by at most `narrow`. If they differ by at most `wide`, each square is split into an upper and a
+//! lower part, which separate lanes add. Values that are too small even for that are summed in another pass over the
+//! block. The exact sums of the lanes are then added to a number that is wide enough for any sum (`Running`).
 
 use std::{
     cmp::Ordering::{Equal, Greater, Less},
@@ -22,47 +23,50 @@ use crate::{
     squares::{Running, power_of_two},
 };
 
-/// Elements whose squares are summed in float64 before the sum of all grows by them.
+/// Elements whose squares the lanes add before their sums go to `Running`.
 const BLOCK: usize = 2048;
-/// Sums in float64 that run side by side, one for so many columns of a block.
+/// Sums in float64 that are computed side by side; lane `i` adds column `i` of a block.
 const LANES: usize = 32;
-/// Elements that are taken at a time.
+/// Elements that one iteration of the inner loops takes.
 const GROUP: usize = 4 * LANES;
-/// A lane adds 2 to the power of this.
+/// Each lane adds `2^LANE_BITS` squares per block.
 const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
 /// Bits of a float64's fraction.
 const FRACTION: i32 = 52;
 
 const INFINITY: u32 = 0x7F80_0000;
 
-/// What one pass found.
+/// The result of one pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Check {
-    /// An infinity or a NaN is among the results.
+    /// At least one result is an infinity or a NaN.
     pub nonfinite: bool,
-    /// The sum of the squares of the results; infinity or NaN where one of them is.
+    /// The sum of the squares of the results; infinity or NaN if `nonfinite`.
     pub squares: Squares,
 }
 
 impl Check {
-    /// Of nothing.
+    /// The result for no elements.
     pub const NOTHING: Self = Self { nonfinite: false, squares: Squares::ZERO };
 
-    /// Adds what was found in other elements.
+    /// Adds the result for other elements.
     pub fn merge(&mut self, other: &Self) {
         self.nonfinite |= other.nonfinite;
         self.squares.merge(&other.squares);
     }
 }
 
-/// Reads `data` once.
+/// Checks `data` and sums its squares. Reads each element once.
 #[must_use]
 pub fn check(data: Floats<'_>, exec: Exec) -> Check {
     for_type!(Floats, data, data => pass(Data::Read(data), exec))
 }
 
-/// Multiplies `data` by `factor` in place, rounding once, and checks the results in the same pass. With a factor of 1
-/// nothing is written.
+/// Multiplies `data` by `factor` in place, with one rounding, and checks the products in the same pass. Writes nothing
+/// if `factor` is 1.
+///
+/// # Errors
+/// If `factor` is not finite.
 pub fn check_and_unscale(data: FloatsMut<'_>, factor: f32, exec: Exec) -> Result<Check> {
     if !factor.is_finite() {
         return Err(Error::Number { name: "inv_scale", value: f64::from(factor), wanted: "a finite number" });
@@ -75,7 +79,7 @@ fn scaled<T: Columns>(data: &mut [T], factor: f32, exec: Exec) -> Check {
     pass(if factor == 1.0 { Data::Read(data) } else { Data::Scale(data, factor) }, exec)
 }
 
-/// What a pass goes over.
+/// The elements of a pass: only read, or multiplied in place first.
 enum Data<'a, T> {
     Read(&'a [T]),
     Scale(&'a mut [T], f32),
@@ -121,7 +125,7 @@ impl<T: Columns> Work for Data<'_, T> {
 }
 
 impl<T: Columns> Kernel for Data<'_, T> {
-    /// Bits of the largest magnitude, and the sum of squares where that is finite.
+    /// Bits of the largest magnitude; the sum of squares, valid if that magnitude is finite.
     type Output = (u32, Squares);
 
     #[inline(always)]
@@ -135,7 +139,7 @@ impl<T: Columns> Kernel for Data<'_, T> {
             }
             Self::Scale(data, factor) => {
                 for block in data.chunks_mut(BLOCK) {
-                    // The block stays in the first-level cache between the two loops.
+                    // The block stays in the L1 cache between this loop and `add`.
                     for value in &mut *block {
                         *value = T::from_f32(value.to_f32() * factor);
                     }
@@ -147,14 +151,14 @@ impl<T: Columns> Kernel for Data<'_, T> {
     }
 }
 
-/// The running sum of a part.
+/// The running result of a part of the work.
 struct Sum {
     squares: Running,
     peak: u32,
 }
 
 impl Sum {
-    /// Adds at most a block; what is missing of one counts as zeros.
+    /// Adds up to a block of elements; pads a shorter one with zeros.
     #[inline(always)]
     fn add<T: Columns>(&mut self, data: &[T]) {
         if let Ok(block) = data.try_into() {
@@ -195,38 +199,40 @@ impl Sum {
             for part in parts {
                 self.squares.add(part);
             }
-            // What is so small beside the largest that it has no place in the same float64 comes by itself.
+            // The next iteration sums the values below `floor`, which are too small for these lanes.
             peak = if low < floor { peak_below(block, floor) } else { 0 };
             all = false;
         }
     }
 }
 
-/// How far below the largest exponent of a block the smallest may be for lanes to hold sums of squares without
-/// rounding: with e and E the exponents, squares are multiples of the grid of e, and below 2^(2E + 2).
+/// The largest difference of exponents in a block for which lanes add whole squares without rounding. With E and e the
+/// largest and the smallest exponent, squares are multiples of `2^grid(e)` and below `2^(2E + 2)`. See [Note: exact
+/// lanes].
 const fn narrow<T: Element>() -> i32 {
     (FRACTION - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
 
-/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 6 - 52), as a lane adds 2^6 of them,
-/// and what is left of it, at most g / 2.
+/// The largest difference of exponents for which lanes add split squares without rounding. The upper part is a multiple
+/// of g = 2^(2E + 2 + 6 - 52), as a lane adds 2^6 of them; the lower part is at most g / 2.
 const fn wide<T: Element>() -> i32 {
     FRACTION - LANE_BITS - T::PRECISION
 }
 
-/// The power of two that all squares of an exponent or a larger one are multiples of.
+/// Returns p such that `2^p` divides the square of every number with at least this exponent field.
 const fn grid<T: Element>(exponent: i32) -> i32 {
     2 * (exponent - 127) - 2 * (T::PRECISION - 1)
 }
 
-/// The float64 of which the last bit is 2 to the power of `power`, and whose other bits are zero. Sums that begin with it
-/// are whole numbers of that bit.
+/// Returns the float64 whose last bit weighs `2^power` and whose other bits are zero. A sum that starts from it is a
+/// multiple of `2^power`.
 #[inline(always)]
 fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)
 }
 
-/// What lanes have gained since they were `from`, of which the last bit stands for a power of two.
+/// Returns how much the lanes have gained since they started at `from`, as (count, power): the gain is `count *
+/// 2^power`. The last bit of `from` must weigh `2^power`.
 #[inline(always)]
 fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     let mut sums = [0_i64; 8];
@@ -238,26 +244,27 @@ fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     (sums.iter().sum(), power)
 }
 
-/// The exponent field of a magnitude, of which that of denormals is 1.
+/// Returns the exponent field of a magnitude; 1 for denormals, which have the same scale.
 #[inline(always)]
 fn exponent(magnitude: u32) -> i32 {
     (magnitude >> 23).cast_signed().max(1)
 }
 
-/// The range of magnitudes of a block, and the sums of its squares, after one pass.
+/// The range of magnitudes of a block and the sums of its squares, from one pass.
 struct Survey {
     /// Bits of the largest magnitude.
     peak: u32,
     /// Bits of the smallest magnitude that is not zero.
     low: u32,
-    /// The sums of all squares, rounded where exponents are too far apart. Zeros where they nearly always are: in fp32.
+    /// The sum of each lane's squares; inexact if the exponents are too far apart. Zeros for fp32, because the
+    /// exponents of fp32 almost always are too far apart.
     squares: [f64; LANES],
 }
 
 #[inline(always)]
 fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
     let mut peaks = [T::Key::default(); LANES];
-    // Negative, so that zero is no candidate.
+    // Keys are negated, so that the largest belongs to the smallest magnitude, and zero is the smallest.
     let mut lows = [T::Key::default(); LANES];
     let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<GROUP>().0 {
@@ -278,7 +285,8 @@ fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
     Survey { peak: T::bits(largest(peaks)), low: T::bits(-largest(lows)), squares }
 }
 
-/// LLVM extracts and compares every element one by one where it knows what follows: hence the box.
+/// Returns the largest key. `black_box` hides the later use of the key from LLVM, which otherwise extracts and compares
+/// every element one by one.
 #[inline(always)]
 fn largest<K: Copy + Default + Ord>(keys: [K; LANES]) -> K {
     black_box(keys.iter().fold(K::default(), |a, &b| a.max(b)))
@@ -302,14 +310,14 @@ fn add_parts([uppers, lowers]: &mut [[f64; LANES]; 2], values: &[f64; LANES]) {
     }
 }
 
-/// Bits of the largest magnitude below `end`.
+/// Returns the bits of the largest magnitude below `end`.
 #[inline(always)]
 fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
     let bits = block.iter().map(|value| value.magnitude().to_bits());
     bits.fold(0, |peak, bits| peak.max(if bits < end { bits } else { 0 }))
 }
 
-/// The sum of the squares of magnitudes up to `peak`, which are multiples of a power of two.
+/// Returns the sum of the squares of magnitudes up to `peak`. All of these squares must be multiples of `2^power`.
 #[inline(always)]
 fn up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
     let from = origin(power);
@@ -323,12 +331,13 @@ fn up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
     gained(&squares, from, power)
 }
 
-/// The sums of squares of which each was divided in two.
+/// Returns the sums of the upper and of the lower parts of squares whose magnitudes are from `floor` to `peak`. With
+/// `ALL`, all magnitudes of the block must be in that range.
 #[inline(always)]
 fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
     let scale = if ALL { 2 * T::SCALE } else { 0 };
     let (coarse, fine) = (2 * (exponent(peak) - 127) + 2 + LANE_BITS - FRACTION, grid::<T>(exponent(floor)));
-    // The lower parts have either sign: between it and a third more or less the last bit is the same.
+    // The lower parts have either sign. The last bit of a float64 weighs the same from 2/3 to 4/3 of this start.
     let (upper, lower) = (origin(coarse + scale), 1.5 * origin(fine + scale));
     let mut sums = [[upper; LANES], [lower; LANES]];
     for group in block.as_chunks::<GROUP>().0 {
@@ -346,20 +355,21 @@ fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32
     [gained(&sums[0], upper, coarse), gained(&sums[1], lower, fine)]
 }
 
-/// A magnitude, or zero where it is outside of a range.
+/// Returns the magnitude of `value`, or zero if it is outside `floor..=peak`.
 #[inline(always)]
 fn inside<T: Element>(value: T, floor: u32, peak: u32) -> f64 {
     let value = value.magnitude();
     f64::from(if value.to_bits() >= floor && value.to_bits() <= peak { value } else { 0.0 })
 }
 
-/// An element as the inner loops take it, in few and cheap operations.
+/// Conversions of an element for the inner loops, in few and cheap operations.
 trait Columns: Element {
-    /// Bits of a magnitude.
+    /// Bits of a magnitude, ordered as the magnitudes are.
     type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
-    /// Columns have 2 to the power of this times the elements.
+    /// `column` returns elements times `2^SCALE`.
     const SCALE: i32;
-    /// The least exponent that columns have right; the square of zero is lost in them beside that of such a number.
+    /// The least exponent field for which `column` is accurate enough: beside the square of such a number, the square
+    /// of a converted zero changes no bit.
     const LEAST: i32;
 
     fn key(self) -> Self::Key;
@@ -367,7 +377,7 @@ trait Columns: Element {
     /// The bits of the magnitude in fp32.
     fn bits(key: Self::Key) -> u32;
 
-    /// A fourth of a group in float64, of any sign; infinities and NaNs may become any value.
+    /// Converts a quarter of a group's elements to float64, with any sign. Infinities and NaNs may become any value.
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES];
 }
 
@@ -394,9 +404,10 @@ impl Columns for f32 {
 
 impl Columns for Bf16 {
     type Key = Wrapping<u16>;
-    // From a bias of 127 to 768, which has no bit in common with an exponent.
+    // Changes the bias from 127 to 768, which has no bit in common with an 8-bit exponent.
     const SCALE: i32 = 768 - 1023 + 127;
-    // Zero becomes 2^-255. Of its square 2^6 are 2^-504: less than half of the last bit of 2^-446, the square of this.
+    // `column` turns zero into 2^-255. A lane's 2^6 squares of it sum to 2^-504: less than half the last bit of 2^-446,
+    // the square of the smallest number with this exponent.
     const LEAST: i32 = 32;
 
     #[inline(always)]
@@ -432,7 +443,8 @@ impl Columns for F16 {
 
     #[inline(always)]
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
-        // Twice as large and less the bit in front, a zero or a denormal is right, and any other is larger than before.
+        // Twice the value less the implicit leading bit is right for zeros and denormals, and larger than the value for
+        // normal numbers: so the smaller one is right.
         spread::<_, K, 10>(group, 992).map(|value| {
             let denormal = value.mul_add(2.0, -power_of_two(-30));
             if denormal < value { denormal } else { value }
@@ -440,13 +452,14 @@ impl Columns for F16 {
     }
 }
 
-/// 16-bit floats with F bits of fraction in float64, without their signs, their exponents on another bias. Each word of
-/// four gives one: a shift and a mask, where widening takes shuffles, of which Intel's processors do one a cycle. Zeros and
-/// denormals come out as if they had the bit in front that others have.
+/// Converts 16-bit floats with F bits of fraction to float64, without signs, with another exponent bias. Each of the
+/// four elements of a 64-bit word takes a shift and a mask; widening would take shuffles, of which Intel's processors
+/// do one per cycle. Zeros and denormals come out with the implicit leading bit that only normal numbers have.
 #[inline(always)]
 fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: u64) -> [f64; LANES] {
     const { assert!(size_of::<T>() == 2) };
-    // SAFETY: as many bytes, which may lie at any address and have any value.
+    // SAFETY: the group has as many bytes as the array; `read_unaligned` needs no alignment, and any bytes are valid
+    // `u64`s.
     let words = unsafe { group.as_ptr().cast::<[u64; LANES]>().read_unaligned() };
     let (up, down) = ((52 - F).saturating_sub(16 * K), (16 * K).saturating_sub(52 - F));
     words.map(|word| f64::from_bits(word << up >> down & 0x7FFF << (52 - F) | bias << 52))

@@ -1,17 +1,17 @@
-//! Joins and splits fp32 masters whose upper half is the bfloat16 parameter.
+//! Splits fp32 master weights into a bfloat16 parameter and 16 remaining bits, and joins them.
 //!
-//! Of a master with the bits `x`, the *value* is its upper half rounded to nearest even, which a forward pass computes
-//! with, and the *rest* is the lower half, `x & 0xFFFF`. What is then missing is whether the rounding went up: the rest
-//! alone tells it but where it is a tie, 0x8000. That one bit is kept in the sign of the second moment, which is never
-//! negative; for every element, not only for ties, so that
+//! [Note: split masters] The *value* of a master with the bits `x` is its upper half, rounded to nearest even: the
+//! forward computes with it. The *rest* is the lower half, `x & 0xFFFF`. Joining them also needs to know whether the
+//! rounding went up; the rest tells, except for a tie (0x8000). So the sign bit of the second moment, which is never
+//! negative, stores that for every element, and
 //!
 //! ```text
 //! master = ((value - went up) << 16) | rest
 //! ```
 //!
-//! holds of zeros, denormals, infinities and of what rounds to an infinity alike. A NaN is not rounded but made quiet:
-//! its value is the upper half with the quiet bit, which the subtraction of nothing leaves; so a quiet NaN keeps its bits
-//! and a signalling one becomes the quiet one that any arithmetic would make of it.
+//! holds for zeros, denormals, infinities and masters that round to an infinity too. A NaN is not rounded: its value is
+//! the upper half with the quiet bit set, and `went up` is 0. So a quiet NaN keeps its bits, and a signalling one
+//! becomes quiet, as any arithmetic would make it.
 
 use crate::{
     Bf16, Element, Error, Exec, Floats, Result, Scalars,
@@ -21,12 +21,12 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Where parts are cut: a multiple of the lines of every type.
+/// Work is split at multiples of this many elements: whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 const SIGN: u32 = 0x8000_0000;
 
-/// The state of a bfloat16 parameter whose master is split, updated in place.
+/// The state of a bfloat16 parameter with a split master, updated in place. See [Note: split masters] in the source.
 #[derive(Debug)]
 pub struct CompactState<'a> {
     /// The parameter: the upper halves of the master, rounded.
@@ -35,11 +35,11 @@ pub struct CompactState<'a> {
     pub rest: &'a mut [u16],
     /// The first moment.
     pub exp_avg: &'a mut [f32],
-    /// The second moment; its signs say where the rounding went up.
+    /// The second moment; a sign bit is set if the rounding of its element went up.
     pub exp_avg_sq: &'a mut [f32],
 }
 
-/// One step of [`adam`](crate::adam) on a master that is split: the same bits, also of what is left of it afterwards.
+/// Updates a split master by one step of [`adam`](crate::adam), with the same bits as on a whole master.
 pub fn adam_compact(state: CompactState<'_>, grad: Floats<'_>, scalars: &Scalars, exec: Exec) -> Result<()> {
     for_type!(Floats, grad, grad => update(state, grad, scalars, exec))
 }
@@ -59,18 +59,18 @@ fn update<G: Element>(state: CompactState<'_>, grad: &[G], scalars: &Scalars, ex
     Ok(())
 }
 
-/// Value, rest, and the second moment with its sign.
+/// Splits `master` into value and rest. Also returns the second moment with the sign that joining needs.
 #[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
+#[expect(clippy::cast_possible_truncation, reason = "keeps the lower half")]
 pub(crate) fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
     let bits = master.to_bits();
     let value = Bf16::from_f32(master);
-    // Rounding up by one changes the last bit; making a NaN quiet does not.
+    // Rounding up changes the value's last bit; setting the quiet bit of a NaN does not.
     let went_up = (u32::from(value.0) ^ (bits >> 16)) << 31;
     (value, bits as u16, f32::from_bits(exp_avg_sq.to_bits() & !SIGN | went_up))
 }
 
-/// Master, and the second moment without its sign.
+/// Joins a master. Also returns the second moment without its sign.
 #[inline(always)]
 pub(crate) fn put_together(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
     let bits = exp_avg_sq.to_bits();
@@ -118,7 +118,8 @@ impl<G: Element> Kernel for CompactKernel<'_, G> {
     }
 }
 
-/// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
+/// overlap.
 #[inline(always)]
 fn updated<G: Element>(
     values: &mut [Bf16],
@@ -131,7 +132,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, grad) = (&mut rest[..len], &grad[..len]);
     let (exp_avg, exp_avg_sq) = (&mut exp_avg[..len], &mut exp_avg_sq[..len]);
-    // A copy: behind the reference each could change with every store.
+    // Copied: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
@@ -146,17 +147,17 @@ fn updated<G: Element>(
 mod tests {
     use super::*;
 
-    /// Everything that a second moment can be; a NaN of either sign.
+    /// Second moments of every kind, with NaNs of either sign.
     const MOMENTS: [u32; 8] = [0, 1, 0x007F_FFFF, 0x3F80_0000, 0x7F7F_FFFF, 0x7F80_0000, 0x7FC0_0000, 0xFFC0_1234];
     const QUIET: u32 = 0x0040_0000;
 
     #[test]
     fn every_master_survives() {
-        // All, or every 61st; and zeros, subnormal ones, the largest ones, infinities and NaNs.
+        // All upper halves, or every 61st; also those of zeros, subnormals, the largest numbers, infinities and NaNs.
         let stride = if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { 1 } else { 61 };
         let edges = [0, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF].map(|upper| [upper, upper | 0x8000]);
         for (upper, moment) in (0..=0xFFFF_u32).step_by(stride).chain(edges.concat()).zip(MOMENTS.into_iter().cycle()) {
-            // Collected without a branch, which is several times faster.
+            // Differences are combined without a branch, which is several times faster.
             let wrong = (0..=0xFFFF).fold(0, |wrong, lower| {
                 let bits = upper << 16 | lower;
                 let (value, rest, signed) = taken_apart(f32::from_bits(bits), f32::from_bits(moment));

@@ -1,13 +1,13 @@
-//! Adds and measures gradients of float64, which torch's own code updates with.
+//! Adds and checks float64 gradients, for parameters that torch's own code updates.
 //!
-//! They are rare, so these are plain loops: one thread, one order, the same bits everywhere.
+//! Such gradients are rare, so these are plain loops: one thread, one order, the same bits on every machine.
 
 use crate::{Check, Error, Result, Squares};
 
-/// Sums that run side by side.
+/// Sums that are computed side by side.
 const LANES: usize = 8;
 
-/// `total += other`: torch's `total.add_(other)`.
+/// Computes `total += other`, as torch's `total.add_(other)`.
 pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     if other.len() != total.len() {
         return Err(Error::Length { name: "other", len: other.len(), other: "total", other_len: total.len() });
@@ -18,7 +18,7 @@ pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// As [`crate::check`], in float64 throughout: the sum of squares is an infinity where it has no number, too.
+/// As [`crate::check`], in float64 throughout: the sum of squares is also infinite if it exceeds float64.
 #[must_use]
 pub fn check_doubles(data: &[f64]) -> Check {
     let mut sums = [0.0_f64; LANES];
@@ -38,7 +38,7 @@ mod tests {
 
     #[test]
     fn sums_and_squares_are_those_of_float64() {
-        // Of these, float32 has neither the numbers nor the sums.
+        // float32 could represent neither these numbers nor their sums.
         let mut total: Vec<f64> = (0..21).map(|i| 1.0 + f64::from(i) * 1e-12).collect();
         let other: Vec<f64> = (0..21).map(|i| 1e-15 * f64::from(i) - 1e200).collect();
         let wanted: Vec<f64> = total.iter().zip(&other).map(|(a, b)| a + b).collect();

@@ -1,11 +1,11 @@
-//! The dynamic maps of 8-bit moments: the number that each code stands for, beside the absolute maximum of its block.
+//! The dynamic maps of 8-bit moments: the number of each code, as a share of its block's absolute maximum.
 //!
-//! Seven decades below 1, each with twice as many numbers as the one below it, at equal distances; then 0 and 1. They are
-//! those of `bitsandbytes`, to the bit, which depends on how torch rounds them; so they are written down. The document of
-//! the format has the recipe.
+//! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the one below it, at equal
+//! distances. The numbers have the bits of `bitsandbytes`. Those depend on how torch rounds, so this file lists them;
+//! docs/store-format.md has the recipe.
 
-/// The positive half of the signed map, from code 128 on; code 127 is 0, and code 127 - i minus code 127 + i. The last
-/// code, 255, is 1 and has no negative.
+/// The positive half of the signed map, from code 128 on. Code 127 is 0, and code 127 - i is minus code 127 + i. The
+/// last code, 255, is 1 and has no negative counterpart.
 #[rustfmt::skip]
 const SIGNED: [u32; 128] = [
     0x3513_A3B7, 0x365A_1A94, 0x3702_05FF, 0x37B2_4206, 0x3837_8034, 0x388A_EFB3, 0x38BA_1F4B, 0x3923_D70B, 0x398C_E705,
@@ -58,9 +58,9 @@ const UNSIGNED: [u32; 256] = [
     0x3F7B_8000, 0x3F7D_4CCC, 0x3F7F_199A, 0x3F80_0000,
 ];
 
-/// Of a first moment, or of a momentum.
+/// The map of first moments and of momentum.
 pub(crate) static SIGNED_MAP: [f32; 256] = signed();
-/// Of a second moment.
+/// The map of second moments.
 pub(crate) static UNSIGNED_MAP: [f32; 256] = unsigned();
 
 const fn signed() -> [f32; 256] {
@@ -90,7 +90,8 @@ const fn unsigned() -> [f32; 256] {
 mod tests {
     use super::*;
 
-    /// The definition in float64: what torch rounds on the way differs by some units in the last place.
+    /// The definition in float64. The maps differ from it by some units in the last place, because torch rounds on the
+    /// way.
     fn defined(first_items: u32) -> Vec<f64> {
         let decade = |exponent: i32| {
             let items = first_items << exponent;
@@ -100,7 +101,7 @@ mod tests {
         (0..7).flat_map(decade).chain([1.0]).collect()
     }
 
-    /// The recipe of the document of the format, which gives the bits.
+    /// The recipe of docs/store-format.md, which gives the exact bits.
     fn recipe(first_items: u16) -> Vec<u32> {
         let decade = |exponent: u8| {
             let items = first_items << exponent;

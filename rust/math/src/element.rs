@@ -1,4 +1,4 @@
-//! Defines the three element types and their exact conversions, in integer operations that vectorise.
+//! The three element types and their exact conversions, in integer operations that vectorise.
 
 /// A bfloat16, as its bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -12,16 +12,17 @@ pub struct F16(pub u16);
 
 /// `f32`, [`Bf16`] or [`F16`].
 pub trait Element: Copy + Default + Send + Sync + private::Sealed + 'static {
-    /// Bits of a significand, with the one that is not stored.
+    /// Bits of a significand, including the implicit leading one.
     const PRECISION: i32;
 
-    /// The value, exactly; a NaN gives a NaN.
+    /// Converts exactly; a NaN gives a NaN.
     fn to_f32(self) -> f32;
 
-    /// The absolute value, exactly; a NaN gives a NaN. Cheaper than to convert first.
+    /// Returns the absolute value exactly; a NaN gives a NaN. Cheaper than `to_f32().abs()`.
     fn magnitude(self) -> f32;
 
-    /// Rounds to nearest, ties to even; what is too large becomes infinity, denormals are kept, a NaN stays a NaN.
+    /// Rounds to nearest, ties to even. Numbers that are too large become infinity, denormals are kept, and a NaN stays
+    /// a NaN.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -34,7 +35,7 @@ mod private {
 
 const SIGN: u32 = 0x8000_0000;
 const INFINITY: u32 = 0x7F80_0000;
-/// The bit of a NaN that no operation raises an exception for.
+/// The bit that marks a NaN as quiet.
 const QUIET: u32 = 0x0040_0000;
 
 impl Element for f32 {
@@ -69,13 +70,13 @@ impl Element for Bf16 {
         f32::from_bits(u32::from(self.0 & 0x7FFF) << 16)
     }
 
-    // Integers, because the processor's own conversion (AVX512_BF16) flushes denormals.
+    // Integer operations, because the processor's own conversion (AVX512_BF16) flushes denormals.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
-        // Set the quiet bit: the payload may lie in the half that is dropped.
+        // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.
         let nan = (bits >> 16) | 0x40;
         Self(if bits & !SIGN > INFINITY { nan } else { rounded } as u16)
     }
@@ -83,7 +84,7 @@ impl Element for Bf16 {
 
 /// Bits of 2^-14, the smallest normal fp16.
 const F16_NORMAL: u32 = (127 - 14) << 23;
-/// Bits of 65,520, half-way between the largest fp16 and what would follow: from here on it is infinity.
+/// Bits of 65,520, half-way between the largest fp16 and the next power of two: from here on, rounding gives infinity.
 const F16_OVERFLOW: u32 = 0x477F_F000;
 
 impl Element for F16 {
@@ -97,9 +98,9 @@ impl Element for F16 {
     #[inline(always)]
     fn magnitude(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
-        // The exponent is 112 too small. One more, and less the smallest normal number, which is then the bit in front of a
-        // denormal, is right for denormals and too large for others. To multiply a denormal of fp32 takes one operation,
-        // for which Intel's processors need more than a hundred cycles.
+        // The exponent is 112 too small. `normal` corrects it. `denormal` corrects it by 113 and subtracts 2^-14, the
+        // implicit leading bit: right for denormals and too large for normal numbers, so the smaller one is right.
+        // Multiplying a denormal fp32 would be one operation, but takes Intel's processors more than a hundred cycles.
         let normal = magnitude + (112 << 23);
         let denormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(F16_NORMAL)).to_bits();
         let scaled = normal.min(denormal);
@@ -115,7 +116,7 @@ impl Element for F16 {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let normal = magnitude.wrapping_add(0xFFF + ((magnitude >> 13) & 1)).wrapping_sub(112 << 23) >> 13;
-        // Adding 1/2 leaves the fp16 denormal, rounded by the addition itself, in the last bits of the sum.
+        // Adding 1/2 rounds to the unit of fp16 denormals, so the last bits of the sum are the denormal.
         let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
         // A NaN gets its quiet bit and keeps the upper part of its payload.
         let special = if magnitude > INFINITY { 0x7E00 | (magnitude >> 13 & 0x3FF) } else { 0x7C00 };
@@ -135,7 +136,7 @@ pub enum Floats<'a> {
     F16(&'a [F16]),
 }
 
-/// Elements of a type that is known at run time.
+/// Mutable elements of a type that is known at run time.
 #[derive(Debug)]
 pub enum FloatsMut<'a> {
     /// Single precision.
@@ -199,12 +200,12 @@ impl Floats<'_> {
 mod tests {
     use super::*;
 
-    /// Nearest fp16 or bf16 by search: independent of the bit arithmetic above.
+    /// Finds the nearest fp16 or bf16 by binary search, independently of the bit arithmetic above.
     fn nearest<E: Element>(value: f32, from_bits: fn(u16) -> E, infinity: u16) -> u16 {
         let target = f64::from(value.abs());
         let at = |bits: u16| {
             if bits == infinity {
-                // Where the next number would stand: what rounds to it overflows.
+                // The number that would follow the largest one: numbers that round to it overflow.
                 2.0 * f64::from(from_bits(infinity - 1).to_f32()) - f64::from(from_bits(infinity - 2).to_f32())
             } else {
                 f64::from(from_bits(bits).to_f32())
@@ -221,7 +222,7 @@ mod tests {
     }
 
     fn samples() -> impl Iterator<Item = f32> {
-        // A stride that is odd visits every residue; plus everything around each half-way point of either format.
+        // The stride is odd, so it visits every residue. Also the neighbours of each half-way point of either format.
         let spread = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);

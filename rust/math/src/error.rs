@@ -1,9 +1,9 @@
-//! Errors of a kernel call.
+//! The errors of kernel calls.
 
-/// The result of everything in this crate that can fail.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can be wrong with a call. Nothing has been written where one is returned.
+/// A fault in the arguments of a call. The call has written nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,53 +14,51 @@ pub enum Error {
         name: &'static str,
         /// Its length.
         len: usize,
-        /// What it was compared with.
+        /// The slice that it was compared with.
         other: &'static str,
-        /// The length of that.
+        /// The length of `other`.
         other_len: usize,
     },
 
-    /// A number outside the range where the formula means anything.
+    /// A number is outside the range for which the formula is defined.
     #[error("{name} is {value}: pass {wanted}")]
     Number {
         /// The argument.
         name: &'static str,
-        /// What was passed.
+        /// Its value.
         value: f64,
-        /// What works.
+        /// The accepted values.
         wanted: &'static str,
     },
 
-    /// A parameter that is to be of 16 bits is fp32.
+    /// `Weights` that need a 16-bit parameter got one in fp32.
     #[error("a parameter of float32 is its own master: pass one of 16 bits, or Weights::Single")]
     Sixteen,
 
-    /// A compact parameter's rounding has no place.
-    #[error(
-        "a compact parameter needs rounded_up where no second moment of fp32 or bfloat16 has its signs, and only there"
-    )]
+    /// A compact parameter has no place for its rounding bits, or two.
+    #[error("a compact parameter needs rounded_up exactly if no second moment of fp32 or bfloat16 can store its signs")]
     Signs,
 
-    /// The optimizer and the moments do not belong together.
+    /// The optimizer and the state have different numbers of moments.
     #[error("{rule} keeps {wanted}")]
     Moments {
         /// The optimizer.
         rule: &'static str,
-        /// What it keeps.
+        /// The moments that it keeps.
         wanted: &'static str,
     },
 
-    /// Work that does not begin with a block.
+    /// The work has 8-bit moments and does not begin with a block.
     #[error("the first element is number {first} of its parameter: begin with a multiple of 256")]
     First {
-        /// Which it is.
+        /// The index of the first element in its parameter.
         first: u64,
     },
 
-    /// `MEMASCEND_SIMD` names something that this processor or this crate does not have.
+    /// `MEMASCEND_SIMD` names an instruction set that this processor or this crate does not have.
     #[error("MEMASCEND_SIMD is {asked:?}: pass one that this processor has ({available}), or unset it")]
     Simd {
-        /// What the variable says.
+        /// The value of the variable.
         asked: String,
         /// The names that work here.
         available: String,

@@ -1,4 +1,4 @@
-//! Runs a kernel on the chosen number of threads and instruction set.
+//! Runs a kernel on a chosen number of threads and instruction set.
 
 use std::{
     num::NonZeroUsize,
@@ -8,14 +8,14 @@ use std::{
 
 use crate::{Result, Simd};
 
-/// Elements below which a further thread costs more than it saves: starting one takes about as long as a pass over
-/// this many.
+/// Elements per thread below which another thread costs more than it saves: starting a thread takes about as long as a
+/// pass over this many.
 pub const THREAD_ELEMENTS_MIN: usize = 1 << 18;
 
-/// Parts a thread takes one after the other: a thread that the system holds up leaves its later parts to the others.
+/// Parts per thread: if the system suspends a thread, the other threads take its later parts.
 const PARTS_PER_THREAD: usize = 4;
 
-/// On how many threads and on which instruction set a call runs. The result never depends on it.
+/// The number of threads and the instruction set of a call. The result of a call never depends on either.
 #[derive(Debug, Clone, Copy)]
 pub struct Exec {
     threads: NonZeroUsize,
@@ -23,25 +23,25 @@ pub struct Exec {
 }
 
 impl Exec {
-    /// At most `threads` threads, the caller's among them, on the instruction set of [`Simd::chosen`].
+    /// Uses at most `threads` threads, including the caller's, and the instruction set of [`Simd::chosen`].
     pub fn new(threads: NonZeroUsize) -> Result<Self> {
         Ok(Self { threads, simd: Simd::chosen()? })
     }
 
-    /// The same on a given instruction set.
+    /// Returns a copy with the given instruction set.
     #[must_use]
     pub fn with_simd(self, simd: Simd) -> Self {
         Self { simd, ..self }
     }
 
-    /// The same on another number of threads.
+    /// Returns a copy with another number of threads.
     #[must_use]
     pub fn with_threads(self, threads: NonZeroUsize) -> Self {
         Self { threads, ..self }
     }
 
-    /// Cuts `work` at multiples of `grain` elements and runs `job` on every part. The caller works too; where the
-    /// system refuses a thread, the others do its share.
+    /// Splits `work` at multiples of `grain` elements and runs `job` on every part. The calling thread works too. If
+    /// the system starts no more threads, the running ones do all parts.
     pub(crate) fn run<W: Work>(self, work: W, grain: usize, job: impl Fn(Simd, W) + Sync) {
         let threads = self.threads.get().min(work.len() / THREAD_ELEMENTS_MIN).max(1);
         if threads == 1 {
@@ -56,7 +56,7 @@ impl Exec {
             rest = after;
         }
         parts.push(rest);
-        // Taken from the front, so that the threads walk through memory side by side.
+        // Threads take parts from the front, so that they advance through memory side by side.
         let queue = Mutex::new(parts.into_iter());
         let worker = || {
             loop {
@@ -76,7 +76,7 @@ impl Exec {
     }
 }
 
-/// Something with elements that can be cut in two.
+/// A range of elements that can be split in two.
 pub(crate) trait Work: Send + Sized {
     fn len(&self) -> usize;
     fn split_at(self, middle: usize) -> (Self, Self);

@@ -7,10 +7,10 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Where parts are cut: a multiple of the lines of every type.
+/// Work is split at multiples of this many elements: whole cache lines of every type.
 const GRAIN: usize = 1024;
 
-/// `total += other`, rounded once to the type of `total`: torch's `total.add_(other)`.
+/// Computes `total += other`, rounded once to the type of `total`, as torch's `total.add_(other)`.
 pub fn add(total: FloatsMut<'_>, other: Floats<'_>, exec: Exec) -> Result<()> {
     for_type!(FloatsMut, total, total => for_type!(Floats, other, other => added(total, other, exec)))
 }
@@ -23,7 +23,8 @@ fn added<T: Element, O: Element>(total: &mut [T], other: &[O], exec: Exec) -> Re
     Ok(())
 }
 
-/// `data *= factor`, rounded once to the type of `data`: torch's `data.mul_(factor)`. Any factor is taken, a NaN too.
+/// Computes `data *= factor`, rounded once to the type of `data`, as torch's `data.mul_(factor)`. Accepts any factor,
+/// even NaN.
 pub fn scale(data: FloatsMut<'_>, factor: f32, exec: Exec) {
     for_type!(FloatsMut, data, data => exec.run(Product { data, factor }, GRAIN, Simd::run));
 }

@@ -1,15 +1,15 @@
-//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW` and `Adam`, state in fewer bits.
+//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW`, `Adam` and SGD, state in fewer bits.
 //!
-//! Each algorithm is written once, as a loop that the compiler vectorises, and compiled for each instruction set
-//! ([`Simd`]); the best one that the processor has is chosen at run time. Every instruction set and every number of
-//! threads gives the same bits. There is no pool: a call starts the threads it is told to use and ends them.
+//! Each algorithm is one loop that the compiler vectorises, compiled once per instruction set ([`Simd`]);
+//! [`Simd::chosen`] picks the best one at run time. Every instruction set and every number of threads gives the same
+//! bits. The crate has no thread pool: a call starts its threads and ends them.
 
 #![expect(
     clippy::inline_always,
-    reason = "what is not inlined into a `#[target_feature]` function is compiled for the baseline"
+    reason = "code that is not inlined into a `#[target_feature]` function is compiled for the baseline"
 )]
 #![expect(clippy::many_single_char_names, reason = "p, g, m and v are the formula's names")]
-#![expect(clippy::needless_range_loop, reason = "lanes index several arrays alike, which is what vectorises")]
+#![expect(clippy::needless_range_loop, reason = "a loop that indexes several arrays by lane vectorises")]
 
 mod adam;
 mod check;

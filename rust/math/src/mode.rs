@@ -1,9 +1,10 @@
 //! Sets the processor's floating-point mode to IEEE's default while a kernel runs.
 //!
-//! `torch.set_flush_denormal(True)` flushes denormals on the thread that called it, and threads inherit the mode. Left
-//! alone, the same call would give other bits on other threads; and Rust's own arithmetic assumes the default mode.
+//! `torch.set_flush_denormal(True)` makes the calling thread flush denormals, and threads that it starts inherit the
+//! mode. Without this file the same kernel call would give other bits on other threads. Rust's own arithmetic also
+//! assumes the default mode.
 
-/// Puts the caller's mode back when dropped.
+/// The caller's floating-point mode; dropping this value restores it.
 pub(crate) struct DefaultMode {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     saved: Register,
@@ -14,7 +15,7 @@ type Register = u32;
 #[cfg(target_arch = "aarch64")]
 type Register = u64;
 
-/// Round to nearest, keep denormals, raise nothing.
+/// Round to nearest, keep denormals, raise no exception.
 #[cfg(target_arch = "x86_64")]
 const DEFAULT: Register = 0x1F80;
 #[cfg(target_arch = "aarch64")]
@@ -46,28 +47,29 @@ impl DefaultMode {
 #[cfg(target_arch = "x86_64")]
 fn read() -> Register {
     let mut value: Register = 0;
-    // SAFETY: stores the register into `value`, which lives on this stack.
+    // SAFETY: `stmxcsr` writes 4 bytes to `value`.
     unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut value, options(nostack, preserves_flags)) };
     value
 }
 
 #[cfg(target_arch = "x86_64")]
 fn write(value: Register) {
-    // SAFETY: loads the register from `value`, which is either the default or what the register held before.
+    // SAFETY: `ldmxcsr` reads 4 bytes from `value`, which is a valid mode: the default, or a former value of the
+    // register.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags)) };
 }
 
 #[cfg(target_arch = "aarch64")]
 fn read() -> Register {
     let value: Register;
-    // SAFETY: reads a register that user code may read.
+    // SAFETY: user code may read this register.
     unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) value, options(nomem, nostack, preserves_flags)) };
     value
 }
 
 #[cfg(target_arch = "aarch64")]
 fn write(value: Register) {
-    // SAFETY: writes a register that user code may write, with the default or what it held before.
+    // SAFETY: user code may write this register, and `value` is a valid mode: the default, or a former value.
     unsafe { std::arch::asm!("msr fpcr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
@@ -77,7 +79,7 @@ mod tests {
 
     #[test]
     fn the_callers_mode_comes_back() {
-        // Rounding toward zero stands for any other mode: Valgrind's processor has no bits for flushing.
+        // Rounding toward zero represents any other mode: Valgrind's processor has no bits for flushing.
         const ROUNDING: Register = 0x6000;
         let before = read();
         write(before | ROUNDING);

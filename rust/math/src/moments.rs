@@ -1,4 +1,4 @@
-//! Loads and stores blocks of an optimizer's moments: in fp32, in bfloat16 or in 8 bits.
+//! Loads and stores blocks of an optimizer's moments in fp32, bfloat16 or 8 bits.
 
 use crate::{
     Bf16, Error, Result,
@@ -7,31 +7,32 @@ use crate::{
     weights::{Block, by_chance, rounded, widened},
 };
 
-/// A moment in 8 bits: a code for each element and an absolute maximum for each 256 of them.
+/// A moment in 8 bits: a code per element, and an absolute maximum per block of 256 elements.
 #[derive(Debug)]
 pub struct Codes<'a> {
-    /// A code of the dynamic map for each element.
+    /// Codes of the dynamic map, one per element.
     pub codes: &'a mut [u8],
-    /// By block, counted from the start of the parameter.
+    /// Absolute maxima, one per block; blocks count from the start of the parameter.
     pub absmax: &'a mut [f32],
 }
 
-/// The moments of a parameter: the first one, or the momentum; and the second one, where the optimizer has one.
+/// The moments of a parameter: the first one or the momentum, and the second one if the optimizer has one.
 #[derive(Debug)]
 pub enum Moments<'a> {
     /// fp32.
     Single(&'a mut [f32], Option<&'a mut [f32]>),
-    /// bfloat16: the first is rounded to nearest even, the second by chance. It is a mean over a thousand steps, of which
-    /// one is less than half of its last place: rounded to nearest it would not move.
+    /// bfloat16. The first moment is rounded to nearest even, the second one stochastically: the second moment is an
+    /// average over about a thousand steps, and one step changes it by less than half a unit in the last place, so
+    /// rounding to nearest would freeze it.
     Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
-    /// 8 bits, as `bitsandbytes` keeps them.
+    /// 8 bits, in the format of `bitsandbytes`.
     Blocks(Codes<'a>, Option<Codes<'a>>),
-    /// None at all: of SGD without momentum.
+    /// No moments: SGD without momentum.
     Nothing,
 }
 
 impl Codes<'_> {
-    /// `middle` is a multiple of a block.
+    /// Splits at element `middle`, which must be a multiple of `BLOCK`.
     fn split_at(self, middle: usize) -> (Self, Self) {
         let (codes, codes_after) = self.codes.split_at_mut(middle);
         let (absmax, absmax_after) = self.absmax.split_at_mut(middle / BLOCK);
@@ -54,16 +55,17 @@ impl Moments<'_> {
         matches!(self, Self::Single(_, Some(_)) | Self::Bf16(_, Some(_)) | Self::Blocks(_, Some(_)))
     }
 
-    /// Whether the second moment has a sign to spare.
+    /// True if the sign bit of the second moment is free for [Note: split masters] in `compact.rs`.
     pub(crate) fn has_signs(&self) -> bool {
         self.has_second() && !self.decays()
     }
 
-    /// Whether the first moment is computed as `bitsandbytes` does: decayed, then added to.
+    /// True if the first moment is decayed and then added to, as `bitsandbytes` computes it.
     pub(crate) fn decays(&self) -> bool {
         matches!(self, Self::Blocks(..))
     }
 
+    /// Fails unless the slices have the lengths that a parameter of `len` elements needs.
     pub(crate) fn agree(&self, len: usize) -> Result<()> {
         let blocks = len.div_ceil(BLOCK);
         let of = |codes: &Codes<'_>| [("exp_avg", codes.codes.len(), len), ("absmax", codes.absmax.len(), blocks)];
@@ -83,7 +85,7 @@ impl Moments<'_> {
         }
     }
 
-    /// `middle` is a multiple of a block.
+    /// Splits at element `middle`, which must be a multiple of `BLOCK`.
     pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
         match self {
             Self::Single(first, second) => {

@@ -1,4 +1,5 @@
-//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass: the bits of the general update, without its stack.
+//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass, without the blocks of `reduced.rs`;
+//! gives the same bits.
 
 use crate::{
     Bf16, Element, Floats, Scalars,
@@ -9,7 +10,7 @@ use crate::{
     stochastic::Stochastic,
 };
 
-/// Elements that belong together: a block, or the last part of one.
+/// The elements of a block, or of the last, shorter one.
 pub(crate) struct Narrow<'a> {
     pub(crate) values: &'a mut [Bf16],
     pub(crate) rest: &'a mut [u16],
@@ -25,7 +26,8 @@ impl Narrow<'_> {
     }
 }
 
-/// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
+/// overlap.
 #[inline(always)]
 fn updated<G: Element>(
     values: &mut [Bf16],
@@ -39,7 +41,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, first, second) = (&mut rest[..len], &mut first[..len], &mut second[..len]);
     let (grad, drawn) = (&grad[..len], &drawn[..len]);
-    // A copy: behind the reference each could change with every store.
+    // Copied: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {

@@ -1,27 +1,28 @@
-//! Draws random bits from counters: the same for an element wherever, whenever and beside whatever it is computed.
+//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so shards and
+//! threads draw alike.
 //!
-//! Philox4x32-10 of Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3", 2011), which passes
-//! `BigCrush` for any pattern of keys and counters: here both are as regular as can be, steps and elements counted by one,
-//! and a cheaper hash would have to be shown to bear that.
+//! The generator is Philox4x32-10 by Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3",
+//! 2011), which passes `BigCrush` for any pattern of keys and counters. Here both patterns are very regular, because
+//! steps and elements count by one; a cheaper hash would first have to be shown to cope with that.
 
-/// Elements that draw together: those of a block of 8-bit moments, too.
+/// Elements that draw together. A block of 8-bit moments has as many.
 pub(crate) const BLOCK: usize = 256;
-/// Counters of a block: each gives eight times 16 bits, and is one lane of a vector.
+/// Counters of a block. Each is a vector lane and gives eight times 16 bits.
 const LANES: usize = BLOCK / 8;
 const ROUNDS: usize = 10;
 const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
 const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
 
-/// What random bits depend on, beside the element: whose they are, and of which of its updates.
+/// The inputs of random bits other than the element: the parameter and its update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Random {
-    /// The seed and the parameter in one number.
+    /// A hash of the seed and the parameter.
     pub key: u64,
     /// The parameter's own count of updates.
     pub step: u64,
 }
 
-/// What bits are drawn for: no two draw the same.
+/// The purpose of the bits, so that two purposes never draw the same ones.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Purpose {
     SecondMoment = 0,
@@ -29,7 +30,7 @@ pub(crate) enum Purpose {
 }
 
 impl Random {
-    /// 16 bits for each of as many elements as a block has, from any one of the whole parameter on.
+    /// Returns 16 bits for each of `BLOCK` elements, beginning at element `first` of the whole parameter.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "below 256")]
     pub(crate) fn elements(self, first: u64, purpose: Purpose) -> [u16; BLOCK] {
@@ -42,20 +43,21 @@ impl Random {
         drawn
     }
 
-    /// 16 bits for each element of a block, which is counted from the start of the whole parameter.
+    /// Returns 16 bits for each element of a block; blocks count from the start of the whole parameter.
     ///
-    /// Counter `32 block + lane`, of 60 bits, below the purpose, then the step: its output, taken as eight times 16 bits
-    /// from the lowest on, is that of the elements `lane`, `32 + lane`, and so on of the block.
+    /// The 128-bit counter has `32 * block + lane` in its lowest 60 bits, then 4 bits of `purpose`, then 64 bits of
+    /// `step`. The output, as eight times 16 bits from the lowest on, goes to the elements `lane`, `32 + lane`, and so
+    /// on.
     #[inline(always)]
-    #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+    #[expect(clippy::cast_possible_truncation, reason = "keeps the lower halves")]
     fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
         let first = block * LANES as u64;
         let upper = first >> 32 | (purpose as u64) << 28;
         let keys = self.round_keys();
         let mut words = [[0_u32; LANES]; 4];
         for lane in 0..LANES {
-            // Of each the lower half counts: multiplications of halves are what vectors of 64 bits have. A block begins at
-            // a multiple of the lanes, so that nothing carries.
+            // Only the lower half of each word counts, because vectors of 64-bit words multiply only lower halves.
+            // `first` is a multiple of `LANES`, so adding `lane` carries nothing into the upper word.
             let (mut a, mut b, mut c, mut d) = (first + lane as u64, upper, self.step, self.step >> 32);
             for (key_0, key_1) in keys {
                 let (one, two) = (u64::from(a as u32) * MULTIPLIERS.0, u64::from(c as u32) * MULTIPLIERS.1);
@@ -75,7 +77,7 @@ impl Random {
     }
 
     #[inline(always)]
-    #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+    #[expect(clippy::cast_possible_truncation, reason = "keeps the lower halves")]
     fn round_keys(self) -> [(u64, u64); ROUNDS] {
         let (mut key_0, mut key_1) = (self.key as u32, (self.key >> 32) as u32);
         [(); ROUNDS].map(|()| {
@@ -87,11 +89,11 @@ impl Random {
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+#[expect(clippy::cast_possible_truncation, reason = "keeps the lower halves")]
 mod tests {
     use super::*;
 
-    /// Written from the paper, one counter at a time.
+    /// Philox as the paper writes it, one counter at a time.
     fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
         let halves = |a: u32, b: u32| {
             let product = u64::from(a) * u64::from(b);

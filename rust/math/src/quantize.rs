@@ -1,35 +1,36 @@
 //! Quantises blocks of 256 numbers to 8 bits and back, with the bits of `bitsandbytes` on a CPU.
 //!
-//! A block keeps its absolute maximum in fp32, and of each number the code of its share of that. The code is not looked up
-//! by distance: the share goes to the nearest of 65,536 points from -1 to 1, and a table says the code that is nearest to
-//! the point. So what is smaller than the 65,536th part of the maximum is not zero but as large as that.
+//! A block keeps its absolute maximum in fp32, and a code for each number's share of the maximum. The share is first
+//! rounded to the nearest of 65,536 points from -1 to 1; the code is that of the map's number nearest to the point. No
+//! point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not that of 0.
 //!
-//! A block of zeros has the maximum 0 and the codes 0. A maximum does not see NaNs: their code is 0, the lowest number of
-//! the map. Where the maximum is infinite every other number gets the code of 0; the infinite ones are 0 times that, NaN.
+//! A block of zeros has the maximum 0 and codes of 0. The maximum ignores NaNs, whose code is 0, the lowest number of
+//! the map. If the maximum is infinite, every finite number gets the code of 0; an infinite one becomes 0 times
+//! infinity, a NaN.
 
 use crate::{
     dynamic_map::{SIGNED_MAP, UNSIGNED_MAP},
     philox::BLOCK,
 };
 
-/// The number of the last point, and of the middle of all of them, which is none.
+/// The index of the last point. `MIDDLE` is the centre of all points, and lies between two of them.
 const LAST: f32 = 65_535.0;
 const MIDDLE: f32 = LAST / 2.0;
 
-/// What all changes of codes are later than they would be if middles and shares of points were not rounded: between 1.1
-/// and 1.4 units give every point its code.
+/// Shift of all shares at which the code changes. It compensates the rounding of midpoints and of the points' shares in
+/// fp32: with 1.1 to 1.4 times the machine epsilon, every point gets its code.
 const LATER: f64 = 1.3 * f32::EPSILON as f64;
 
-/// A dynamic map, and how the code of a point is computed from its distance to the middle.
+/// A dynamic map, and the lines that compute a point's code from its distance to `MIDDLE`.
 ///
-/// In each decade codes are a linear function of the distance, rounded down; so they are at the few points below all
-/// decades that are taken.
+/// Within a decade the code is a linear function of the distance, rounded down. Only the four highest decades have
+/// lines of their own: the few points below them share one line.
 pub(crate) struct Map {
     numbers: &'static [f32; 256],
     signed: bool,
     below: Line,
     decades: [Decade; 4],
-    /// From this distance on the code is that of 1.
+    /// Distance from which the code is that of 1.
     one_from: f32,
 }
 
@@ -42,23 +43,25 @@ struct Line {
 #[derive(Clone, Copy)]
 struct Decade {
     codes: Line,
-    /// The distance from which on it is this one.
+    /// Distance from which this decade begins.
     from: f32,
-    /// Half a code more than that of its last number. What is beyond has no more, up to where the next one begins.
+    /// Half a code above the decade's last one. It limits the line between the decade's last number and the next
+    /// decade.
     last: f32,
 }
 
 impl Map {
-    /// The one for first moments and momentum.
+    /// The map of first moments and of momentum.
     pub(crate) const SIGNED: Self = Self::new(&SIGNED_MAP, true, 64.0, Line { slope: 1.0, offset: 2.6 });
-    /// The one for second moments.
+    /// The map of second moments.
     pub(crate) const UNSIGNED: Self = Self::new(&UNSIGNED_MAP, false, 128.0, Line { slope: 2.2, offset: 6.8 });
 
-    /// `last` numbers are in the last decade, and half as many in each one before.
+    /// Makes a map whose last decade has `last` numbers; each decade before has half as many.
     ///
-    /// The decade from `edge` to ten times that has `count` numbers at distances of `step = 9 edge / count`, the first one
-    /// half a step above the edge, and `count - 1` codes are before it. So its codes change at the edge and whole steps
-    /// from it, but the first one does not: half-way to the number before it, a fifth of a step above the edge.
+    /// The decade from `edge` to ten times `edge` has `count` numbers, `step = 9 edge / count` apart; the first is half
+    /// a step above the edge, and `count - 1` codes precede it. So the code changes at whole steps from the edge. The
+    /// first change is the exception: it is half-way to the last number of the decade before, which is a fifth of a
+    /// step above the edge.
     #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
     const fn new(numbers: &'static [f32; 256], signed: bool, last: f64, below: Line) -> Self {
         let mut decades = [Decade { codes: below, from: 0.0, last: 0.0 }; 4];
@@ -78,7 +81,7 @@ impl Map {
         Self { numbers, signed, below, decades, one_from }
     }
 
-    /// The numbers that codes stand for.
+    /// Writes the numbers that `codes` stand for.
     #[inline(always)]
     pub(crate) fn restored(&self, codes: &[u8], absmax: f32, numbers: &mut [f32; BLOCK]) {
         for (number, &code) in numbers.iter_mut().zip(codes) {
@@ -86,7 +89,7 @@ impl Map {
         }
     }
 
-    /// Writes the codes of a block, and gives its absolute maximum.
+    /// Writes the codes of a block, and returns the block's absolute maximum.
     #[inline(always)]
     pub(crate) fn quantised(&self, numbers: &[f32; BLOCK], codes: &mut [u8]) -> f32 {
         let absmax = absmax(&numbers[..codes.len()]);
@@ -101,7 +104,7 @@ impl Map {
         absmax
     }
 
-    /// The code of the number that is nearest to a point.
+    /// Returns the code of the number that is nearest to a point.
     #[inline(always)]
     #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a code has 8 bits")]
@@ -112,29 +115,29 @@ impl Map {
         let choose = |decade: &Decade, upper: f32, lower: f32| if distance >= decade.from { upper } else { lower };
         let least = |one: f32, other: f32| if one < other { one } else { other };
         let of = |line: Line| distance.mul_add(line.slope, line.offset);
-        // Pair by pair, so that little waits for what was chosen before.
+        // Selects in pairs: a shorter chain of dependent selections.
         let lower = least(least(of(self.below), of(one.codes)), one.last);
         let upper = choose(three, least(of(three.codes), three.last), least(of(two.codes), two.last));
         let code = whole(choose(four, of(four.codes), choose(two, upper, lower)));
         let sign = place.to_bits().cast_signed() >> 31;
-        // There is no -1.
+        // Only 1 has a code of its own: the map has no -1.
         let code = code + i32::from(place >= self.one_from);
-        // Below the middle of a signed map: 126 less the code.
+        // Below the middle, the code of a signed map is 126 less `code`.
         (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }
 
-/// The largest magnitude; a NaN is none.
+/// Returns the largest magnitude; NaNs do not count.
 #[inline(always)]
 fn absmax(numbers: &[f32]) -> f32 {
-    // As bits, magnitudes are ordered alike. A NaN is above infinity: raised so that infinity is the largest integer, it
-    // is negative.
+    // The bits of magnitudes, as integers, are ordered as the magnitudes. Adding `RAISED` makes infinity the largest
+    // integer, and NaNs, which are above it, negative.
     const RAISED: i32 = i32::MAX - 0x7F80_0000;
     let raised = |number: &f32| (number.to_bits().cast_signed() & i32::MAX).wrapping_add(RAISED);
     f32::from_bits((numbers.iter().map(raised).fold(RAISED, i32::max) - RAISED).cast_unsigned())
 }
 
-/// A NaN goes to the first one.
+/// Returns the point nearest to `share`; point 0 for a NaN.
 #[inline(always)]
 fn nearest_point(share: f32) -> i32 {
     let share = if share > -1.0 { share } else { -1.0 };
@@ -142,11 +145,12 @@ fn nearest_point(share: f32) -> i32 {
     whole((share + 1.0).mul_add(MIDDLE, 0.5))
 }
 
-/// A number from 0 to 65,536, rounded down.
+/// Rounds a number from 0 to 65,536 down.
 #[inline(always)]
 fn whole(number: f32) -> i32 {
     debug_assert!((0.0..65_537.0).contains(&number));
-    // SAFETY: it fits. `as` would look for what does not, in five more instructions.
+    // SAFETY: the callers pass numbers from 0 to 65,536, which fit an `i32`. A cast with `as` would check the range, in
+    // five more instructions.
     unsafe { number.to_int_unchecked() }
 }
 
@@ -156,7 +160,7 @@ fn whole(number: f32) -> i32 {
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
-    reason = "bits are what is tested"
+    reason = "the tests compare bits"
 )]
 mod tests {
     use super::*;
@@ -164,7 +168,7 @@ mod tests {
     const POINTS: usize = 1 << 16;
     const MAPS: [Map; 2] = [Map::SIGNED, Map::UNSIGNED];
 
-    /// The codes of all points by search: the definition.
+    /// Finds the codes of all points by search, as the definition says.
     #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
     fn searched(numbers: &[f32; 256]) -> Vec<u8> {
         let mut code = 0;
@@ -197,7 +201,8 @@ mod tests {
         assert_eq!((nearest_point(-1e9), nearest_point(f32::INFINITY)), (0, 65_535));
     }
 
-    /// Shares of every so many bits, of both signs: the point as `bitsandbytes` says it, and the code that was searched for.
+    /// Compares, for one in `every` shares of either sign, the point with that of `bitsandbytes`, and the code with the
+    /// searched one.
     fn shares_have_their_codes(every: usize) {
         let codes = MAPS.map(|map| searched(map.numbers));
         for bits in (0..=1.0_f32.to_bits()).step_by(every) {
@@ -234,7 +239,7 @@ mod tests {
             let absmax = map.quantised(&numbers, &mut codes);
             assert!(absmax == 3.0);
             for (index, &code) in codes.iter().enumerate() {
-                // Nearer to zero than some points, several share one.
+                // Several numbers near zero share a point, and so a code.
                 assert!(usize::from(code) == index || map.numbers[index].abs() < smallest, "{index}: {code}");
             }
         }

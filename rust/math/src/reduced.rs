@@ -1,8 +1,8 @@
-//! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or none.
+//! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or no master.
 //!
-//! Blocks of 256 elements are widened to fp32 on the stack, computed there, and rounded to their places. Everything that
-//! is rounded by chance draws from the element's own counter, and a block of codes is one of these blocks: so any part of
-//! a parameter that begins with a block can be computed by itself.
+//! Each block of 256 elements is widened to fp32 on the stack, updated there, and rounded back. Stochastic rounding
+//! draws by the element's index in the whole parameter, and a block of 8-bit codes is one of these blocks. So every
+//! shard that begins with a block can be updated independently.
 
 use crate::{
     Error, Exec, Floats, Moments, Random, Result, Rule, Scalars, Weights,
@@ -16,38 +16,39 @@ use crate::{
     weights::{Block, widened},
 };
 
-/// Which arithmetic this is: with the same number, the same state, gradient and rule give the same bits.
+/// The version of this arithmetic: equal versions, state, gradient and rule give equal bits.
 pub const REDUCED_ARITHMETIC: u32 = 1;
 
-/// Where parts are cut: whole blocks, and a multiple of the lines of every type.
+/// Work is split at multiples of this many elements: whole blocks, and whole cache lines of every type.
 const GRAIN: usize = 1024;
 
-/// The state of a parameter, or of a part of it, updated in place.
+/// The state of a parameter or of a shard, updated in place.
 #[derive(Debug)]
 pub struct Reduced<'a> {
-    /// The parameter, and what it is updated in.
+    /// The parameter, with its master if it has one.
     pub weights: Weights<'a>,
-    /// Its moments.
+    /// The parameter's moments.
     pub moments: Moments<'a>,
 }
 
-/// Which part of which update this is, for what is rounded by chance.
+/// The update and the shard that a call computes, for stochastic rounding.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Position {
-    /// What is drawn from.
+    /// The source of the random bits.
     pub random: Random,
-    /// The first element's number in the whole parameter; with moments of 8 bits a multiple of 256, which have one scale.
+    /// Index of the first element in the whole parameter. With 8-bit moments it must be a multiple of 256, the size of
+    /// their blocks.
     pub first: u64,
 }
 
-/// State in fp32: what [`encode`] reads and [`decode`] writes, of what is given.
+/// State in fp32, each part optional: [`encode`] reads the parts that are given, and [`decode`] writes them.
 #[derive(Debug)]
 pub struct WideState<T> {
     /// The parameter.
     pub master: Option<T>,
     /// The first moment, or the momentum.
     pub first: Option<T>,
-    /// The second moment, where the optimizer has one.
+    /// The second moment, if the optimizer has one.
     pub second: Option<T>,
 }
 
@@ -95,21 +96,22 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Posit
     Ok(())
 }
 
-/// Writes what is given in fp32 in the form of `state`, rounded to nearest, a parameter of 16 bits, too. What is not
-/// given stays.
+/// Writes the given parts of `wide` into `state`, rounded to nearest, even for parameters that updates round
+/// stochastically. Parts that are not given stay unchanged.
 pub fn encode(wide: WideState<&[f32]>, state: Reduced<'_>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().copied().map(<[f32]>::len), wide.second.is_some())?;
     exec.run(Encode { wide, state }, GRAIN, Simd::run);
     Ok(())
 }
 
-/// Writes in fp32 what is asked for. Slices of `state` are borrowed for writing, but stay as they are.
+/// Writes the parts of `state` that `wide` has room for, in fp32. Borrows `state` mutably, but does not change it.
 pub fn decode(state: Reduced<'_>, wide: WideState<&mut [f32]>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().map(|part| part.len()), wide.second.is_some())?;
     exec.run(Decode { state, wide }, GRAIN, Simd::run);
     Ok(())
 }
 
+/// Fails unless `state` is consistent and the parts of an fp32 state, given by their lengths, match it.
 fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, has_second: bool) -> Result<()> {
     state.agree()?;
     let other_len = state.weights.len();
@@ -123,6 +125,7 @@ fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, ha
 }
 
 impl Reduced<'_> {
+    /// Fails unless weights and moments have equal lengths and belong together.
     fn agree(&self) -> Result<()> {
         self.weights.agree()?;
         self.moments.agree(self.weights.len())?;
@@ -139,14 +142,14 @@ impl Reduced<'_> {
         (Self { weights, moments }, Self { weights: weights_after, moments: moments_after })
     }
 
-    /// Takes a block to compute with.
+    /// Loads a block of the state.
     #[inline(always)]
     fn load(&self, at: usize, len: usize, blocks: &mut Blocks) {
         self.moments.load(at, len, &mut blocks.first, &mut blocks.second);
         self.weights.load(at, len, &mut blocks.second, &mut blocks.master);
     }
 
-    /// Keeps it.
+    /// Stores a block of the state.
     #[inline(always)]
     fn store(&mut self, at: usize, len: usize, blocks: &mut Blocks, drawn: (Option<Random>, u64)) {
         self.weights.store(at, len, &mut blocks.second, &blocks.master, drawn);
@@ -154,7 +157,7 @@ impl Reduced<'_> {
     }
 }
 
-/// What is computed with at a time.
+/// The buffers of one block.
 struct Blocks {
     master: Block,
     grad: Block,
@@ -196,7 +199,7 @@ impl Kernel for ReducedKernel<'_> {
         let mut blocks = Blocks::ZEROS;
         let mut at = 0;
         while at < len {
-            // Calls of their own, so that one has a constant length.
+            // Two calls, so that the compiler knows the length in one of them.
             if len - at >= BLOCK {
                 self.block(at, BLOCK, decays, &mut blocks);
             } else {
@@ -244,7 +247,7 @@ impl ReducedKernel<'_> {
 }
 
 impl ReducedKernel<'_> {
-    /// What is computed in one pass.
+    /// Returns the kernel of `narrow.rs` for this block, if the state has the formats that `Narrow` updates.
     #[inline(always)]
     fn narrow(&mut self, at: usize, len: usize) -> Option<(Narrow<'_>, Scalars)> {
         let Weights::Compact { values, rest, rounded_up: None } = &mut self.state.weights else { return None };
@@ -280,7 +283,7 @@ impl Kernel for Encode<'_> {
     fn run(mut self) {
         let mut blocks = Blocks::ZEROS;
         let signs = self.state.weights.needs_signs();
-        // Codes that nothing new is given for stay as they are: they do not come back from their numbers.
+        // Re-encoding may change 8-bit codes, so parts that are not given are not stored, except to update the signs.
         let weights = signs || self.wide.master.is_some();
         let moments = signs || self.wide.first.is_some() || self.wide.second.is_some();
         for at in (0..self.len()).step_by(BLOCK) {

@@ -1,36 +1,36 @@
-//! Defines the numbers of an optimizer's step, and the arithmetic on one element.
+//! The hyperparameters of an optimizer's step, and its arithmetic on one element.
 
 use crate::{Error, Hyperparameters, Result, Scalars};
 
-/// Momentum's numbers at one step: those of torch's `SGD`, whose bits come out on fp32.
+/// The hyperparameters of one step of SGD with momentum. On fp32 the update has the bits of torch's `SGD`.
 #[derive(Debug, Clone, Copy)]
 pub struct Momentum {
-    /// Learning rate, from 0.
+    /// Learning rate, at least 0.
     pub lr: f64,
-    /// What of the momentum stays; 0: there is none, and what was kept of one is left as it is.
+    /// Factor of the former momentum. 0: no momentum; stored momentum is left unchanged.
     pub momentum: f64,
-    /// What of the gradient does not join it.
+    /// The gradient joins the momentum with the factor `1 - dampening`.
     pub dampening: f64,
-    /// Weight decay, from 0; it joins the gradient.
+    /// Weight decay, at least 0; it is added to the gradient.
     pub weight_decay: f64,
-    /// Step along the gradient and the momentum that follows it.
+    /// Steps along the gradient plus the updated momentum times `momentum`.
     pub nesterov: bool,
-    /// The number of this update, from 1. The first one begins the momentum with the gradient.
+    /// The number of this update, from 1. The first update sets the momentum to the gradient.
     pub step: u64,
-    /// What the gradient is multiplied by.
+    /// Factor of the gradient.
     pub grad_scale: f64,
-    /// Ascend instead of descend.
+    /// Ascends instead of descends.
     pub maximize: bool,
-    /// What is rounded by chance draws from this.
+    /// Seed of stochastic rounding.
     pub seed: u64,
 }
 
-/// An optimizer and its numbers at one step.
+/// An optimizer and its hyperparameters at one step.
 #[derive(Debug, Clone, Copy)]
 pub enum Rule {
     /// `AdamW` or `Adam`.
     Adam(Hyperparameters),
-    /// SGD, with momentum or without.
+    /// SGD, with or without momentum.
     Momentum(Momentum),
 }
 
@@ -52,7 +52,7 @@ impl From<Momentum> for Rule {
     }
 }
 
-/// A [`Rule`] in fp32, as each element is computed.
+/// A [`Rule`]'s numbers in fp32, as the arithmetic on elements uses them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Formula {
     Adam { scalars: Scalars, beta1: f32, one_minus_beta1: f32 },
@@ -81,7 +81,7 @@ impl Rule {
         }
     }
 
-    /// What is rounded by chance draws from this.
+    /// Seed of stochastic rounding.
     #[must_use]
     pub fn seed(&self) -> u64 {
         match self {
@@ -90,7 +90,7 @@ impl Rule {
         }
     }
 
-    /// Refuses numbers outside the ranges where the formula means anything.
+    /// Fails if a number is outside the range for which the formula is defined.
     pub fn check(&self) -> Result<()> {
         self.formula().map(drop)
     }
@@ -121,7 +121,7 @@ impl Momentum {
         if self.dampening.is_nan() || self.dampening.abs() > max {
             return number("dampening", self.dampening, "a number that is finite in fp32");
         }
-        // A norm that is NaN spoils the step, as it does in memory.
+        // NaN is allowed: a NaN norm makes the step NaN, as it does in memory.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
@@ -144,7 +144,7 @@ impl Momentum {
     }
 }
 
-/// One element of Adam whose first moment is decayed and then added to, as `bitsandbytes` computes it.
+/// Updates one element by Adam, as `bitsandbytes` computes it: the first moment is decayed, then added to.
 #[inline(always)]
 pub(crate) fn decaying_adam(
     (p, g, m, v): (f32, f32, f32, f32),
@@ -154,7 +154,7 @@ pub(crate) fn decaying_adam(
 ) -> (f32, f32, f32) {
     let p = p * s.decay;
     let g = g * s.grad_factor;
-    // Only where there is one: an infinite parameter times zero would be a NaN.
+    // Only with L2 decay: an infinite parameter times zero would be a NaN.
     let g = if l2 { p.mul_add(s.l2, g) } else { g };
     let m = g.mul_add(one_minus_beta1, m * beta1);
     let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);
@@ -162,11 +162,11 @@ pub(crate) fn decaying_adam(
     (p + (m * s.step_size) / denominator, m, v)
 }
 
-/// One element of momentum.
+/// Updates one element by SGD with momentum.
 #[inline(always)]
 pub(crate) fn momentum(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
     let g = g * s.grad_factor;
-    // Only where there is one: an infinite parameter times zero would be a NaN.
+    // Only with weight decay: an infinite parameter times zero would be a NaN.
     let g = if s.weight_decay == 0.0 { g } else { p.mul_add(s.weight_decay, g) };
     if !s.has_momentum {
         return (g.mul_add(s.minus_lr, p), m);

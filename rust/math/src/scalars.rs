@@ -2,64 +2,67 @@
 
 use crate::{Error, Result};
 
-/// A group's hyperparameters at one step.
+/// A parameter group's hyperparameters at one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Hyperparameters {
-    /// Learning rate, from 0.
+    /// Learning rate, at least 0.
     pub lr: f64,
     /// Decay of the first moment, in [0, 1).
     pub beta1: f64,
     /// Decay of the second moment, in [0, 1).
     pub beta2: f64,
-    /// Added to the denominator, from 0.
+    /// Added to the denominator; at least 0.
     pub eps: f64,
-    /// Weight decay, from 0.
+    /// Weight decay, at least 0.
     pub weight_decay: f64,
-    /// The weight decay multiplies the parameter (`AdamW`) and does not join the gradient (`Adam`, L2).
+    /// If true, the weight decay multiplies the parameter (`AdamW`); else it is added to the gradient (`Adam`, L2).
     pub decoupled: bool,
     /// The number of this update, from 1.
     pub step: u64,
-    /// What the gradient is multiplied by.
+    /// Factor of the gradient.
     pub grad_scale: f64,
-    /// Ascend instead of descend.
+    /// Ascends instead of descends.
     pub maximize: bool,
-    /// What is rounded by chance draws from this.
+    /// Seed of stochastic rounding.
     pub seed: u64,
 }
 
-/// What every element of a step is computed with.
+/// The scalars of a step, the same for every element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scalars {
-    /// What the gradient is multiplied by, negative where the loss is maximised.
+    /// Factor of the gradient; negative if the loss is maximised.
     pub grad_factor: f32,
-    /// `1 - lr * weight_decay`, which the parameter is multiplied by; 1 where the decay is L2.
+    /// Factor of the parameter, `1 - lr * weight_decay`; 1 with L2 decay.
     pub decay: f32,
-    /// What of the parameter joins the gradient; 0 where the decay is decoupled.
+    /// The gradient gains this factor times the parameter; 0 with decoupled decay.
     pub l2: f32,
     /// The weight of `g - m` in the first moment: `w = 1 - beta1`, or, with `from_gradient`, `w - 1`.
     pub first_weight: f32,
-    /// The first moment starts from `g` and not from `m`: torch interpolates from the nearer end.
+    /// If true, the first moment is computed from `g` instead of `m`: torch interpolates from the nearer end.
     pub from_gradient: bool,
     /// Decay of the second moment.
     pub beta2: f32,
-    /// The weight of the squared gradient in the second moment.
+    /// Weight of the squared gradient in the second moment.
     pub one_minus_beta2: f32,
     /// The square root of the second bias correction.
     pub bias2_root: f32,
     /// Added to the denominator.
     pub eps: f32,
-    /// Minus the learning rate over the first bias correction.
+    /// Minus the learning rate divided by the first bias correction.
     pub step_size: f32,
 }
 
 impl Hyperparameters {
-    /// The scalars of this step.
+    /// Computes the scalars of this step.
+    ///
+    /// # Errors
+    /// If a number is outside the range for which the formula is defined.
     #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
     pub fn scalars(&self) -> Result<Scalars> {
         self.checked()?;
         let weight = (1.0 - self.beta1) as f32;
         let from_gradient = weight >= 0.5;
-        #[expect(clippy::cast_precision_loss, reason = "2^53 steps are more than anybody takes")]
+        #[expect(clippy::cast_precision_loss, reason = "no run takes 2^53 steps")]
         let step = self.step as f64;
         let bias1 = 1.0 - self.beta1.powf(step);
         let bias2 = 1.0 - self.beta2.powf(step);
@@ -93,7 +96,7 @@ impl Hyperparameters {
                 return number(name, value, "a number from 0 up to, and not including, 1");
             }
         }
-        // NaN is what clipping makes of a norm that is NaN: all gradients become NaN, as by torch.
+        // NaN is allowed: clipping by a NaN norm gives it, and makes all gradients NaN, as in torch.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }

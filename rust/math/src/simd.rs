@@ -1,4 +1,4 @@
-//! Chooses the instruction set, and enters the code compiled for it.
+//! Chooses an instruction set, and runs the code compiled for it.
 
 use std::{fmt, sync::OnceLock};
 
@@ -7,7 +7,8 @@ use crate::{Error, Result, mode::DefaultMode};
 /// The environment variable that forces an instruction set.
 const VARIABLE: &str = "MEMASCEND_SIMD";
 
-/// An instruction set that this processor has. A value of it is the proof: only detection makes one.
+/// An instruction set that this processor has. Only detection makes a value, so a value proves that the processor has
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Simd(Level);
 
@@ -23,10 +24,11 @@ enum Level {
 }
 
 impl Simd {
-    /// What every processor that the crate was compiled for has. Where that is no fused multiply-add, each is a call: slow.
+    /// The baseline of the compilation, which every processor has. If the baseline lacks fused multiply-add, each
+    /// `mul_add` is a slow call.
     pub const PORTABLE: Self = Self(Level::Portable);
 
-    /// Everything that this processor has, the fastest first; never empty.
+    /// Returns every instruction set that this processor has, fastest first; never empty.
     #[must_use]
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
@@ -53,7 +55,7 @@ impl Simd {
         found
     }
 
-    /// What `MEMASCEND_SIMD` names, or else the fastest that there is. Read once in a process.
+    /// Returns the instruction set that `MEMASCEND_SIMD` names, else the fastest. Reads the variable once per process.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<Result<Simd>> = OnceLock::new();
         CHOSEN
@@ -93,13 +95,13 @@ impl Simd {
         let _mode = DefaultMode::enter();
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the level exists only where detection found every feature that the function enables.
+            // SAFETY: only detection makes this level, after it has found every feature that `avx512` enables.
             Level::Avx512 => unsafe { avx512(kernel) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
+            // SAFETY: only detection makes this level, after it has found every feature that `avx2` enables.
             Level::Avx2 => unsafe { avx2(kernel) },
             #[cfg(target_arch = "aarch64")]
-            // SAFETY: as above.
+            // SAFETY: only detection makes this level, after it has found every feature that `neon` enables.
             Level::Neon => unsafe { neon(kernel) },
             Level::Portable => kernel.run(),
         }
@@ -112,8 +114,8 @@ impl fmt::Debug for Simd {
     }
 }
 
-/// A loop that can be compiled for any instruction set. `run` must be `#[inline(always)]`, and so must all it calls:
-/// what is not inlined is compiled for the baseline.
+/// A loop that is compiled for each instruction set. `run` and every function that it calls must be
+/// `#[inline(always)]`: a call that is not inlined runs code of the baseline.
 pub(crate) trait Kernel {
     type Output;
     fn run(self) -> Self::Output;
@@ -142,7 +144,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// `a * b + c`.
+    /// Computes `a * b + c` for each `[a, b, c]`.
     struct FusedMultiplyAdd<'a>(&'a [[f32; 3]]);
 
     impl Kernel for FusedMultiplyAdd<'_> {
@@ -161,10 +163,10 @@ mod tests {
         ) {
             let of = |(a, b, c, near): (u32, u32, u32, i32)| {
                 let (a, b) = (f32::from_bits(a), f32::from_bits(b));
-                // Half of the cases cancel almost entirely, where a second rounding would show.
+                // Half of the cases cancel almost entirely: there a second rounding would show.
                 let close = f32::from_bits((-(a * b)).to_bits().wrapping_add_signed(near));
                 let c = if c & 1 == 0 { f32::from_bits(c) } else { close };
-                // A NaN may have any bits.
+                // The bits of a NaN may differ.
                 if a.mul_add(b, c).is_nan() { [1.0; 3] } else { [a, b, c] }
             };
             let inputs: Vec<_> = bits.into_iter().map(of).collect();
@@ -177,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_double_rounding_is_avoided() {
-        // Their product is 1 + 2^-24, half-way between two fp32: the addend decides, far below what float64 has beside it.
+        // The product is 1 + 2^-24, half-way between two fp32. The addend decides, and is too small for a float64 sum.
         let (a, b) = (97.0 / 64.0, 172_961.0 / 262_144.0);
         let wanted = [1.0 + f32::EPSILON, 1.0, 1.0].map(f32::to_bits);
         for simd in Simd::available() {

@@ -1,36 +1,37 @@
-//! Rounds to 16 bits up or down, by chance, so that the expected value is the number itself.
+//! Rounds to 16 bits stochastically, so that the expected value is the number itself.
 //!
-//! `drawn` is 16 uniform bits. What rounding to nearest keeps finite stays finite; infinities stay, and a NaN stays a NaN.
+//! `drawn` is 16 uniform bits. A number becomes an infinity only if rounding to nearest makes it one. An infinity stays
+//! an infinity, and a NaN a NaN.
 
 use crate::{Bf16, Element, F16};
 
 const SIGN: u32 = 0x8000_0000;
 const INFINITY: u32 = 0x7F80_0000;
 
-/// An element that can be rounded by chance.
+/// An element type with stochastic rounding.
 pub(crate) trait Stochastic: Element {
     fn rounded(value: f32, drawn: u16) -> Self;
 }
 
 impl Stochastic for Bf16 {
-    /// The lower half is the chance to go up, in steps of 2^-16: exact.
+    /// The dropped lower half is the chance to round up, in steps of 2^-16: exact.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn rounded(value: f32, drawn: u16) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // From the middle between the largest number and what would follow on, nearest is infinity, too.
+        // From half-way above the largest number on, rounding to nearest gives infinity, and so does this.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
-        // Set the quiet bit: the payload may lie in the half that is dropped.
+        // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.
         let nan = (magnitude >> 16) | 0x40;
         Self((bits >> 16 & 0x8000 | if magnitude > INFINITY { nan } else { rounded }) as u16)
     }
 }
 
 impl Stochastic for F16 {
-    /// Of what is dropped, the highest 16 bits are the chance to go up: all of it, but of denormals.
+    /// The highest 16 dropped bits are the chance to round up. For normal numbers these are all dropped bits.
     #[inline(always)]
     #[expect(
         clippy::cast_possible_truncation,
@@ -40,9 +41,9 @@ impl Stochastic for F16 {
     fn rounded(value: f32, drawn: u16) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
-        // 13 bits are dropped: three of the drawn ones are not needed.
+        // A normal number drops 13 bits, so 13 of the 16 drawn bits suffice.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(u32::from(drawn >> 3)) >> 13;
-        // In units of 2^-40, of which a denormal's unit has 2^16. Clamped, so that no other number is out of range.
+        // In units of 2^-40; the unit of denormals is 2^16 of them. Other numbers count as 0, to stay in range.
         let small = f32::from_bits(if magnitude < 0x3880_0000 { magnitude } else { 0 });
         let denormal = ((small * f32::from_bits((127 + 40) << 23)) as i32 as u32 + u32::from(drawn)) >> 16;
         let finite = if magnitude < 0x3880_0000 { denormal } else { normal };
@@ -56,7 +57,7 @@ impl Stochastic for F16 {
 mod tests {
     use super::*;
 
-    /// The numbers around each: how often each is drawn is the distance to the other one.
+    /// Checks that each number is rounded to a neighbour, and that the mean over all drawn bits is the number.
     fn expected_is_the_number<T: Stochastic>(values: impl Iterator<Item = f32>, exact: f64) {
         for value in values {
             let mut sum = 0.0;

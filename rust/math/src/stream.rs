@@ -1,31 +1,31 @@
-//! Writes output past the caches, where nobody reads it soon.
+//! Writes large outputs past the caches.
 //!
-//! A normal store to a line that is not cached reads the line first. For a large output that is a third stream of
-//! memory traffic for nothing. Blocks are computed into a buffer on the stack and copied out with non-temporal stores.
+//! A normal store to a line that is not cached first reads the line: a third stream of memory traffic. So blocks are
+//! computed into a buffer on the stack and copied out with non-temporal stores.
 
 use crate::Element;
 
-/// Calls on fewer elements than this write through the caches: their output may well be read from there.
+/// Calls on fewer elements write through the caches, because their output may be read from there soon.
 pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
 
-/// Elements a block has. Measured: 128 and 4096 are slower by a tenth and more, reading or writing in longer turns.
+/// Elements of a block. Measured: 128 and 4096 are slower by a tenth or more.
 const BLOCK: usize = 512;
 
-/// What non-temporal stores work on without leaving parts of a line behind.
+/// Non-temporal stores must cover whole cache lines to be fast.
 const LINE_BYTES: usize = 64;
 
-/// One block, aligned like the lines that it is copied to.
+/// A block, aligned to cache lines.
 #[repr(C, align(64))]
 struct Buffer<T>([T; BLOCK]);
 
-/// What computes an output. `fill` must be `#[inline(always)]`, which a closure cannot be: not inlined, it would be
-/// compiled for the baseline.
+/// Computes an output. A trait and not a closure: `fill` must be `#[inline(always)]`, as a call that is not inlined
+/// runs code of the baseline.
 pub(crate) trait Fill<T> {
-    /// Computes the elements of the output from `start` on into `out`.
+    /// Computes `out.len()` elements of the output, beginning at element `start`, into `out`.
     fn fill(&mut self, start: usize, out: &mut [T]);
 }
 
-/// Fills consecutive slices of `out`, or a buffer that is then streamed to its place.
+/// Computes all of `out`; with `streaming`, through a buffer and past the caches.
 #[inline(always)]
 pub(crate) fn store<T: Element>(out: &mut [T], streaming: bool, mut source: impl Fill<T>) {
     let streaming = streaming && cfg!(target_arch = "x86_64");
@@ -53,13 +53,13 @@ pub(crate) fn store<T: Element>(out: &mut [T], streaming: bool, mut source: impl
 fn copy_past_caches<T: Element>(out: &mut [T], buffer: &Buffer<T>) {
     use std::arch::x86_64::{__m128i, _mm_stream_si128};
 
-    // SAFETY: any bytes of these types are a `__m128i`.
+    // SAFETY: any bytes of an element type are a valid `__m128i`.
     let (_, from, _) = unsafe { buffer.0.align_to::<__m128i>() };
-    // SAFETY: any bytes of a `__m128i` are elements of these types.
+    // SAFETY: any bytes of a `__m128i` are valid elements.
     let (before, to, after) = unsafe { out.align_to_mut::<__m128i>() };
     assert!(before.is_empty() && after.is_empty() && from.len() == to.len());
     for (to, from) in to.iter_mut().zip(from) {
-        // SAFETY: a reference is valid and aligned; SSE2 is part of x86-64.
+        // SAFETY: `to` is valid and aligned, as a reference is; SSE2 is part of x86-64.
         unsafe { _mm_stream_si128(to, *from) };
     }
 }
@@ -69,7 +69,7 @@ fn copy_past_caches<T: Element>(out: &mut [T], buffer: &Buffer<T>) {
     out.copy_from_slice(&buffer.0);
 }
 
-/// Orders the streamed stores before whatever tells another thread that they are there.
+/// Orders the streamed stores before any later store that publishes them to another thread.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn fence() {

@@ -1,4 +1,4 @@
-//! Loads and stores blocks of a parameter: what it is updated in, and what of it is kept.
+//! Loads and stores blocks of a parameter and of its master.
 
 use crate::{
     Bf16, Element, Error, FloatsMut, Result,
@@ -7,33 +7,33 @@ use crate::{
     stochastic::Stochastic,
 };
 
-/// A parameter and what it is updated in.
+/// A parameter, with its master if it has one.
 #[derive(Debug)]
 pub enum Weights<'a> {
-    /// float32, updated in itself.
+    /// A float32 parameter, updated directly.
     Single(&'a mut [f32]),
-    /// 16 bits, rounded to nearest from a master.
+    /// A 16-bit parameter, rounded to nearest from a master.
     Master {
-        /// What is updated.
+        /// The fp32 master weights, which are updated.
         master: &'a mut [f32],
-        /// The parameter, which is only written.
+        /// The parameter. It is written, never read.
         values: FloatsMut<'a>,
     },
-    /// bfloat16, the upper half of a master; see [`CompactState`](crate::CompactState).
+    /// A bfloat16 parameter with a split master; see [`CompactState`](crate::CompactState).
     Compact {
         /// The parameter: the upper halves of the master, rounded.
         values: &'a mut [Bf16],
         /// The lower halves of the master.
         rest: &'a mut [u16],
-        /// Where the rounding went up: a bit each, from the lowest of a byte on. Without it the signs of the second
-        /// moment say so.
+        /// One bit per element, lowest bit of a byte first, set if its rounding went up. `None` if the signs of the
+        /// second moment store that.
         rounded_up: Option<&'a mut [u8]>,
     },
-    /// 16 bits without a master, rounded by chance.
+    /// A 16-bit parameter without a master, rounded stochastically.
     Stochastic(FloatsMut<'a>),
 }
 
-/// A block in the form that it is computed in.
+/// A block of elements in fp32.
 pub(crate) type Block = [f32; BLOCK];
 
 impl Weights<'_> {
@@ -46,11 +46,12 @@ impl Weights<'_> {
         }
     }
 
-    /// Whether the signs of the second moment belong to it.
+    /// True if the signs of the second moment belong to this parameter. See [Note: split masters] in `compact.rs`.
     pub(crate) fn needs_signs(&self) -> bool {
         matches!(self, Self::Compact { rounded_up: None, .. })
     }
 
+    /// Fails unless the slices have equal lengths and the types that the variant needs.
     pub(crate) fn agree(&self) -> Result<()> {
         let len = self.len();
         let lengths = match self {
@@ -70,7 +71,7 @@ impl Weights<'_> {
         }
     }
 
-    /// `middle` is a multiple of 8.
+    /// Splits at element `middle`, which must be a multiple of 8.
     pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
         match self {
             Self::Single(values) => {
@@ -98,7 +99,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Takes a block to compute with; of `second`, the signs that belong to it are cleared.
+    /// Loads a block of the master into `block`. Clears the signs in `second` that belong to the parameter.
     #[inline(always)]
     pub(crate) fn load(&self, at: usize, len: usize, second: &mut Block, block: &mut Block) {
         match self {
@@ -129,7 +130,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Keeps a block that was computed; `second` gets the signs that belong to it.
+    /// Stores `block`. Sets the signs in `second` that belong to the parameter.
     #[inline(always)]
     pub(crate) fn store(
         &mut self,
@@ -165,7 +166,7 @@ impl Weights<'_> {
                     up[i] = (sign.to_bits() >> 31) as u8;
                 }
                 for (byte, &up) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(up.as_chunks().0) {
-                    // Brings the lowest bit of each byte to its place in the highest one; nothing carries.
+                    // Gathers the lowest bit of each byte in the highest byte, without carries.
                     *byte = (u64::from_le_bytes(up).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
                 }
             }

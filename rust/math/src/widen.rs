@@ -7,10 +7,10 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Where parts are cut: a multiple of the lines of every type.
+/// Work is split at multiples of this many elements: whole cache lines of every type.
 const GRAIN: usize = 1024;
 
-/// Writes `source` to `out`, in fp32.
+/// Writes `source` to `out`, converted to fp32.
 pub fn widen(source: Floats<'_>, out: &mut [f32], exec: Exec) -> Result<()> {
     if source.len() != out.len() {
         return Err(Error::Length { name: "source", len: source.len(), other: "out", other_len: out.len() });

@@ -1,4 +1,4 @@
-//! Tests that training on a split master equals training on the whole.
+//! Tests that training on split masters equals training on whole ones.
 
 use std::num::NonZeroUsize;
 
@@ -12,7 +12,7 @@ fn execs() -> Vec<Exec> {
     Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
 }
 
-/// A state whose master is split.
+/// Makes a state with a split master.
 fn reduced<'a>(values: &'a mut [Bf16], rest: &'a mut [u16], [first, second]: [&'a mut [f32]; 2]) -> Reduced<'a> {
     let weights = Weights::Compact { values, rest, rounded_up: None };
     Reduced { weights, moments: Moments::Single(first, Some(second)) }
@@ -33,7 +33,7 @@ fn numbers(step: u64) -> Hyperparameters {
     }
 }
 
-/// A parameter, whole and split: the same moments, and masters that are spread over everything there is.
+/// A parameter twice, with a whole and with a split master. The moments are equal.
 struct Pair {
     whole: [Vec<f32>; 3],
     out: Vec<Bf16>,
@@ -53,7 +53,7 @@ fn noise(seed: u32) -> impl FnMut() -> u32 {
 impl Pair {
     fn new(len: usize, seed: u32, wild: bool, exec: Exec) -> Self {
         let mut next = noise(seed);
-        // Tame ones lie around one, where every step moves them.
+        // Tame numbers have magnitudes from 1/2 to 1, where every step changes them.
         let mut number = || f32::from_bits(if wild { next() } else { next() & 0x807F_FFFF | 0x3F00_0000 });
         let master: Vec<f32> = (0..len).map(|_| number()).collect();
         let exp_avg: Vec<f32> = (0..len).map(|_| number()).collect();

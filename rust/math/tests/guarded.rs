@@ -1,6 +1,6 @@
 //! Tests every kernel on every instruction set, on slices next to inaccessible pages.
 //!
-//! Each gives the bits of an element-by-element computation and touches no byte beside its slices.
+//! Each kernel must give the bits of an element-by-element computation, and access no byte outside its slices.
 
 use std::num::NonZeroUsize;
 
@@ -13,7 +13,7 @@ use proptest::prelude::*;
 mod guard;
 use guard::Guarded;
 
-/// A small generator, so that megabytes of input cost nothing.
+/// A small generator: proptest would take too long to draw megabytes of input.
 fn noise(seed: u64) -> impl FnMut() -> u32 {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     move || {
@@ -22,7 +22,7 @@ fn noise(seed: u64) -> impl FnMut() -> u32 {
     }
 }
 
-/// Values over the whole range of the type: finite, unless `wild`.
+/// Fills `out` with values over the whole range of the type; with `wild`, infinities and NaNs too.
 fn values<T: Element>(out: &mut [T], seed: u64, wild: bool) {
     let mut next = noise(seed);
     for value in out {
@@ -47,7 +47,7 @@ fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![0..100_usize, 2000..2100_usize, 4000..9000_usize]
 }
 
-/// Long enough for several threads and non-temporal stores; Valgrind gets the rest.
+/// Long enough for several threads and non-temporal stores. Under Valgrind, `MEMASCEND_TEST_SHORT` shortens it.
 fn long() -> usize {
     if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 70_000 } else { (1 << 20) + 4321 }
 }
@@ -121,7 +121,7 @@ fn adam_case<G: Element, O: Element>(
     }
 }
 
-/// A state whose master is split.
+/// Makes a state with a split master.
 fn reduced<'a>(
     values: &'a mut [Bf16],
     rest: &'a mut [u16],
@@ -132,7 +132,7 @@ fn reduced<'a>(
     Reduced { weights, moments: Moments::Single(exp_avg, Some(exp_avg_sq)) }
 }
 
-/// A split master through one step and back together, against the whole one.
+/// Splits a master, updates it by one step, joins it, and compares with the update of the whole one.
 fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, group: Hyperparameters, threads: usize) {
     let scalars = group.scalars().unwrap_or_else(|error| panic!("{error}"));
     let floats = [0, 1, 2].map(|_| Guarded::new(len * 4));
@@ -150,7 +150,7 @@ fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, gro
         }
         values(grad, seed + 3, wild);
         let before: Vec<_> = (0..len).map(|i| (master[i], exp_avg[i], exp_avg_sq[i])).collect();
-        // SAFETY: `Bf16` is its two bytes, and nothing else uses the slice from here on.
+        // SAFETY: `Bf16` is a transparent `u16`, and only the new slice is used from here on.
         let rest = unsafe { std::slice::from_raw_parts_mut(rest.as_mut_ptr().cast::<u16>(), len) };
         let wide = WideState { master: Some(&*master), ..WideState::default() };
         encode(wide, reduced(whole, rest, exp_avg, exp_avg_sq), exec).unwrap_or_else(|error| panic!("{error}"));
@@ -186,18 +186,18 @@ fn widen_case<S: Element>(len: usize, seed: u64, at_end: bool, threads: usize) {
     }
 }
 
-/// The enum that holds a slice of the type.
+/// Wraps a slice in the variant of its type.
 fn wrap<T: Element>(data: &[T]) -> Floats<'_> {
     let any: &dyn std::any::Any = &T::default();
     let (address, len) = (data.as_ptr(), data.len());
     if any.is::<f32>() {
-        // SAFETY: the type was just found to be this one.
+        // SAFETY: `T` is `f32`.
         Floats::F32(unsafe { std::slice::from_raw_parts(address.cast(), len) })
     } else if any.is::<Bf16>() {
-        // SAFETY: as above.
+        // SAFETY: `T` is `Bf16`.
         Floats::Bf16(unsafe { std::slice::from_raw_parts(address.cast::<Bf16>(), len) })
     } else {
-        // SAFETY: the only one left.
+        // SAFETY: `Element` has three types, so `T` is `F16`.
         Floats::F16(unsafe { std::slice::from_raw_parts(address.cast::<F16>(), len) })
     }
 }
@@ -206,13 +206,13 @@ fn wrap_mut<T: Element>(data: &mut [T]) -> FloatsMut<'_> {
     let any: &dyn std::any::Any = &T::default();
     let (address, len) = (data.as_mut_ptr(), data.len());
     if any.is::<f32>() {
-        // SAFETY: the type was just found to be this one.
+        // SAFETY: `T` is `f32`.
         FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(address.cast(), len) })
     } else if any.is::<Bf16>() {
-        // SAFETY: as above.
+        // SAFETY: `T` is `Bf16`.
         FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(address.cast::<Bf16>(), len) })
     } else {
-        // SAFETY: the only one left.
+        // SAFETY: `Element` has three types, so `T` is `F16`.
         FloatsMut::F16(unsafe { std::slice::from_raw_parts_mut(address.cast::<F16>(), len) })
     }
 }

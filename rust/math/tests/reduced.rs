@@ -1,6 +1,7 @@
-//! Tests updates of reduced state on every instruction set against plain code for one element, next to inaccessible pages.
+//! Tests updates of reduced state on every instruction set against plain code for one element, next to inaccessible
+//! pages.
 //!
-//! Any part that begins with a block has the bits that it has in the whole.
+//! A shard that begins with a block must have the bits that it has in the whole parameter.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -20,7 +21,7 @@ use proptest::prelude::*;
 mod guard;
 use guard::Guarded;
 
-/// Where a parameter's master is, and how its moments lie.
+/// The format of a parameter and of its master.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weight {
     Single,
@@ -61,7 +62,8 @@ impl Form {
     }
 }
 
-/// The tensors of a state, each between inaccessible pages, of all types at once: what a form lacks is empty.
+/// The tensors of a state, each between inaccessible pages. It has tensors of all formats; those that a form lacks stay
+/// unused.
 struct Memory {
     len: usize,
     form: Form,
@@ -122,7 +124,7 @@ impl Memory {
         self.parts.iter().flat_map(|part| part.slice::<u8>(self.len * 4, self.at_end).to_vec()).collect()
     }
 
-    /// Writes what this fp32 state is in its form.
+    /// Encodes an fp32 state in this memory's form.
     fn begin(&self, wide: &Wide) {
         let second = self.form.has_second.then_some(&wide.second[..]);
         let given = WideState { master: Some(&wide.master[..]), first: Some(&wide.first[..]), second };
@@ -150,7 +152,7 @@ impl Wide {
         Self { master: vec![0.0; len], first: vec![0.0; len], second: vec![0.0; len] }
     }
 
-    /// Numbers of all sizes, zeros and denormals among them; `wild`: also infinities and NaNs.
+    /// Makes numbers of all sizes, with zeros and denormals; with `wild`, infinities and NaNs too.
     fn noise(len: usize, seed: u64, wild: bool) -> Self {
         let mut next = noise(seed);
         let mut wide = Self::zeros(len);
@@ -198,7 +200,7 @@ fn momentum(step: u64, nesterov: bool) -> Momentum {
     Momentum { lr, momentum, dampening, weight_decay, nesterov, step, grad_scale: 0.5, maximize: true, seed: 7 }
 }
 
-/// One element in fp32, from the optimizers' own definitions.
+/// Updates one element in fp32, by the optimizers' own definitions.
 fn element(rule: &Rule, decays: bool, (p, g, m, v): (f32, f32, f32, f32)) -> (f32, f32, f32) {
     match rule {
         Rule::Adam(of) => {
@@ -227,7 +229,7 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-/// The two neighbours of a number in 16 bits, of which a rounding by chance is one.
+/// Returns the two 16-bit neighbours of a number; stochastic rounding gives one of them.
 fn neighbours(value: f32, is_f16: bool) -> [f32; 2] {
     let nearest = if is_f16 { F16::from_f32(value).0 } else { Bf16::from_f32(value).0 };
     let wide = |bits: u16| if is_f16 { F16(bits).to_f32() } else { Bf16(bits).to_f32() };
@@ -276,7 +278,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
                     assert!(!form.has_second || by_chance(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
                     assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan());
                 }
-                // What codes are is tested against torch.
+                // The tests against torch check the codes.
                 Moment::Blocks => assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan()),
             }
         }
@@ -324,7 +326,7 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
         let done = update(whole.state(), Floats::Bf16(&gradient), &rule, Position { random, first: 0 }, exec(4, simd));
         done.unwrap_or_else(|error| panic!("{error}"));
         let wide = whole.wide();
-        // A part is begun from fp32 again; what it becomes is compared in fp32, too, which is exact.
+        // Each shard starts from the same fp32 state. The results are compared after decoding to fp32, which is exact.
         let mut ranges = vec![0..2048, 2048..10_240, 10_240..len.min(118 * 256)];
         if form.moment != Moment::Blocks {
             ranges.extend([7..263, 1999..9001]);
@@ -350,7 +352,7 @@ fn codes_that_nothing_is_given_for_stay_as_they_are() {
     let memory = Memory::new(Form { weight: Weight::Single, moment: Moment::Blocks, has_second: true }, 700, false);
     let wide = Wide::noise(700, 5, false);
     memory.begin(&wide);
-    // Codes that their numbers do not give again.
+    // Decoding and encoding again would change these codes.
     memory.slice::<u8>(FIRST, 700).fill(3);
     let before = memory.bytes();
     let given = WideState { master: Some(&wide.master[..]), first: None, second: None };
@@ -372,7 +374,7 @@ fn a_small_change_of_a_second_moment_is_not_lost() {
             .unwrap_or_else(|error| panic!("{error}"));
     }
     let mean = memory.wide().second.iter().map(|&v| f64::from(v)).sum::<f64>() / len as f64;
-    // Its standard deviation over so many elements is about 0.0007.
+    // The mean's standard deviation over 4,096 elements is about 0.0007.
     assert!((mean - 0.999_f64.powi(1000)).abs() < 0.004, "{mean}");
 }
 

@@ -1,4 +1,5 @@
-//! Tests sums of squares against whole numbers: the same for any order, division, instruction set and number of threads.
+//! Tests sums of squares against exact integers, in any order and division, on every instruction set and number of
+//! threads.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -22,7 +23,7 @@ impl Whole {
         Self(vec![0; 40])
     }
 
-    /// Adds the square of a finite fp32, from its fields.
+    /// Adds the square of a finite fp32, computed from its exponent and fraction.
     fn add_square(&mut self, value: f32) {
         let bits = value.to_bits() & 0x7FFF_FFFF;
         let (exponent, fraction) = (bits >> 23, u64::from(bits & 0x7F_FFFF));
@@ -55,7 +56,7 @@ impl Whole {
         Self(bytes.chunks(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 8).collect())
     }
 
-    /// Rounded to nearest, ties to even, bit by bit.
+    /// Rounds to nearest, ties to even, bit by bit.
     fn nearest(&self) -> f64 {
         let bit = |at: usize| self.0[at / 16] >> (at % 16) & 1;
         let Some(top) = (0..16 * self.0.len()).rev().find(|&at| bit(at) == 1) else { return 0.0 };
@@ -68,7 +69,7 @@ impl Whole {
     }
 }
 
-/// A type that is known at run time, too.
+/// An element type that can be wrapped in `Floats`.
 trait Wrapped: Element {
     fn wrap(values: &[Self]) -> Floats<'_>;
 }
@@ -96,7 +97,7 @@ fn execs() -> Vec<Exec> {
     Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
 }
 
-/// Values whose exponents spread over as many powers of two below a largest one; some are zeros.
+/// Makes values whose exponents spread over `spread` powers of two below `largest`; some values are zeros.
 fn spread<T: Element>(len: usize, largest: i32, spread: u32, seed: u64) -> Vec<T> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
@@ -125,7 +126,7 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
         assert!(!found.nonfinite);
         assert_eq!(Whole::from_sum(&found.squares), wanted, "{} {:?}", std::any::type_name::<T>(), exec);
         assert_eq!(found.squares.value().to_bits(), wanted.nearest().to_bits(), "{}", std::any::type_name::<T>());
-        // In another order, and in two parts.
+        // The sum in another order, and the sum of two parts, must be equal to it.
         assert_eq!(check(T::wrap(&turned), exec).squares, found.squares);
         let (before, after) = values.split_at(cut.min(len));
         let mut both = check(T::wrap(after), exec).squares;
@@ -134,7 +135,7 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
     }
 }
 
-/// One or two numbers among zeros, which lanes may take for something very small.
+/// One or two numbers among zeros: `column` converts a zero to a tiny number, which must not change the sum.
 #[test]
 fn zeros_add_nothing() {
     for low in (0..254).step_by(3) {
@@ -168,7 +169,7 @@ proptest! {
     }
 }
 
-/// Blocks at the ends of what lanes hold without rounding: all elements as large as they can be, and one as small.
+/// Blocks at the limits of exact lanes: all elements as large as possible and one as small as possible.
 #[test]
 fn the_largest_sums_with_the_smallest_squares() {
     fn ends<T: Wrapped>(largest: T, precision: i32) {

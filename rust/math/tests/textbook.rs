@@ -6,7 +6,7 @@ use memascend_math::{AdamState, Exec, Floats, Hyperparameters, adam};
 
 const STEPS: u64 = 12;
 
-/// One element, as the papers have it: nothing here is shared with the kernel.
+/// One element, updated as the papers say, without code of the kernel.
 #[derive(Debug, Clone, Copy)]
 struct Textbook {
     parameter: f64,
@@ -35,7 +35,7 @@ impl Textbook {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "fp32 is what is tested")]
+#[expect(clippy::cast_possible_truncation, reason = "the test compares fp32")]
 fn compare(of: Hyperparameters) {
     let exec = Exec::new(NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
     let gradients = |step: u64| [0.5, -2.0, 1e-3, 30.0].map(|of: f64| of * (1.0 + f64::from(step as u32 % 3)));

@@ -1,8 +1,8 @@
-//! Benchmarks the kernels beside loops that move the same bytes in as many streams.
+//! Benchmarks the kernels against loops that move the same bytes in as many streams.
 //!
-//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]`: another number of elements than 64 Mi; only the groups that
-//! have WORD in a line's name. Rounds are interleaved and
-//! medians are shown. Buffers lie on huge pages, where the system gives them.
+//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]` runs with MILLIONS Mi elements (default 64), and only the
+//! groups with WORD in the name of a case. Rounds are interleaved, and medians are shown. Buffers are on huge pages if
+//! the system provides them.
 
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 
@@ -18,7 +18,7 @@ const ROUNDS: usize = 9;
 /// Elements of the engine's chunks.
 const CHUNK: usize = 65_536;
 
-/// What a group of cases moves: the first case is the loop that the others are held against.
+/// Cases that move the same bytes. The first case is the loop that the others are compared with.
 struct Group {
     bytes_per_element: usize,
     cases: &'static [(&'static str, Case)],
@@ -40,9 +40,9 @@ const GROUPS: &[Group] = &[
             ("read 2 B", |d, _, threads| memory::read(&d.grad, threads)),
             ("check bf16", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.grad), exec))),
             ("check f16", |d, exec, _| _ = black_box(check(Floats::F16(&d.half), exec))),
-            // Too far apart for one sum, as gradients often are.
+            // Exponents are too far apart for one sum per lane, as they often are in gradients.
             ("check bf16, wide range", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.wide), exec))),
-            // Slow wherever a processor's arithmetic meets denormals of fp32, above all on Intel's.
+            // Slow on processors whose arithmetic is slow on fp32 denormals, above all Intel's.
             ("check f16, denormals", |d, exec, _| _ = black_box(check(Floats::F16(&d.tiny), exec))),
         ],
     },
@@ -68,7 +68,7 @@ const GROUPS: &[Group] = &[
             }),
         ],
     },
-    // Chunk by chunk, as the engine calls them; the bytes are those of the second line.
+    // Chunk by chunk, as the engine calls the kernels. The bytes per element are those of the second case.
     Group {
         bytes_per_element: 26,
         cases: &[

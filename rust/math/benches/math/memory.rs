@@ -1,6 +1,6 @@
-//! Provides memory for the benchmark, and loops that only move bytes.
+//! Allocates memory for the benchmark, and runs loops that only move bytes.
 
-#![expect(clippy::inline_always, reason = "what is not inlined is compiled for the baseline")]
+#![expect(clippy::inline_always, reason = "code that is not inlined is compiled for the baseline")]
 
 use std::{
     hint::black_box,
@@ -10,8 +10,8 @@ use std::{
 
 const HUGE: usize = 2 << 20;
 
-/// Elements on huge pages. Each buffer starts at its own distance from a multiple of 2 MiB: arrays that lie a power of
-/// two apart share cache sets and run several times slower.
+/// Elements on huge pages. Each buffer starts at its own distance from a multiple of 2 MiB: arrays whose addresses
+/// differ by a power of two share cache sets and run several times slower.
 pub(super) struct Buffer<T> {
     mapping: *mut u8,
     mapped_bytes: usize,
@@ -24,13 +24,13 @@ impl<T: Copy> Buffer<T> {
         let offset = index * 17 * 4096;
         let mapped_bytes = len * size_of::<T>() + offset + HUGE;
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new private mapping touches nothing that exists.
+        // SAFETY: a new private mapping does not affect existing memory.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, protection, flags, -1, 0) };
         assert!(mapping != libc::MAP_FAILED, "no memory for the benchmark");
-        // SAFETY: the range was just mapped; without huge pages the figures are lower, and that is all.
+        // SAFETY: the range is the new mapping. If the advice fails, the benchmark is slower and still correct.
         unsafe { libc::madvise(mapping, mapped_bytes, libc::MADV_HUGEPAGE) };
         let mapping = mapping.cast::<u8>();
-        // SAFETY: up to a multiple of 2 MiB and the offset, both inside the mapping.
+        // SAFETY: the mapping has HUGE bytes more than needed for alignment, and `offset` bytes.
         let start = unsafe { mapping.add(mapping.align_offset(HUGE) + offset) };
         let mut buffer = Self { mapping, mapped_bytes, start: start.cast(), len };
         buffer.fill(value);
@@ -40,7 +40,7 @@ impl<T: Copy> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and no slice of it outlives the buffer.
+        // SAFETY: `new` made this mapping, and no slice outlives the buffer.
         unsafe { libc::munmap(self.mapping.cast(), self.mapped_bytes) };
     }
 }
@@ -48,14 +48,14 @@ impl<T> Drop for Buffer<T> {
 impl<T> Deref for Buffer<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        // SAFETY: zero-filled by the system and within the mapping; the element types take any bits.
+        // SAFETY: the range is inside the mapping and zeroed by the system; any bits are valid elements.
         unsafe { slice::from_raw_parts(self.start, self.len) }
     }
 }
 
 impl<T> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and the borrow is unique.
+        // SAFETY: as in `deref`; `&mut self` makes the borrow unique.
         unsafe { slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
@@ -63,16 +63,16 @@ impl<T> DerefMut for Buffer<T> {
 type Line = [u64; 8];
 
 fn lines<T>(data: &[T]) -> &[Line] {
-    // SAFETY: every bit pattern is a `Line`; the middle part is aligned, and buffers start at a page.
+    // SAFETY: any bytes are a valid `Line`. Buffers start at a page, so the aligned middle is all of the buffer.
     unsafe { data.align_to() }.1
 }
 
 fn lines_mut<T>(data: &mut [T]) -> &mut [Line] {
-    // SAFETY: as above, and every bit pattern is an element.
+    // SAFETY: as in `lines`; any bytes are also valid elements.
     unsafe { data.align_to_mut() }.1
 }
 
-/// Reads everything.
+/// Reads all data.
 pub(super) fn read<T: Sync>(data: &[T], threads: usize) {
     let lines = lines(data);
     thread::scope(|scope| {
@@ -84,7 +84,7 @@ pub(super) fn read<T: Sync>(data: &[T], threads: usize) {
 
 #[inline(always)]
 fn read_part(lines: &[Line]) -> u64 {
-    // Four lines at a time, so that no addition waits for the one before.
+    // Four lines per iteration, so that no operation waits for the one before.
     let mut sums = [[0_u64; 8]; 4];
     for group in lines.chunks_exact(4) {
         for (sums, line) in sums.iter_mut().zip(group) {
@@ -96,7 +96,7 @@ fn read_part(lines: &[Line]) -> u64 {
     sums.as_flattened().iter().fold(0, |all, word| all | word)
 }
 
-/// Reads and writes everything in place.
+/// Reads and writes all data in place.
 pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
     let (lines, nothing) = (lines_mut(data), black_box(0));
     let share = lines.len().div_ceil(threads);
@@ -107,7 +107,7 @@ pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
     });
 }
 
-/// The traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
+/// Causes the memory traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
 pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
     let nothing = black_box(0);
     let [p, m, v] = state.map(lines_mut);
@@ -137,12 +137,12 @@ fn streams_part(state: [&mut [Line]; 3], grad: &[Line], out: &mut [Line], nothin
 fn past_caches(out: &mut Line, line: Line) {
     use std::arch::x86_64::{__m128i, _mm_stream_si128};
 
-    // SAFETY: both are 64 bytes of plain integers.
+    // SAFETY: both types are 64 bytes of plain integers.
     let parts = unsafe { std::mem::transmute::<Line, [__m128i; 4]>(line) };
-    // SAFETY: any integers are integers of another width; buffers start at a page, so nothing is left at the ends.
+    // SAFETY: any bytes are valid `__m128i`s. Buffers start at a page, so no byte is left at the ends.
     let (_, to, _) = unsafe { out.align_to_mut::<__m128i>() };
     for (to, part) in to.iter_mut().zip(parts) {
-        // SAFETY: a reference is valid and aligned; SSE2 is part of x86-64.
+        // SAFETY: `to` is valid and aligned, as a reference is; SSE2 is part of x86-64.
         unsafe { _mm_stream_si128(to, part) };
     }
 }
@@ -152,7 +152,7 @@ fn past_caches(out: &mut Line, line: Line) {
     *out = line;
 }
 
-/// Runs a loop compiled for the widest registers that the processor has.
+/// Runs `work` compiled for the widest registers that the processor has.
 fn wide<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
@@ -165,11 +165,11 @@ fn wide<R>(work: impl FnOnce() -> R) -> R {
             work()
         }
         if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
-            // SAFETY: just detected.
+            // SAFETY: the processor has AVX-512 with these features, as detected above.
             return unsafe { avx512(work) };
         }
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: just detected.
+            // SAFETY: the processor has AVX2, as detected above.
             return unsafe { avx2(work) };
         }
     }

@@ -1,4 +1,4 @@
-//! Maps memory next to inaccessible pages.
+//! Maps memory between inaccessible pages.
 
 /// Memory between two inaccessible pages.
 pub(crate) struct Guarded {
@@ -12,33 +12,34 @@ impl Guarded {
     pub(crate) fn new(bytes: usize) -> Self {
         let pages = bytes.div_ceil(PAGE).max(1) + 2;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new private mapping touches nothing that exists.
+        // SAFETY: a new private mapping does not affect existing memory.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), pages * PAGE, libc::PROT_NONE, flags, -1, 0) };
         assert!(mapping != libc::MAP_FAILED);
         let mapping = mapping.cast::<u8>();
-        // SAFETY: one page into the mapping.
+        // SAFETY: the offset of one page is inside the mapping.
         let inside = unsafe { mapping.add(PAGE) };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the pages between the first and the last of the mapping.
+        // SAFETY: the range is the mapping without its first and last page.
         assert_eq!(unsafe { libc::mprotect(inside.cast(), (pages - 2) * PAGE, protection) }, 0);
         Self { mapping, pages }
     }
 
-    /// `len` elements that begin right after the first guard, or end right before the second.
+    /// Returns `len` elements that begin right after the first inaccessible page, or end right before the last one.
     #[expect(clippy::mut_from_ref, reason = "each test takes one slice of a mapping")]
     pub(crate) fn slice<T: Copy>(&self, len: usize, at_end: bool) -> &mut [T] {
         let bytes = len * size_of::<T>();
         let offset = if at_end { (self.pages - 1) * PAGE - bytes } else { PAGE };
-        // SAFETY: within the mapping.
+        // SAFETY: `offset` is inside the mapping.
         let start = unsafe { self.mapping.add(offset) }.cast::<T>();
-        // SAFETY: within the accessible pages, and aligned, since a page holds a whole number of elements.
+        // SAFETY: the range is inside the accessible pages. It is aligned, because a page holds a whole number of
+        // elements.
         unsafe { std::slice::from_raw_parts_mut(start, len) }
     }
 }
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`; no slice outlives the test that took it.
+        // SAFETY: `new` made this mapping, and no slice outlives the test that took it.
         unsafe { libc::munmap(self.mapping.cast(), self.pages * PAGE) };
     }
 }
