@@ -1,4 +1,4 @@
-"""Declares and documents the Rust extension `memascend._core`: what `memascend.memory` and its like hand on."""
+"""Declares and documents the Rust extension `memascend._core`; `memascend.memory` and others re-export its classes."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -59,15 +59,15 @@ __all__ = [
 ]
 
 __version__: str
-# What follows the name of a store's file until its first commit.
+# The suffix of a store's file name until its first commit.
 PENDING_SUFFIX: str
 
 @final
 class Region:
-    """Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+    """Page-aligned memory on huge pages, pinned as well as the system allows, populated before use.
 
-    Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
-    closed and the last tensor in it is gone.
+    Has exactly `nbytes` bytes, rounded up to the page. The memory returns to the system once the region is closed and
+    the last tensor in it is gone.
     """
 
     def __new__(
@@ -78,160 +78,166 @@ class Region:
         on_fork: Literal["copy", "wipe"] = "copy",
         owner: str = "region",
     ) -> Region:
-        """Map the memory.
+        """Maps the memory.
 
         Args:
-            nbytes: how much.
-            pin: "auto" takes the best that can be had (`pinned` says what, `why_not` why no more); "mlock" or "cuda"
-                insists, and is a ConfigError with the reason and the remedy where it cannot be had; False pins nothing.
-            on_fork: what a forked child sees of it: "copy" as of all other memory; "wipe" zeros, and this process
-                keeps its huge pages and shares nothing with the child.
-            owner: the name under which `regions()` lists it.
+            nbytes: bytes to map.
+            pin: "auto" pins as well as the system allows (`pinned` says how, `why_not` why no better); "mlock" or
+                "cuda" insists, and raises a ConfigError with the reason and the remedy if that is impossible; False
+                pins nothing.
+            on_fork: what a forked child sees in the memory: "copy": a copy, as of other memory; "wipe": zeros, while
+                this process keeps its huge pages and shares nothing with the child.
+            owner: the name under which `regions()` lists the region.
 
         Raises:
-            MemoryLimitError: the machine or its cgroup does not have the memory. Nothing was taken.
+            MemoryLimitError: the machine or its cgroup does not have the memory. Nothing was mapped.
         """
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for."""
+        """The bytes that were asked for."""
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes mapped: `nbytes` rounded up to the page."""
+        """The bytes that are mapped: `nbytes` rounded up to the page."""
 
     @property
     def pinned(self) -> Literal["mlock", "cuda", False]:
-        """How it is pinned."""
+        """How the memory is pinned."""
 
     @property
     def why_not(self) -> str | None:
-        """Why it is not pinned better, where more was wished for."""
+        """Why the memory is not pinned better, if more was asked for."""
 
     @property
     def huge_bytes(self) -> int:
-        """Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds."""
+        """The bytes that are on huge pages now. Asks the kernel, which takes milliseconds."""
 
     @property
     def why_not_huge(self) -> str | None:
-        """Why fewer bytes lie on huge pages than could; None where all do."""
+        """Why some bytes are not on huge pages; None if all that can be are."""
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True once `close()` was called."""
 
     def close(self) -> None:
-        """End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine."""
+        """Ends new leases and every wait for one. A second call does nothing.
+
+        Unmaps the memory now, or with the last tensor in it.
+        """
     def __enter__(self) -> Region: ...
     def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Arena:
-    """A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+    """A region that is divided once, as planned, into slots of exact sizes.
 
-    A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
-    admits are granted in every order.
+    Leasing never allocates or fragments memory. A lease takes a slot of the smallest class that holds it, never one of
+    a larger class, so leases that the plan admits are granted in every order.
     """
 
     def __new__(cls, region: Region, classes: Mapping[int, int]) -> Arena:
-        """Divide `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
+        """Divides `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
 
         Raises:
-            BudgetError: the region is too small; `smallest` is the region that works.
-            UsageError: the region is closed or belongs to an arena that lives.
+            BudgetError: the region is too small; `smallest` is the size of the region that works.
+            UsageError: the region is closed, or belongs to another living arena.
         """
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
-        """Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+        """Takes a slot of `nbytes`; waits up to `timeout` seconds (None: without limit) until one is free.
+
+        Ctrl-C ends the wait.
 
         Raises:
-            ConfigError: no class is large enough: it could never be granted.
-            TimeoutExpired: all slots stayed taken; the message says by whom.
-            UsageError: the region was closed, also while waiting.
+            ConfigError: no class is large enough, so the lease could never be granted.
+            TimeoutExpired: all slots stayed taken; the message says by which owners.
+            UsageError: the region was closed, before or during the wait.
         """
 
     def free_slots(self, nbytes: int) -> int:
-        """How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
+        """Returns how many free slots `lease(nbytes)` may take; at 0 it would wait.
 
         Raises:
             ConfigError: no class is large enough.
         """
 
     def stats(self) -> dict[str, Any]:
-        """What is held and was waited for.
+        """Returns the arena's counters.
 
-        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (of the slots taken), "bytes" (asked for by
-        the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
+        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (bytes of the taken slots), "bytes" (asked for
+        by the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
         records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
         "leases", "waits", "wait_seconds").
         """
 
 @final
 class HostArena:
-    """An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own."""
+    """An arena of planned classes, {bytes: count}. Each slot that is added later has a region of its own."""
 
     def __new__(cls, classes: Mapping[int, int]) -> HostArena:
-        """Take the planned memory.
+        """Allocates the planned slots.
 
         Raises:
-            MemoryLimitError: the machine or its cgroup does not have it.
+            MemoryLimitError: the machine or its cgroup does not have the memory.
         """
 
     def add(self, nbytes: int) -> int:
-        """Take memory for one more lease of `nbytes`; how many bytes that took.
+        """Adds a slot for a lease of `nbytes`, and returns the bytes that it takes.
 
         Raises:
-            MemoryLimitError: the machine or its cgroup does not have it.
+            MemoryLimitError: the machine or its cgroup does not have the memory.
         """
 
     @property
     def added(self) -> dict[int, int]:
-        """The slots beyond the planned ones, {bytes: count}."""
+        """The number of added slots, {bytes: count}."""
 
     @property
     def added_bytes(self) -> int:
-        """The memory that they took: what the plan did not have."""
+        """The bytes that the added slots take beyond the plan."""
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
-        """As `Arena.lease`; only for a planned slot is waited."""
+        """Takes a slot as `Arena.lease` does: a planned one if free, else an added one. Waits only for planned ones."""
 
     def free_slots(self, nbytes: int) -> int:
-        """How many slots are free that `lease(nbytes)` may take."""
+        """Returns how many free slots `lease(nbytes)` may take."""
 
     @property
     def held_bytes(self) -> int:
-        """All memory that is held, 0 once it was closed."""
+        """The bytes of all memory that the arena holds; 0 once it is closed."""
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Ends new leases and every wait for one. Each region returns to the system once its last lease is gone."""
 
 @final
 class ChunkRing:
-    """Equal chunks for staging, handed between threads."""
+    """Equal chunks for staging that threads hand to each other."""
 
     def __new__(cls, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> ChunkRing:
-        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says.
+        """Makes `count` chunks of `chunk_bytes` in a region of their own, pinned as for `Region`.
 
-        A forked child sees zeros in them: what is being staged is no business of a child's.
+        A forked child sees zeros in the chunks: staged data is not for it.
         """
 
     def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:
-        """Take a chunk; waiting and errors as `Arena.lease`."""
+        """Takes a chunk; waits and raises as `Arena.lease` does."""
 
     def stats(self) -> dict[str, Any]:
-        """As `Arena.stats`."""
+        """Returns the counters, as `Arena.stats` does."""
 
     def close(self) -> None:
-        """Close the ring's region; see `Region.close`."""
+        """Closes the ring's region; see `Region.close`."""
     def __enter__(self) -> ChunkRing: ...
     def __exit__(self, *_raised: object) -> None: ...
     @property
     def region(self) -> Region:
-        """The region that the chunks lie in."""
+        """The region of the chunks."""
 
 @final
 class FileMemory:
-    """The bytes of a file as a writable buffer, as long as this object lives; see `memascend.memory.file_memory`."""
+    """The bytes of a file as a writable buffer, while this object lives; see `memascend.memory.file_memory`."""
 
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
     # The buffer protocol has been visible from Python since 3.12.
@@ -240,16 +246,19 @@ class FileMemory:
 
 @final
 class Lease:
-    """A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone."""
+    """The right to use bytes of an arena or a ring.
+
+    The slot is free again once the lease and every tensor in it are gone.
+    """
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for."""
+        """The bytes that were asked for."""
 
     def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the leased bytes, without a copy; its contents are what was there before.
+        """Returns a tensor in the leased bytes, without a copy; its contents are the bytes that are there.
 
-        The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+        The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
 
         Raises:
             ConfigError: the tensor does not fit.
@@ -257,22 +266,22 @@ class Lease:
         """
 
     def release(self) -> None:
-        """Return an unused lease at once.
+        """Returns an unused lease at once.
 
         Raises:
-            UsageError: a tensor still lives in it, or it was returned before.
+            UsageError: a tensor still lives in the lease, or the lease was returned before.
         """
 
     def close(self) -> None:
-        """As `release`, unless it was returned before."""
+        """Returns the lease as `release` does, unless it was returned before."""
     def __enter__(self) -> Lease: ...
     def __exit__(self, *_raised: object) -> None: ...
     @property
     def returned(self) -> bool:
-        """Whether it was returned."""
+        """True once the lease was returned."""
 
     def buffer(self) -> LeaseBuffer:
-        """The leased bytes as a writable buffer, which holds the lease as a tensor does."""
+        """Returns the leased bytes as a writable buffer, which keeps the lease alive as a tensor does."""
 
 @final
 class LeaseBuffer:
@@ -282,89 +291,94 @@ class LeaseBuffer:
 
 @final
 class Layout:
-    """What a plan takes: bytes asked for, and bytes reserved once every slot is aligned for I/O."""
+    """The memory that an arena's classes take: bytes asked for, and bytes reserved with every slot aligned for I/O."""
 
     @property
     def asked(self) -> int:
-        """Bytes asked for."""
+        """The bytes that were asked for."""
 
     @property
     def reserved(self) -> int:
-        """Bytes that a region needs for it."""
+        """The bytes that a region for the arena needs."""
 
 def ignore_captures() -> bool:
-    """Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+    """Makes calls of this thread harmless to CUDA graphs that other threads capture.
 
-    Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver;
-    where the process has not loaded it, nobody captures.
+    In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
+    could not be set; if the process has not loaded the driver, no thread captures.
     """
 
 def is_file_memory(address: int) -> bool:
-    """Whether what `file_memory` made begins at this address."""
+    """True if memory of `file_memory` begins at this address."""
 
 def layout(classes: Mapping[int, int]) -> Layout:
-    """What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it."""
+    """Returns what an arena of `classes`, {bytes: count}, takes: `Region(layout(classes).reserved)` fits it."""
 
 def limits() -> dict[str, Any]:
-    """The limits on this process's memory now, in bytes.
+    """Returns the limits on this process's memory now, in bytes.
 
-    "available" and what it is "limited_by"; "cgroup_limit" and "cgroup" (None without one); "memlock_soft" and
-    "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
+    "available", and the limit by which that is "limited_by"; "cgroup_limit" and "cgroup" (None without one);
+    "memlock_soft" and "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
     """
 
 def regions() -> list[dict[str, Any]]:
-    """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
+    """Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Map large allocations from now on, in this process, and occupy the holes of the C library's heap.
+    """Turns large allocations of this process into mappings from now on, and occupies the C library's free holes.
 
-    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
+    the heap is only trimmed.
     """
 
 def begin_heap_backward() -> None:
-    """Before each backward: the first one's step is measured from here on."""
+    """Marks the start of a backward; call it before each one. The first call sets the baseline for the first step."""
 
 def end_heap_step(backwards: int, model_bytes: int) -> None:
-    """After a step of so many backwards: give free heap back, or keep it for good once the batch was large."""
+    """Ends a step of `backwards` backwards.
+
+    Returns free heap memory to the system, or keeps it from now on if the batch was large.
+    """
 
 @final
 class Volume:
-    """One address space over one or several devices; `open()` makes it. Any thread may use it.
+    """One address space over one or several devices; `memascend.nvme.open()` makes it. Any thread may use it.
 
-    Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the
-    same bytes, wait for one before beginning the next. Closing, dropping and the end of the interpreter wait for what
-    is in flight.
+    Operations on different bytes never disturb each other, even inside one block of the device. Wait for an operation
+    before you begin another one on the same bytes. Closing, dropping and the end of the interpreter wait for operations
+    in flight.
     """
 
     def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
-        """Begin to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
+        """Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
 
-        Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
+        If offset, length and address are multiples of `alignment`, the device writes to the memory itself; otherwise
+        the bytes are copied.
 
         Raises:
-            ConfigError: the range does not lie in the volume, or the memory cannot be read into.
+            ConfigError: the range exceeds the volume, or the memory cannot be read into.
         """
 
     def write(self, data: torch.Tensor | Buffer, offset: int) -> Ticket:
-        """Begin to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
+        """Begins to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
 
-        Done means that the device has the bytes; `flush()` makes them survive a loss of power.
+        Once the write is done, the device has the bytes; `flush()` makes them survive a loss of power.
 
         Raises:
-            ConfigError: the range does not lie in the volume, or the memory cannot be written from.
+            ConfigError: the range exceeds the volume, or the memory cannot be written from.
         """
 
     def flush(self, timeout: float | None = None) -> None:
-        """Make every write that was begun before survive a loss of power, on every device. Waits for them first.
+        """Waits for every write that was begun before, and makes it survive a loss of power, on every device.
 
         Raises:
-            StorageError: a device failed to. It stays so: every later flush fails too, because the system has dropped
-                what it could not write. Or a write failed whose ticket was dropped; that is raised once.
-            TimeoutExpired: it was not done in time; it goes on.
+            StorageError: a device failed to flush. Every later flush fails, too, because the system has dropped data
+                that it could not write. Or a write failed whose ticket was dropped; that error is raised once.
+            TimeoutExpired: the flush did not end in time; it goes on.
         """
 
     def close(self) -> None:
-        """Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
+        """Waits for operations in flight, then closes the devices. A second call does nothing. Does not flush.
 
         Raises:
             StorageError: a write failed whose ticket was dropped. The volume is closed all the same.
@@ -372,37 +386,37 @@ class Volume:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once `close()` was called."""
 
     @property
     def size(self) -> int:
-        """Bytes that it holds."""
+        """The size of the address space in bytes."""
 
     @property
     def alignment(self) -> int:
-        """What offset, length and address must be multiples of to go straight to the device; 1: all do."""
+        """Offset, length and address must be multiples of this, or the bytes are copied; 1: they never are."""
 
     @property
     def backend(self) -> str:
-        """Who carries the requests: "io_uring" or "threads"."""
+        """The backend that submits the requests: "io_uring" or "threads"."""
 
     @property
     def why_not(self) -> str | None:
-        """Why the backend is no better; None where it is the best or was asked for."""
+        """Why the backend is not a better one; None if it is the best, or was asked for."""
 
     @property
     def direct(self) -> bool:
-        """Whether every device bypasses the page cache; `devices()` says why one does not."""
+        """True if every device bypasses the page cache; `devices()` says why one does not."""
 
     @property
     def queue_depth(self) -> int:
-        """Requests of at most 1 MiB that the kernel has at once, for each device."""
+        """The number of requests of at most 1 MiB that each device gets at once."""
 
     def devices(self) -> list[dict[str, Any]]:
-        """Its devices: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None where it is direct)."""
+        """Returns for each device: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None if direct)."""
 
     def stats(self) -> dict[str, Any]:
-        """What it has done since it was opened.
+        """Returns the counts since the volume was opened.
 
         "read" and "written" (each "bytes", "operations", "requests"), "flushes", "failed" operations, transfers that
         were "continued" after stopping short, requests "retried", "bounced_bytes" (copied because they were not
@@ -420,48 +434,51 @@ class Volume:
     ) -> Volume: ...
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of its devices, as they were given."""
+        """The paths of the devices, as they were given."""
 
 @final
 class Ticket:
-    """One operation in flight. Dropping it cancels nothing: the operation goes on and its memory lives until the end.
+    """An operation in flight.
 
-    If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+    Dropping the ticket cancels nothing: the operation goes on, and its memory lives until the end. If a write fails
+    after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
     """
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, without the GIL; Ctrl-C ends the wait, not the operation.
+        """Waits for the operation, without the GIL; Ctrl-C ends the wait, not the operation.
 
         Args:
             timeout: seconds; None waits for ever.
 
         Returns:
-            The bytes moved, which is all of them. Waiting again says the same again.
+            The bytes moved, which are all of them. A second call returns the same.
 
         Raises:
-            StorageError: the device failed it.
-            TimeoutExpired: it was not done in time; it goes on.
+            StorageError: the device failed the operation.
+            TimeoutExpired: the operation did not end in time; it goes on.
         """
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; `wait()` then returns or raises at once."""
+        """True once the operation has ended, successfully or not; `wait()` then returns or raises at once."""
 
 def dlpack(address: int, nbytes: int, kind: int, index: int, owner: object) -> object: ...
 def io_uring_why_not() -> str | None:
-    """Why there is no io_uring for this process; None where there is."""
+    """Returns why this process cannot use io_uring; None if it can."""
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
-# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
+# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
+# the format of its state, the number of its first element in the parameter whose rows it has.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None, int | None]
+# A run of several ranks: its id, the number and the identity of the commit, this rank, the number of ranks.
 _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
-# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening),
-# None, weight decay, nesterov, and so on.
+# Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Momentum: lr,
+# (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
 @disjoint_base
 class Store:
-    """Makes or opens a store of training state; `memascend.engine.Store` adds what reads and writes tensors."""
+    """Creates or opens a store of training state; `memascend.engine.Store` reads and writes tensors with it."""
 
     def __new__(
         cls,
@@ -475,101 +492,115 @@ class Store:
     ) -> Self: ...
     @property
     def created(self) -> bool:
-        """Whether it was made now."""
+        """True if this object created the store."""
 
     @property
     def step(self) -> int:
-        """Committed steps."""
+        """The number of committed steps."""
 
     def difference_of(
         self, records: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
     ) -> str | None: ...
     def go_back(self) -> None:
-        """Give the newest commit up for good, where the one before it was opened without that."""
+        """Drops the newest commit for good, if the store was opened with "previous"."""
 
     def info(self) -> dict[str, Any]:
-        """Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
+        """Returns identity, last commit and sizes in bytes.
 
-        Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
-        tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".
+        "uuid", "generation", "step", "optimizer", "units", "devices", more.
+
+        A store of several ranks also has "run", "common" and "identity": the run's id, the commit's number, and an id
+        that distinguishes the commit from that of another continuation, equal on all ranks; and "rank" of "ranks".
         """
 
     def index(self, name: str) -> int:
-        """The number of a record."""
+        """Returns the number of a record."""
 
     def record(self, name: str) -> dict[str, Any]:
-        """One of them."""
+        """Returns the description and the counts of a record."""
 
     def record_at(self, index: int) -> dict[str, Any]:
-        """The same by its number."""
+        """Returns the dict of `record` for a record's number."""
 
     def count(self) -> int:
-        """How many records there are."""
+        """Returns the number of records."""
 
     def read_at(self, record: int, tensors: Sequence[tuple[int, int]]) -> int: ...
     def scan_at(
         self, records: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
     ) -> None: ...
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
-        """Hold records in memory from now on; what was in RAM before is not any more. Nothing is read before `refresh`.
+        """Keeps these records in RAM from now on, and no others. Reads nothing before `refresh`.
 
-        It takes "record_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
-        copies from, where that can be had.
+        Takes "record_bytes" of `sizes` for each record, until the store is closed. With `registered`, the memory is
+        registered with CUDA for copies, if that is possible.
 
         Raises:
-            ConfigError: there is no such record.
-            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is in RAM.
+            ConfigError: the store has no such record.
+            MemoryLimitError: the machine or its cgroup does not have the memory; no record is in RAM.
         """
 
     def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
-        """Read what is in RAM of some records where it is not in memory; `progress(done, all)` hears of bytes.
+        """Reads stale or missing state of these records into RAM. `progress(done, all)` gets bytes.
 
         Raises:
-            CorruptionError: what is on storage is not what was written.
+            CorruptionError: the bytes on storage differ from the written ones.
         """
 
     def keep_log(self, names: Sequence[str], steps: int) -> int:
-        """Log the gradients of records in RAM from now on, instead of writing them each step; how many steps find room.
+        """Logs the gradients of records in RAM from now on, instead of writing the records in each step.
 
-        Each of these records is then written whole once in so many steps. Files grow by what the log lacks; with less
-        room there are fewer steps, and 0 means that there is none. The records have `spill`, gradients of that dtype,
-        and updates of the engine's own kernels.
+        Each of these records is then written whole once every `steps` steps. The files grow by the space that the log
+        lacks. The records must have `spill`, gradients of that dtype, and updates by the engine's own kernels.
+
+        Returns:
+            How many steps the log holds: fewer than `steps` with less space, 0 without any.
 
         Raises:
-            UsageError: with durability "none" a store keeps no log.
+            UsageError: a store with durability "none" keeps no log.
         """
 
     def keep_places(self, names: Sequence[str]) -> bool:
-        """Make room in which updates of these records are left to the next step (`Engine.defer`); whether there is any.
+        """Makes second places for gradients, so that updates of these records can be deferred (`Engine.defer`).
 
-        Each record that may spill gets a second place for its gradient. Files grow by that, and by what heads of the
-        log take. To be called once, before `keep_log` and after `Engine.replay`.
+        Each record that may spill gets a second place for its gradient. The files grow by these places, and by the
+        space for heads of the log. Call this once, before `keep_log` and after `Engine.replay`.
+
+        Returns:
+            False, with nothing changed, if there is no space, the log is not empty, or second places exist.
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Write what only memory and the log have of the RAM tier, as a part of the last step: the log ends with it."""
+        """Writes the state of the RAM tier that only memory and the log have, as a part of the last step.
+
+        This empties the log.
+        """
 
     def give_up(self) -> None:
-        """Give up what only memory has, where it has something: the store stays unclosed, which opening it says."""
+        """Abandons state that only memory has, if any.
+
+        Nothing can be committed from then on, the store stays unclosed, and the next opening reports that.
+        """
 
     def ram_tier_unit(self, unit: str) -> torch.Tensor | None:
-        """The values of a unit where they are in RAM, as the last commit left them; None where not all of it is in RAM.
+        """Returns the values of a unit in RAM, as the last commit left them; None unless the whole unit is in RAM.
 
-        Each record is at its "unit_offset" of the bytes. An update changes them where they lie.
+        Each record is at its "unit_offset" of the bytes. An update changes the bytes in place.
         """
 
     @property
     def ram_tier_epoch(self) -> int:
-        """While it stays the same, what `ram_tier_unit` gave is what the last commit left."""
+        """A count that changes when memory of `ram_tier_unit` stops being what the last commit left."""
 
     def spoil(self, name: str) -> None:
-        """Say that somebody wrote to the values of a record in RAM: `refresh` reads them again."""
+        """Marks the values of a record in RAM as overwritten: `refresh` reads them again."""
 
     def counters(self) -> dict[str, Any]:
-        """Since it was opened: "fetches", "fetched_bytes", "ram_tier_bytes", "wait_seconds" in `Fetch.wait`, all I/O.
+        """Returns counts since the store was opened.
 
-        "ram_tier_bytes" were taken from the RAM tier, and not read from storage. "read_bytes" and "written_bytes" count
-        every transfer of the volume, those of fetches and updates too.
+        "fetches", "fetched_bytes", "ram_tier_bytes" (taken from the RAM tier instead of storage), "wait_seconds" (in
+        `Fetch.wait`), and "read_bytes" and "written_bytes" of every transfer of the volume, including fetches and
+        updates.
         """
 
     def commit_as(
@@ -581,109 +612,117 @@ class Store:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def compare(self, records: Sequence[int]) -> None:
-        """Have `digest` be of what is staged of these records, by their numbers. Only the first call counts."""
+        """Selects the records, by number, that `digest` covers. Only the first call counts."""
 
     def digest(self) -> int:
-        """A number that is the same in stores of the same records, if the same bytes of those compared are staged."""
+        """Returns a digest of the staged bytes and deferred updates of the records of `compare`.
+
+        It is equal in two stores of the same records if these bytes and updates are equal.
+        """
 
     def end(self) -> None:
-        """Have nothing written any more, by `close()` either: what is committed stays as it is."""
+        """Stops all writing, also by `close()`: the committed state stays as it is."""
 
     def check_log(self) -> None:
-        """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
+        """Verifies the data that `Engine.replay` reads.
+
+        `replay` does this itself; call it if other ranks must know the result before any of them writes.
 
         Raises:
             CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
         """
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
-        """Read and check everything that is live: extents and bytes. `progress(done, all)` hears of bytes.
+        """Reads and verifies all live extents; returns their number and bytes. `progress(done, all)` gets bytes.
 
         Raises:
-            CorruptionError: the first extent that is not.
+            CorruptionError: names the first damaged extent.
         """
 
     def damaged(self) -> list[str]:
-        """Damaged copies of labels and description, in words; the first commit after an open repairs them."""
+        """Returns a text for each damaged copy of a label or the description.
+
+        The first commit after an open repairs these copies.
+        """
 
     def forsake(self) -> None:
-        """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+        """Makes `close()` remove the files that were created for the store, before another process can open them."""
 
     def become_temporary(self) -> None:
-        """Note that its file is removed on purpose: a new store takes no name, and its file is not reported as lost."""
+        """Tells the store that the caller removes its file.
+
+        A new store then takes no name, and `lost_file` does not report the file.
+        """
 
     def lost_file(self) -> tuple[Path, str] | None: ...
     def close(self) -> None:
-        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine."""
+        """Keeps committed state, drops staged state, and closes the devices. A second call does nothing."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_raised: object) -> None: ...
 
 @final
 class Checksum:
-    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
+    """XXH3-64 of consecutive bytes; `str()` formats it as `xxhsum -H3` does."""
 
     def __new__(cls) -> Checksum: ...
     def update(self, tensor: torch.Tensor) -> None:
-        """Take the bytes of a contiguous CPU tensor."""
+        """Adds the bytes of a contiguous CPU tensor."""
 
 def checksum_of(tensor: torch.Tensor) -> str:
-    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
+    """Returns the checksum of the bytes of a contiguous CPU tensor, which may be empty."""
 
 @final
 class Fetch:
-    """A unit, or a part of one, on its way into memory: `Engine.fetch` and `UnitParts.begin` make it.
+    """A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it.
 
-    Any thread may use it.
-
-    Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
-    that. Dropping it waits for the device.
+    Any thread may use it. The slots that it reads are not written until the device has ended the reads. The step after
+    the next commit waits for that. Dropping the object waits for the device.
     """
 
     def wait(self) -> None:
-        """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+        """Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, not the read.
 
-        Waiting again says the same again.
+        A second call returns or raises the same.
 
         Raises:
             StorageError: the device failed.
-            CorruptionError: what is on storage is not what was written; the message names record and chunk.
+            CorruptionError: the bytes on storage differ from the written ones; the message names record and chunk.
         """
 
     def done(self) -> bool:
-        """Whether the device is done with it, well or not. Never waits."""
+        """True once the device has ended the read, successfully or not. Never waits."""
 
 @final
 class UnitParts:
     """A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 
-    Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step
-    after the next commit waits for that.
+    The slots that it reads are not written until each part was read once, or until this object and all its reads are
+    gone. The step after the next commit waits for that.
     """
 
     def places(self) -> list[tuple[int, int]]:
-        """Where each part begins in the unit, and its bytes."""
+        """Returns where each part begins in the unit, and its bytes."""
 
     def begin(self, index: int, into: torch.Tensor) -> Fetch:
-        """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+        """Begins to read a part into a contiguous uint8 CPU tensor of its size, ahead of all other waiting I/O.
 
-        The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
-        `Fetch.wait` does, and `done()`; dropping it waits for the device.
+        The tensor stays alive until the read has ended.
         """
 
 @final
 class Checkers:
-    """Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+    """Threads that verify parts of units as they arrive, so that a thread that starts copies computes no checksums.
 
-    They end when this and every part that they check are gone.
+    The threads end when this object and every part that they verify are gone.
     """
 
     def __new__(cls, threads: int) -> Checkers:
-        """As many threads, or as many as can be had; with none, whoever waits for a part checks it."""
+        """Starts `threads` threads, or as many as the system allows; without any, `Fetch.wait` verifies the part."""
 
     @property
     def threads(self) -> int:
-        """Threads that there are."""
+        """The number of threads."""
 
 def store_commits(paths: Sequence[str]) -> tuple[list[tuple[int, _Run, bool]], str | None] | None: ...
 def store_examine(paths: Sequence[str], progress: Callable[[int, int], object] | None) -> list[dict[str, Any]]: ...
@@ -702,9 +741,9 @@ def store_sizes(
     devices: int,
 ) -> tuple[int, int, int, int, int, int, list[int], list[tuple[int, int]]]: ...
 
-# Address and bytes of a tensor, and what keeps them valid.
+# The address and the bytes of a tensor, and an object that keeps them valid.
 _RamTier: TypeAlias = tuple[int, int, object]
-# Values, gradient, state, start, count, last.
+# The arguments of an adapter: values, gradient, state, start, count, last.
 _Adapter: TypeAlias = Callable[[LentBuffer, LentBuffer | None, list[LentBuffer], int, int, bool], None]
 
 @final
@@ -714,7 +753,7 @@ class LentBuffer:
 
 @disjoint_base
 class Engine:
-    """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+    """Updates the state of a store in a pipeline: reads, computes and writes it in chunks, beside other work."""
 
     def __new__(
         cls,
@@ -726,37 +765,38 @@ class Engine:
         whole_next: int = 0,
         threads: int = 1,
     ) -> Self:
-        """Start one on a store.
+        """Starts an engine on a store.
 
         Args:
-            store: what it updates.
+            store: the store to update.
             chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
-            queue: bytes of gradients that may wait; a larger one is let in alone.
-            whole: bytes for a record in one piece, for `apply(whole=True)`.
-            whole_next: bytes for a second one, which is read or written while a function computes on the other; at most
-                as many. A record that does not fit waits for the memory of the first, as all do without.
-            threads: that the updates of records in RAM run on at the end of a step.
+            queue: bytes of gradients that the queue holds; a larger gradient is queued alone.
+            whole: bytes for one record in one piece, for `apply(whole=True)`.
+            whole_next: bytes for a second record in one piece, which is read or written while a function computes on
+                the first; at most `whole`. A record that does not fit waits for the memory of the first, as every
+                record does if this is 0.
+            threads: threads that update records in RAM after a commit.
         """
 
     @property
     def store(self) -> _Store:
-        """What it updates."""
+        """The store that the engine updates."""
 
     def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
-        """End the log that a store has which was not closed: apply its gradients, and write and commit their records.
+        """Replays the log of a store that was not closed: applies its gradients, and writes and commits their records.
 
-        Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
-        interrupting it leaves the store as it was.
+        Call this before anything else is done with the store. The store then has the state of its last step, as memory
+        had it. An interrupted replay leaves the store as it was.
 
         Args:
-            progress: called with bytes of gradients done and of all; what it raises ends the work.
+            progress: called with the bytes of gradients done and in total; an exception of it ends the replay.
 
         Returns:
-            Whether there was a log.
+            False if the store had no log.
 
         Raises:
             CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
-            ConfigError: another version wrote the log, with arithmetic that is not known here.
+            ConfigError: another version wrote the log, with arithmetic that this version does not know.
         """
 
     def fill_at(
@@ -776,72 +816,72 @@ class Engine:
         values: torch.Tensor | None = None,
         spills: bool = False,
     ) -> None:
-        """Begin the update of a parameter, and return when its gradient has room in the queue.
+        """Queues the update of a parameter, and returns once the queue has room for its gradient.
 
-        The gradient is held until it was used, and must not change meanwhile.
+        The engine holds the gradient until it has used it; do not change the gradient meanwhile.
 
-        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
-        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
-        read; nothing writes to them.
+        `values` are the parameter's values in memory, as the last commit left them. If the update starts from values
+        (float32 or compact), it uses these instead of reading them, and verifies them like values that are read. The
+        engine holds them as long as the gradient, and does not write to them.
 
-        With `spills` the gradient is written as it is used, as by `spill`; `take_back` then discards the update and
-        leaves the gradient, for another one.
+        With `spills` the update also spills the gradient, as `spill` does; `take_back` then discards the update and
+        leaves the gradient for another one.
 
         Raises:
-            ConfigError: the gradient, the values or a number do not fit; or with `spills` the record is in RAM, or was
-                described without `spill`; nothing was begun.
+            ConfigError: the gradient, the values or a number do not fit; or with `spills`, the record is in RAM or was
+                described without `spill`. Nothing was queued.
             UsageError: the values of an update of this step were not those of the last commit; the step can only be
                 discarded.
             StorageError: an update of this step failed; the step can only be discarded.
         """
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
-        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+        """Queues a gradient to be spilled to storage; with `add`, adds it to the spilled one, with the bits of `add_`.
 
-        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
-        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
-        A job of this kind that fails or is discarded leaves nothing there.
+        Returns once the queue has room for the gradient. The engine holds the gradient until it has used it; do not
+        change it meanwhile. A spilled gradient is not part of a step: commits leave it, and closing the store drops it.
+        A spill that fails or is discarded leaves no gradient.
 
         Raises:
             ConfigError: the record was described without `spill`, or the gradient has another dtype or shape.
-            UsageError: nothing is there to add to.
+            UsageError: with `add`, no gradient is spilled.
             StorageError: a job of this step failed; the step can only be discarded.
         """
 
     def spilled(self, name: str) -> tuple[bool, Squares]:
-        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
+        """Returns whether the spilled gradient has a non-finite element, and the sum of its squares, not rounded.
 
-        Waits for what is queued of the record; both were computed as the gradient was written.
+        Waits for the record's queued jobs. The spill computed both results as it wrote the gradient.
 
         Raises:
-            UsageError: nothing is spilled of it.
+            UsageError: no gradient of the record is spilled.
         """
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the record.
+        """Reads the spilled gradient into a tensor of its shape and dtype, after the record's queued jobs.
 
         Raises:
-            UsageError: nothing is spilled of it.
-            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+            UsageError: no gradient of the record is spilled.
+            CorruptionError: the bytes on storage differ from the written ones; the step can only be discarded.
         """
 
     def update_spilled(
         self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
     ) -> None:
-        """As `update`, by the gradient that is spilled, which stays there.
+        """Queues an update like `update`, by the spilled gradient, which stays unchanged.
 
         Args:
-            name: of which parameter.
+            name: the parameter.
             numbers: as in `update`.
-            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            factors: multiplied into the gradient in turn before the update, with the bits of torch's `mul_`.
             values: as in `update`.
 
         Raises:
-            UsageError: nothing is spilled of it.
+            UsageError: no gradient of the record is spilled.
         """
 
     def drop_spilled(self, name: str) -> None:
-        """Forget the spilled gradient, after what is queued of the record. Fine where there is none."""
+        """Forgets the spilled gradient, if the record has one, after the record's queued jobs."""
 
     def apply_at(
         self,
@@ -853,55 +893,62 @@ class Engine:
         how: tuple[bool, bool, bool],
     ) -> None: ...
     def defer(self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = ()) -> bool:
-        """Leave the update by the spilled gradient, multiplied by each of `factors`, to the next step.
+        """Leaves the update by the spilled gradient, multiplied by each of `factors`, to the next step.
 
-        The commit names the gradient, which makes the step durable. What the slot lacks is written before the next
-        commit (`settle_later`, `fetch`), and by whoever reads more of the record than `fetch` gives.
+        The commit names the gradient, which makes the step durable. The update is written by `settle_later`, by a
+        `fetch` with `settle`, when a reader needs more of the record than `fetch` gives, or else by the next commit.
 
         Returns:
-            False where it has to be made now: the record is in RAM, or has no second place (`Store.keep_places`).
+            False if the update has to be made now: the record is in RAM, or has no second place (`Store.keep_places`).
         """
 
     def settle_later(self, name: str) -> None:
-        """Queue what the last commit left of a record's update, if it was not made yet."""
+        """Queues a job that writes the update of a record that the last commit left, if it was not made yet."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last commit left updates: before one of these records is staged, `catch_up()` is called."""
+        """True if the last commit left updates: `catch_up()` must run before one of these records is staged."""
 
     def catch_up(self) -> bool:
-        """Make the updates that the last commit left, and commit them as a part of its step; whether there were any.
+        """Makes the updates that the last commit left, and commits them as a part of its step.
+
+        Returns:
+            False if the last commit left no update.
 
         Raises:
             UsageError: something of another step is staged.
         """
 
     def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
-        """Begin to fetch the values of a unit, as the last commit left them, before all other work that waits.
+        """Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work.
 
-        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
-        record is at its "unit_offset". It is held until the end, and must not be touched before. Updates that the last
-        commit left (`defer`) are computed on the way; with `settle` they are written, too.
+        `into` is a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each record is
+        at its "unit_offset". The tensor stays alive until the fetch has ended; do not touch it before. Updates that the
+        last commit left (`defer`) are computed on the way; with `settle` they are also written.
 
         Raises:
-            ConfigError: there is no such unit, or the memory does not fit.
-            StorageError: the device refused; or the store is closed (UsageError).
+            ConfigError: the store has no such unit, or the memory does not fit.
+            StorageError: the device failed.
+            UsageError: the store is closed.
         """
 
     def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False) -> UnitParts:
-        """The same in parts of at most so many bytes; reads nothing yet.
+        """Fetches a unit like `fetch`, in parts of at most `bytes_max` bytes; reads nothing yet.
 
-        `checkers` check them as they come; without, whoever waits for one does.
+        The threads of `checkers` verify the parts as they arrive; without, `Fetch.wait` does.
 
         Raises:
-            ConfigError: there is no such unit, or an extent of it is larger than a part may be.
+            ConfigError: the store has no such unit, or an extent of it exceeds `bytes_max`.
         """
 
     def finish(self) -> None:
-        """Wait until every update is staged."""
+        """Waits until every update is staged."""
 
     def drain(self) -> None:
-        """As `finish`, but for updates of records in RAM, which begin with that or with `commit()`."""
+        """Waits until the queue is empty.
+
+        Unlike `finish`, does not start the updates of records in RAM, which `finish` or `commit()` starts.
+        """
 
     def commit_as(
         self,
@@ -912,31 +959,34 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one record alone.
+        """Drops queued jobs, drains running ones, and forgets the staged step; if `name` is given, only that record's.
 
-        A step that failed is over when all of it was discarded, and not before.
+        Only discarding the whole step ends a failed step.
         """
 
     def take_back(self, name: str) -> None:
-        """Forget what was staged of a record once it has ended: unlike after `discard`, what it spilled is there."""
+        """Waits for a record's jobs, then forgets its staged update.
+
+        Unlike `discard`, it keeps a gradient that these jobs spilled.
+        """
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of host memory that it holds, beside the gradients in its queue."""
+        """Bytes of host memory that the engine holds, except gradients in its queue."""
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
+        """Bytes of gradients in queued and running jobs; "queued" of `counters()`."""
 
     def counters(self) -> dict[str, Any]:
-        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
+        """Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, "seconds" by activity."""
 
     def close(self) -> None:
-        """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
+        """Drains running jobs and ends the thread. Uncommitted updates are lost. A second call does nothing."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_raised: object) -> None: ...
 
-# An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
+# An address, and the index of its dtype in memascend.kernels.arguments.FLOATS.
 _TypedAddress: TypeAlias = tuple[int, int]
 # The fields of memascend.kernels.scalars.Scalars, in order.
 _Scalars: TypeAlias = tuple[float, float, float, float, bool, float, float, float, float, float]

@@ -1,8 +1,8 @@
-//! Links the extension with the system's unwinder, which torch's libraries have loaded anyway.
+//! Links the extension with the system's unwinder, which torch's libraries load anyway.
 //!
-//! A thread that comes back from us while the interpreter is ending is ended by Python, by `pthread_exit`, and that
-//! unwinds our frames with the system's unwinder. Zig links one of its own beside it; the two do not understand each
-//! other, and the process ended with a segmentation fault.
+//! If a thread returns from Rust to Python while the interpreter ends, Python ends the thread with `pthread_exit`,
+//! which unwinds the Rust frames with the system's unwinder. Zig links an unwinder of its own. The two are
+//! incompatible, and the process would crash with a segmentation fault.
 
 use std::{env, path::Path, process::Command};
 

@@ -1,4 +1,4 @@
-//! Lets Python end a commit of several ranks: `agree` is called when all is flushed.
+//! Lets Python end a commit of several ranks: calls `agree` when all data is flushed.
 
 use std::cell::RefCell;
 
@@ -8,19 +8,20 @@ use pyo3::prelude::*;
 
 use crate::{errors::Raised, waiting::calling};
 
-/// The id of a run of several ranks, the number and the identity of a commit that they share; whose it is, of how many.
+/// What the ranks of a run share: the run's id, the number and the identity of the commit; then this rank, and the
+/// number of ranks.
 pub(crate) type SharedRun = ([u8; 16], u64, [u8; 16], u32, u32);
 
 pub(crate) fn shared(run: Option<SharedRun>) -> Run {
     run.map_or_else(Run::default, |(id, commit, identity, rank, ranks)| Run { id, commit, identity, rank, ranks })
 }
 
-/// The other way.
+/// Converts a store's run to [`SharedRun`].
 pub(crate) fn named_run(run: Run) -> SharedRun {
     (run.id, run.commit, run.identity, run.rank, run.ranks)
 }
 
-/// A commit that asks `agree`, which ends it by raising: what it raised is raised then.
+/// Runs a commit that calls `agree`. An exception of `agree` ends the commit, and is raised.
 pub(crate) fn agreed<E: Raised + Send>(
     py: Python<'_>,
     agree: Option<Py<PyAny>>,

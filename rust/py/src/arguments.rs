@@ -1,4 +1,4 @@
-//! Checks numbers and choices from Python: a bad one is a `ConfigError` that names the argument.
+//! Checks numbers and choices from Python; a wrong one raises a `ConfigError` that names the argument.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use pyo3::{
 
 use crate::errors::config_error;
 
-/// A number of bytes or things: any integer that is not negative, also as a float (1e9). True and False are no numbers
-/// here.
+/// Extracts a number of bytes or things: any integer that is not negative, also as a float (1e9). Rejects True and
+/// False.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     let number = match value.cast::<PyFloat>() {
-        // What has a fraction, infinity and NaN are no integers, and Python says so itself.
+        // `is_integer` is false for fractions, infinity and NaN.
         Ok(float) if float.call_method0("is_integer")?.is_truthy()? => float.call_method0("__int__")?.extract().ok(),
         Ok(_) => None,
         Err(_) if value.is_instance_of::<PyBool>() => None,
@@ -25,11 +25,11 @@ pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     })
 }
 
-/// A timeout: seconds from 0 up. `None` where that is past the clock's range (infinity too): for ever.
+/// A timeout of 0 or more seconds. `None` means no limit: the seconds exceed a `Duration`, or are infinite.
 pub(crate) struct Seconds(Option<Duration>);
 
 impl Seconds {
-    /// What to wait at most.
+    /// Returns the longest wait; `None` without a limit.
     pub(crate) fn limit(self) -> Option<Duration> {
         self.0
     }
@@ -49,14 +49,14 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     }
 }
 
-/// The choice that is called so.
+/// Returns the value of the choice that is named `asked`.
 pub(crate) fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
     let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
     let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);
     found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
 }
 
-/// A value as Python shows it.
+/// Returns Python's `repr` of a value.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
     value.repr().map_or_else(|_| "that".into(), |repr| repr.to_string())
 }

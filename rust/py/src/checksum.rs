@@ -1,4 +1,4 @@
-//! Translates checksums for Python.
+//! Translates the checksums of `rust/store` for Python.
 
 use pyo3::prelude::*;
 
@@ -11,7 +11,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checksum_of, module)?)
 }
 
-/// XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it.
+/// XXH3-64 of consecutive bytes; `str()` formats it as `xxhsum -H3` does.
 #[pyclass(module = "memascend.engine")]
 #[derive(Default)]
 struct Checksum(memascend_store::Checksum);
@@ -23,10 +23,10 @@ impl Checksum {
         Self::default()
     }
 
-    /// Take the bytes of a contiguous CPU tensor.
+    /// Adds the bytes of a contiguous CPU tensor.
     fn update(&mut self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let memory = held(tensor)?;
-        // SAFETY: the caller gives a tensor on the CPU, which it leaves alone; `memory` keeps it alive.
+        // SAFETY: the caller passes a contiguous CPU tensor and does not change it meanwhile; `memory` keeps it alive.
         let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) };
         tensor.py().detach(|| self.0.update(bytes));
         Ok(())
@@ -37,7 +37,7 @@ impl Checksum {
     }
 }
 
-/// The checksum of the bytes of one contiguous CPU tensor, which may have none.
+/// Returns the checksum of the bytes of a contiguous CPU tensor, which may be empty.
 #[pyfunction]
 fn checksum_of(tensor: &Bound<'_, PyAny>) -> PyResult<String> {
     let mut checksum = Checksum::default();

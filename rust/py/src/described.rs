@@ -1,4 +1,4 @@
-//! Translates descriptions of stores for Python: records in, sizes out.
+//! Translates descriptions of stores for Python: takes records, returns sizes.
 
 use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
@@ -12,17 +12,17 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_places_bytes, module)?)
 }
 
-/// A tensor of the description: name, dtype, shape.
+/// A tensor of a description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
-/// A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
-/// the format of its state, the number of its first element in a parameter of which it has rows. Without a format it is
-/// plain, or compact if it has the tensors of that.
+/// A record: whether it is a buffer; its unit; its values; its state; the order of its dimensions; the dtype of its
+/// spills; the format of its state; and, if it has rows of a parameter, the number of its first element in that
+/// parameter. Without a format the record is compact if it has a compact record's tensors, else plain.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
-/// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
+/// The results of [`store_sizes`], in its order.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
-/// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
+/// Returns the bytes that a store of this description takes: total, slot, index, buffers, a staging chunk, state of
 /// other shapes, each unit, each record.
 #[pyfunction]
 fn store_sizes(
@@ -41,7 +41,7 @@ fn store_sizes(
     Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, record_bytes))
 }
 
-/// Bytes of a log of some of these records, which are written whole every so many steps.
+/// Returns the bytes of a log for the records `logged`, each of which is written whole once every `steps` steps.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_log_bytes(
@@ -57,7 +57,8 @@ fn store_log_bytes(
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
-/// Bytes behind a store for second places of gradients, where updates of some of these records are left to the next step.
+/// Returns the bytes that second places for gradients take at a store's end, if updates of the records `deferred` are
+/// deferred.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(
@@ -94,7 +95,7 @@ pub(crate) fn described(
 fn described_record(py: Python<'_>, record: Described) -> PyResult<Record> {
     let (buffer, unit, (name, of_values, shape), state, order, spill, of_state, _) = record;
     let tensor = |(name, of_tensor, of_shape): Tensor| {
-        // What has the record's shape lies in its chunks.
+        // A tensor of the record's shape is cut into the record's chunks.
         let grain = u32::from(of_shape == shape);
         Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_tensor)?, name, shape: of_shape, grain })
     };
@@ -126,7 +127,8 @@ pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
     Format::from_name(name).ok_or_else(|| config_error(py, format!("there is no format of state called {name:?}")))
 }
 
-/// The state tensors of a record in a format, as (name, dtype, shape): of Adam, or of SGD with momentum.
+/// Returns the state tensors of a record in a format, as (name, dtype, shape): those of Adam, or of SGD with
+/// `momentum`.
 #[pyfunction]
 fn store_state_in(
     py: Python<'_>,
@@ -141,9 +143,9 @@ fn store_state_in(
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 
-/// Room for the user's value.
+/// The most bytes of the user's value in a commit.
 const USER_BYTES_MAX: u32 = 64 << 10;
-/// Room for the hyperparameters, half of which may be a trainer's position.
+/// The most bytes of the hyperparameters in a commit; a trainer's position may take half of them.
 const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {

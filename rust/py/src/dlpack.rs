@@ -1,4 +1,4 @@
-//! Exports device memory to torch through `DLPack`: a capsule that holds the owner.
+//! Exports device memory to torch through `DLPack`, in a capsule that keeps the memory's owner alive.
 
 use std::{ffi::CStr, os::raw::c_void, ptr};
 
@@ -10,11 +10,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dlpack, module)?)
 }
 
-/// What whoever takes the capsule in looks for; a taken one is renamed.
+/// The name of an unused capsule. A consumer looks for this name, and renames the capsule that it takes.
 const NAME: &CStr = c"dltensor";
 const UNSIGNED: u8 = 1;
 
-/// `DLTensor` and what it holds, as dlpack.h has them. The version before 1.0, which every torch takes.
+/// `DLTensor` of dlpack.h, with its nested structs. The layout is that before version 1.0, which every torch accepts.
 #[repr(C)]
 struct Tensor {
     data: *mut c_void,
@@ -29,7 +29,7 @@ struct Tensor {
     byte_offset: u64,
 }
 
-/// `DLManagedTensor`.
+/// `DLManagedTensor` of dlpack.h.
 #[repr(C)]
 struct Managed {
     tensor: Tensor,
@@ -39,7 +39,7 @@ struct Managed {
 
 const _: () = assert!(size_of::<Managed>() == 64, "as dlpack.h lays it out for 64 bits");
 
-/// What a capsule points to, and what lives as long.
+/// The allocation behind a capsule: the managed tensor, its shape, and the owner of the device memory.
 #[repr(C)]
 struct Export {
     managed: Managed,
@@ -47,8 +47,8 @@ struct Export {
     owner: Py<PyAny>,
 }
 
-/// A capsule for `torch.from_dlpack`: bytes on the device of dlpack.h's `kind`; `owner` is held until the last tensor on
-/// them is gone.
+/// Makes a capsule for `torch.from_dlpack`: `nbytes` bytes at `address` on the device `index` of dlpack.h's `kind`.
+/// `owner` stays alive until the last tensor on the bytes is gone.
 #[pyfunction]
 fn dlpack<'py>(
     address: &Bound<'py, PyAny>,
@@ -59,7 +59,7 @@ fn dlpack<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = address.py();
     let (address, nbytes) = (size("address", address)?, size("nbytes", nbytes)?);
-    let shape = i64::try_from(nbytes).map_err(|_| config_error(py, format!("{nbytes} bytes are no memory")))?;
+    let shape = i64::try_from(nbytes).map_err(|_| config_error(py, format!("{nbytes} bytes exceed an int64")))?;
     let tensor = Tensor {
         data: ptr::with_exposed_provenance_mut(address),
         device_kind: kind,
@@ -69,53 +69,54 @@ fn dlpack<'py>(
         type_bits: 8,
         type_lanes: 1,
         shape: ptr::null_mut(),
-        // None: without gaps.
+        // Null strides mean a contiguous tensor.
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
     let managed = Managed { tensor, context: ptr::null_mut(), deleter: Some(let_go) };
     let held = Box::into_raw(Box::new(Export { managed, shape, owner }));
-    // SAFETY: `held` was made now, and nobody else has it.
+    // SAFETY: `held` comes from `Box::into_raw` above, and nothing else refers to it.
     let inside = unsafe { &mut *held };
-    // Which stays where it is until `let_go` frees all of it.
+    // `shape` stays at this address until `let_go` frees the export.
     inside.managed.tensor.shape = &raw mut inside.shape;
-    // SAFETY: attached to the interpreter; the name is static, and `held` is freed by whoever takes the capsule in or, if
-    // nobody does, by `dropped`.
+    // SAFETY: the thread is attached to the interpreter, and the name is static. The consumer of the capsule frees
+    // `held`; without a consumer, `dropped` does.
     let capsule = unsafe { ffi::PyCapsule_New(held.cast(), NAME.as_ptr(), Some(dropped)) };
     if capsule.is_null() {
-        // SAFETY: no capsule was made of it.
+        // SAFETY: no capsule exists, so nothing else frees `held`.
         drop(unsafe { Box::from_raw(held) });
         return Err(PyErr::fetch(py));
     }
-    // SAFETY: a new reference, and not null.
+    // SAFETY: `capsule` is a new reference, and not null.
     Ok(unsafe { Bound::from_owned_ptr(py, capsule) })
 }
 
-/// The last tensor on the memory is gone, on whichever thread.
+/// Frees an [`Export`]. torch calls this on any thread once the last tensor on the memory is gone.
 ///
 /// # Safety
-/// Called once, with the `Managed` of a `Export` that `dlpack` made.
+/// `managed` must be that of an [`Export`] which `dlpack` made, and nothing may use it afterwards.
 unsafe extern "C" fn let_go(managed: *mut Managed) {
-    // SAFETY: it is the first field of what `Box::into_raw` gave, and nobody uses it any more.
+    // SAFETY: `managed` points to the first field of an `Export` from `Box::into_raw`, and nothing else uses the
+    // export.
     let held = unsafe { Box::from_raw(managed.cast::<Export>()) };
     let Export { owner, .. } = *held;
     let mut owner = Some(owner);
     Python::try_attach(|py| drop(owner.take().map(|owner| owner.into_bound(py))));
-    // Left to the system where the interpreter is gone: a reference cannot be given back to it.
+    // If the interpreter is gone, the reference cannot be released: the system frees it with the process.
     std::mem::forget(owner);
 }
 
-/// The capsule is gone; the memory with it, unless somebody took it in.
+/// Frees the memory of a capsule that no consumer took. The interpreter calls this when the capsule is gone.
 ///
 /// # Safety
-/// Called by the interpreter with a capsule of `dlpack`.
+/// `capsule` must be a capsule of `dlpack`.
 unsafe extern "C" fn dropped(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter passes the capsule.
+    // SAFETY: the interpreter passes a valid capsule.
     let ours = unsafe { ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) } != 0;
     if ours {
-        // SAFETY: it has this name; one that was taken in has another, and another owner.
+        // SAFETY: the capsule has this name; a consumer renames the capsule that it takes.
         let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()) };
-        // SAFETY: `dlpack` put it there, and nobody took it.
+        // SAFETY: `dlpack` stored the pointer, and no consumer took it.
         unsafe { let_go(managed.cast()) };
     }
 }

@@ -27,21 +27,21 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// Address and bytes of a tensor, and what keeps them valid.
+/// The address and the bytes of a tensor, and an object that keeps them valid.
 type Tensor = (usize, usize, Py<PyAny>);
-/// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Of momentum: lr, (momentum, dampening),
-/// nothing, weight decay, nesterov, and so on.
+/// Numbers of Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Numbers of a
+/// momentum: lr, (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
 pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bool, u64);
 
-/// Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
+/// The default bytes of gradients that the queue holds.
 const QUEUE_BYTES: usize = 256 << 20;
-/// Staging chunks: twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
+/// The default number of staging chunks: twelve keep a disk as busy as I/O alone; four reach 0.8 of it.
 const CHUNKS: usize = 12;
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
-/// What a unit is fetched into begins on a page.
+/// The alignment of the memory that a unit is fetched into.
 const PAGE_BYTES: usize = 4096;
 
-/// The pipelined update: state is read, computed and written in chunks, beside whatever else runs.
+/// Updates the state of a store in a pipeline: reads, computes and writes it in chunks, beside other work.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 struct Engine {
     inner: Detached<memascend_engine::Engine>,
@@ -75,20 +75,21 @@ impl Engine {
         Ok(Self { inner: Detached::new(inner.or_raise(py)?), store })
     }
 
-    /// What it updates.
+    /// The store that the engine updates.
     #[getter]
     fn store<'py>(&self, py: Python<'py>) -> &Bound<'py, Store> {
         self.store.bind(py)
     }
 
-    /// End the log that a store has which was not closed: apply its gradients, and write and commit their records.
+    /// Replays the log of a store that was not closed: applies its gradients, and writes and commits their records.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         watched(py, progress, |progress| self.inner.replay(progress))
     }
 
-    /// Begins a record's first values; a state tensor that is None is zeros, or the values where it is their master. In
-    /// float32, master and moments may be given that the record's format has otherwise.
+    /// Queues a record's first values. A state tensor that is None is zeros, or the values if it is a float32 master of
+    /// the record's shape. `wide` are float32 tensors for a master and moments that the record's format stores
+    /// otherwise.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -105,7 +106,7 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(record, first, wait))
     }
 
-    /// Begin the update of a parameter, and return when its gradient has room in the queue.
+    /// Queues the update of a parameter, and returns once the queue has room for its gradient.
     #[pyo3(signature = (name, gradient, numbers, *, values=None, spills=false))]
     fn update(
         &self,
@@ -126,7 +127,8 @@ impl Engine {
         })
     }
 
-    /// As `update`, by the gradient that is spilled, which stays there; multiplied by each of `factors` in turn first.
+    /// Queues an update like `update`, by the spilled gradient, multiplied by each of `factors` in turn. The spilled
+    /// gradient stays unchanged.
     #[pyo3(
         signature = (name, numbers, *, factors=vec![], values=None),
         text_signature = "(self, name, numbers, *, factors=(), values=None)"
@@ -143,7 +145,7 @@ impl Engine {
         waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))
     }
 
-    /// Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+    /// Queues a gradient to be spilled to storage; with `add`, adds it to the spilled one, with the bits of `add_`.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
@@ -151,27 +153,27 @@ impl Engine {
         waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
-    /// Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
+    /// Returns whether the spilled gradient has an element that is not finite, and the sum of its squares, not rounded.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
         Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
-    /// Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the record.
+    /// Reads the spilled gradient into a tensor of its shape and dtype, after the record's queued jobs.
     fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let into = Box::new(tensors::into_spilled(described, into)?);
         waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))
     }
 
-    /// Forget the spilled gradient, after what is queued of the record. Fine where there is none.
+    /// Forgets the spilled gradient, if the record has one, after the record's queued jobs.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
     }
 
-    /// Begins to apply a function, by a gradient that it knows, or by the one that is spilled.
+    /// Queues the application of a function, with a gradient that the function knows, or with the spilled one.
     fn apply_at(
         &self,
         name: &Bound<'_, PyString>,
@@ -195,9 +197,11 @@ impl Engine {
         waiting(py, None, |wait| self.inner.apply(record, application, values, wait))
     }
 
-    /// Leave the update by the spilled gradient, multiplied by each of `factors`, to the next step: the commit names it.
+    /// Leaves the update by the spilled gradient, multiplied by each of `factors`, to the next step: the commit names
+    /// the gradient.
     ///
-    /// False where it has to be made now: the record is in RAM, or nothing has room for that (`Store.keep_places`).
+    /// Returns False if the update has to be made now: the record is in RAM, or has no second place
+    /// (`Store.keep_places`).
     #[pyo3(signature = (name, numbers, *, factors=vec![]), text_signature = "(self, name, numbers, *, factors=())")]
     fn defer(&self, name: &Bound<'_, PyString>, numbers: &Bound<'_, PyAny>, factors: Vec<f64>) -> PyResult<bool> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
@@ -205,26 +209,26 @@ impl Engine {
         waiting(py, None, |wait| self.inner.defer(record, rule, &factors, wait))
     }
 
-    /// Queue what settles a record, if the last commit left it behind.
+    /// Queues a job that settles a record, if the last commit left it behind.
     fn settle_later(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |mut wait| self.inner.settle_later(record, &mut wait))
     }
 
-    /// Whether the last commit left updates to this step: before a record of those is staged, that is to be committed.
+    /// True if the last commit left updates to this step: `catch_up()` must run before one of these records is staged.
     #[getter]
     fn is_behind(&self) -> bool {
         self.inner.is_behind()
     }
 
-    /// Make the updates that the last commit left to this step, and commit them as a part of the last one; whether there
-    /// were any. Nothing of another step may be staged.
+    /// Makes the updates that the last commit left to this step, and commits them as a part of the last step. Returns
+    /// False if it left none. Nothing of another step may be staged.
     fn catch_up(&self, py: Python<'_>) -> PyResult<bool> {
         waiting(py, None, |wait| self.inner.catch_up(wait))
     }
 
-    /// Begin to fetch the values of a unit, as the last commit left them, before all other work that waits. Updates that
-    /// the last commit left are computed on the way; with `settle` they are written, too.
+    /// Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work. Computes
+    /// updates that the last commit left; with `settle`, also writes them.
     #[pyo3(signature = (unit, into, *, settle=false))]
     fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>, settle: bool) -> PyResult<Fetch> {
         let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
@@ -237,7 +241,7 @@ impl Engine {
         Ok(inner.into())
     }
 
-    /// The same in parts of at most so many bytes; nothing is read yet.
+    /// Fetches a unit like `fetch`, in parts of at most `bytes_max` bytes; reads nothing yet.
     #[pyo3(signature = (unit, bytes_max, checkers=None, *, settle=false))]
     fn parts(
         &self,
@@ -251,17 +255,18 @@ impl Engine {
         Ok(UnitParts::new(parts, checkers))
     }
 
-    /// Wait until every update is staged.
+    /// Waits until every update is staged.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.finish(wait))
     }
 
-    /// As `finish`, but for updates of records in RAM, which begin with that or with the commit.
+    /// Waits until the queue is empty. Unlike `finish`, does not start the updates of records in RAM.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.drain(wait))
     }
 
-    /// Commits, with the values as JSON; `agree` is called when all is flushed, and ends it by raising.
+    /// Commits a step, with `user` and `hyperparameters` as JSON. Calls `agree` once all data is flushed; an exception
+    /// of it ends the commit.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -275,13 +280,14 @@ impl Engine {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
-    /// Forget what was staged of a record once it has ended: unlike after `discard`, what it spilled is there.
+    /// Waits for a record's jobs, then forgets its staged update. Unlike `discard`, it keeps a gradient that they
+    /// spilled.
     fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
-    /// Drop what waits, drain what is in flight, forget what was staged: all of it, or of one record alone.
+    /// Drops queued jobs, drains running ones, and forgets the staged step; if `name` is given, only that record's.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
@@ -291,19 +297,20 @@ impl Engine {
         })
     }
 
-    /// Bytes of host memory that it holds, beside the gradients in its queue.
+    /// Bytes of host memory that the engine holds, except gradients in its queue.
     #[getter]
     fn staging_bytes(&self) -> usize {
         self.inner.staging_bytes()
     }
 
-    /// Bytes of gradients that wait or are being used now, "queued" of `counters()`.
+    /// Bytes of gradients in queued and running jobs; "queued" of `counters()`.
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
     }
 
-    /// Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did.
+    /// Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, and "seconds" by activity of
+    /// the thread.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
@@ -336,7 +343,7 @@ impl Engine {
         Ok(dict)
     }
 
-    /// Drain what is in flight and end its thread; what was not committed is lost. Twice is fine.
+    /// Drains running jobs and ends the thread. Uncommitted updates are lost. A second call does nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
@@ -356,7 +363,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// The number of a record, and its description.
+    /// Returns the number of a record, and its description.
     fn record(&self, name: &Bound<'_, PyString>) -> PyResult<(usize, &Record)> {
         let store = self.store.get();
         let index = store.index(name)?;
@@ -364,8 +371,8 @@ impl Engine {
     }
 }
 
-/// Factors as torch multiplies by a scalar.
-#[expect(clippy::cast_possible_truncation, reason = "that is what torch does")]
+/// Rounds factors to float32, as torch does when it multiplies a tensor by a scalar.
+#[expect(clippy::cast_possible_truncation, reason = "torch does the same")]
 fn single(factors: Vec<f64>) -> Vec<f32> {
     factors.into_iter().map(|factor| factor as f32).collect()
 }
@@ -384,7 +391,7 @@ pub(crate) fn rule(numbers: Numbers) -> Rule {
     Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into()
 }
 
-/// The numbers of an update, from a `memascend.engine.Adam` or `Momentum`.
+/// Returns the numbers of a `memascend.engine.Adam` or `Momentum`.
 fn rule_of(numbers: &Bound<'_, PyAny>) -> PyResult<Rule> {
     let number = |name: &str| numbers.getattr(name)?.extract::<f64>();
     let flag = |name: &str| numbers.getattr(name)?.extract::<bool>();

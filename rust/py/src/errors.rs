@@ -1,4 +1,4 @@
-//! Converts the crates' errors into exceptions of `memascend.errors`, all in one place.
+//! Converts the crates' errors into exceptions of `memascend.errors`; no other file does.
 
 use std::path::Path;
 
@@ -15,12 +15,12 @@ use pyo3::{
 
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// An error of a crate, in Python's words.
+/// An error of a crate that converts into a Python exception.
 pub(crate) trait Raised {
     fn raised(&self, py: Python<'_>) -> PyErr;
 }
 
-/// Raises the error of a result.
+/// Converts the error of a result into a Python exception.
 pub(crate) trait OrRaise<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }
@@ -31,12 +31,12 @@ impl<T, E: Raised> OrRaise<T> for Result<T, E> {
     }
 }
 
-/// An exception of the class that `memascend.errors` calls `class`.
+/// Makes an exception of the class `class` of `memascend.errors`.
 fn exception(py: Python<'_>, class: &str, message: String) -> PyErr {
     exception_with(py, class, message, |_| Ok(()))
 }
 
-/// The same with attributes, which are keywords.
+/// Makes an exception like [`exception`], with keyword arguments that `attributes` sets.
 fn exception_with(
     py: Python<'_>,
     class: &str,
@@ -53,19 +53,19 @@ fn exception_with(
     make().unwrap_or_else(|error| error)
 }
 
-/// Whether an exception is of the class that `memascend.errors` calls `class`.
+/// True if an exception is of the class `class` of `memascend.errors`.
 fn is_a(py: Python<'_>, raised: &PyErr, class: &str) -> bool {
     PyModule::import(py, "memascend.errors")
         .and_then(|errors| errors.getattr(class))
         .is_ok_and(|class| raised.is_instance(py, &class))
 }
 
-/// A wrong option.
+/// Makes the exception for a wrong option or argument.
 pub(crate) fn config_error(py: Python<'_>, message: String) -> PyErr {
     exception(py, "ConfigError", message)
 }
 
-/// A call that cannot be made now.
+/// Makes the exception for a call that is not allowed now.
 pub(crate) fn usage_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "UsageError", message.into())
 }
@@ -149,7 +149,7 @@ impl Raised for EngineError {
             EngineError::Math(error) => error.raised(py),
             EngineError::Function { cause, .. } => {
                 let cause = cause.downcast_ref::<PyErr>();
-                // That the device failed which computes is nobody's usage.
+                // A failure of the device that computes is not a misuse: it stays a `DeviceError`.
                 let lost = cause.filter(|cause| is_a(py, cause, "DeviceError"));
                 let raised = match lost {
                     Some(lost) => exception(py, "DeviceError", lost.value(py).to_string()),
@@ -172,7 +172,8 @@ fn memory_limit(py: Python<'_>, message: String, needed: usize, available: Optio
     })
 }
 
-/// With the error number of the system, the file or device, and what of it, as (offset, bytes).
+/// Makes a storage exception with these attributes: the system's error number, the path of the file or device, and the
+/// place in it as (offset, bytes).
 fn storage_error(
     py: Python<'_>,
     class: &str,
@@ -181,7 +182,7 @@ fn storage_error(
 ) -> PyErr {
     exception_with(py, class, message, |of| {
         of.set_item("errno", errno)?;
-        // Text as everywhere in Python, undecodable bytes as surrogates, and no Path object.
+        // A str as in the rest of Python, not a Path; undecodable bytes become surrogates.
         of.set_item("path", path.as_os_str())?;
         of.set_item("offset", place.map(|(offset, _)| offset))?;
         of.set_item("nbytes", place.map(|(_, nbytes)| nbytes))

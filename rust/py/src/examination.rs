@@ -1,4 +1,4 @@
-//! Translates the examination of whole stores for Python, with progress.
+//! Translates the examination of stores for Python, with progress.
 
 use std::path::PathBuf;
 
@@ -16,8 +16,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and checks both commits; `progress(done, all)` may raise. Of each: "generation", "step", "extents", "bytes",
-/// "damages", "others".
+/// Reads and verifies both commits; an exception of `progress(done, all)` ends it. Returns for each "generation",
+/// "step", "extents", "bytes", "damages", "others".
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(
@@ -40,8 +40,8 @@ fn store_examine<'py>(
     found.into_iter().map(described).collect()
 }
 
-/// The commits that whole roots name, the newest first: (generation, run, whether it is kept); and what is wrong with a root
-/// that is not whole. No commits where its first write did not finish, None where there is no store.
+/// Returns the commits that undamaged roots name, the newest first, as (generation, run, whether it is kept), and the
+/// damage of the other root. Without commits, the store's first write did not finish; None if the paths hold no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
@@ -50,5 +50,5 @@ fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Na
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
-/// Generation, run, whether it is kept.
+/// A commit: generation, run, whether it is kept.
 type Named = (u64, SharedRun, bool);

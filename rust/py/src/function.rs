@@ -1,4 +1,4 @@
-//! Calls Python functions on the engine's threads, with a chunk's memory lent to them.
+//! Calls Python functions on the engine's threads, and lends them the memory of a chunk.
 
 use std::{os::raw::c_int, sync::Arc, thread::sleep, time::Duration};
 
@@ -12,19 +12,20 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
 
-/// The threads of a collective let go of its tensors a moment after the call that waited for it has returned.
+/// How long [`Lender::require_back`] waits: a collective's threads drop its tensors a moment after the call returned.
 const PATIENCE_MS: u32 = 500;
 
-/// Memory that is lent for the length of a call.
+/// Lends memory for the length of a call.
 #[derive(Default)]
 pub(crate) struct Lender(Arc<()>);
 
 impl Lender {
+    /// Returns a buffer on `memory` that counts as lent until it is dropped.
     pub(crate) fn lend(&self, py: Python<'_>, memory: Shared) -> PyResult<Py<LentBuffer>> {
         Py::new(py, LentBuffer { memory, _lent: Arc::clone(&self.0) })
     }
 
-    /// Refuses what was kept beyond the call.
+    /// Returns an error if Python still holds a buffer that was lent, after a garbage collection and a short wait.
     pub(crate) fn require_back(&self, py: Python<'_>) -> PyResult<()> {
         if Arc::strong_count(&self.0) > 1 {
             py.import("gc")?.call_method0("collect")?;
@@ -36,32 +37,34 @@ impl Lender {
             py.detach(|| sleep(Duration::from_millis(1)));
         }
         if Arc::strong_count(&self.0) > 1 {
-            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is taken again: keep a clone()"));
+            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is reused: keep a clone()"));
         }
         Ok(())
     }
 }
 
-/// Memory of a chunk, as long as a tensor stands on it.
+/// Lent memory of a chunk. Tensors on it keep it alive.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
     memory: Shared,
-    /// One of them is in each buffer of a call: whoever counts them knows whether all were given back.
+    /// A clone of [`Lender`]'s counter: its strong count tells whether all buffers are dropped.
     _lent: Arc<()>,
 }
 
 #[pymethods]
 impl LentBuffer {
     /// # Safety
-    /// Called by the interpreter with a view to fill.
+    /// The interpreter calls this with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = &slf.get().memory;
-        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
+        // reference.
         unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
 }
 
-/// A function that calls an adapter of `memascend.engine` with lent memory: values, gradient, state, start, count, last.
+/// Returns a function for the engine that calls an adapter of `memascend.engine` with lent memory: values, gradient,
+/// state, start, count, last.
 pub(crate) fn applied(adapter: Py<PyAny>) -> Box<Function> {
     Box::new(move |chunk| {
         let called = Python::try_attach(|py| called(py, &adapter, chunk).map_err(|error| -> Cause { Arc::new(error) }));
@@ -81,7 +84,7 @@ fn called(py: Python<'_>, adapter: &Py<PyAny>, chunk: Chunk) -> PyResult<()> {
         result.map(drop)
     };
     if let Err(error) = result {
-        // Its frames hold tensors of the chunk, and the error outlives the call.
+        // The frames of the traceback hold tensors of the chunk, and the error outlives the call.
         if let Some(traceback) = error.traceback(py) {
             py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
         }

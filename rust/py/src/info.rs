@@ -1,4 +1,4 @@
-//! Tells Python what a store knows of itself: sizes, records, counters.
+//! Builds dicts for Python of a store's sizes, records and counters.
 
 use memascend_store::{Dtype, Kind, Run, StateTensor, Store};
 use pyo3::{
@@ -43,8 +43,8 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     Ok(dict)
 }
 
-/// One of them, since all at once would take a kilobyte each: name, whether it is a buffer, unit, dtype, shape, order,
-/// spill, step, staged, state as (name, dtype, shape).
+/// Returns the description of one record; those of all records would take a kilobyte each. Has its name, whether it is
+/// a buffer, unit, dtype, shape, order, spill, step, staged, and its state as (name, dtype, shape).
 pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
     let Some(record) = store.description().records.get(index) else {
         return Err(PyIndexError::new_err(format!("there is no record {index}")));
@@ -70,7 +70,7 @@ pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> Py
     Ok(dict)
 }
 
-/// Fetches, bytes and waits since the store was opened.
+/// Returns the counts of fetches, bytes and waits since the store was opened.
 pub(crate) fn counters<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
     let counters = store.counters();
     let moved = store.volume().stats();

@@ -1,8 +1,9 @@
-//! Translates `rust/math` for Python: tensors arrive as addresses that `memascend.kernels` has checked.
+//! Translates `rust/math` for Python.
 //!
-//! These functions trust what they get: each address points to as many elements as is said, of the type that is said,
-//! aligned for it, on the CPU, alive during the call; and those that are written overlap nothing else. Nothing but
-//! `memascend.kernels` and `memascend.engine` call them.
+//! [Note: trusted addresses] Tensors arrive as addresses, which `memascend.kernels` or `memascend.engine` has checked;
+//! nothing else calls functions that take them. Each address is valid for the stated number of elements (or bytes) of
+//! the stated type, aligned for it, on the CPU, and alive during the call. Memory that a function writes to overlaps no
+//! other argument.
 
 use std::{num::NonZeroUsize, slice};
 
@@ -21,19 +22,19 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernel_adam, module)?)
 }
 
-/// An address and the place of its type in `memascend.kernels.arguments.FLOATS`.
+/// An address, and the index of its type in `memascend.kernels.arguments.FLOATS`.
 pub(crate) type TypedAddress = (usize, u8);
 
 /// The fields of `Scalars`, in order.
 type ScalarFields = (f32, f32, f32, f32, bool, f32, f32, f32, f32, f32);
 
-/// The instruction set that the kernels run on.
+/// Returns the instruction set that the kernels run on.
 #[pyfunction]
 fn kernel_simd(py: Python<'_>) -> PyResult<&'static str> {
     Simd::chosen().map(Simd::name).or_raise(py)
 }
 
-/// The scalars of an Adam step, for `memascend.kernels.scalars.Scalars`.
+/// Returns the scalars of an Adam step, for `memascend.kernels.scalars.Scalars`.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "an optimizer's hyperparameters")]
 fn kernel_scalars(
@@ -74,7 +75,8 @@ fn kernel_scalars(
     ))
 }
 
-/// A sum of squares: whole units, where it is a number of them, or a float. See `memascend.tensors.Squares`.
+/// Returns a sum of squares: an int of units of 2^-298, or a float if the sum is infinite, NaN or of float64. See
+/// `memascend.tensors.Squares`.
 pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<Bound<'py, PyAny>> {
     match squares.units() {
         Some(units) => py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &units), "little")),
@@ -82,7 +84,8 @@ pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<
     }
 }
 
-/// Checks and unscales each of several gradients; the flag of any, the sum of all.
+/// Checks and unscales each of several gradients. Returns whether any has an element that is not finite, and the sum of
+/// all squares.
 #[pyfunction]
 fn kernel_check(
     py: Python<'_>,
@@ -94,7 +97,7 @@ fn kernel_check(
     let checked = py.detach(|| {
         let mut found = math::Check::NOTHING;
         for (address, dtype, numel) in grads {
-            // SAFETY: the module's contract.
+            // SAFETY: Python checked the address ([Note: trusted addresses]).
             let grad = unsafe { floats_mut((address, dtype), numel) };
             found.merge(&math::check_and_unscale(grad, inv_scale, exec)?);
         }
@@ -104,7 +107,7 @@ fn kernel_check(
     Ok((found.nonfinite, summed(py, &found.squares)?))
 }
 
-/// One step of `AdamW` or `Adam`.
+/// Updates a parameter by one step of `AdamW` or `Adam`.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "an optimizer's state")]
 fn kernel_adam(
@@ -133,16 +136,16 @@ fn kernel_adam(
     };
     py.detach(|| {
         let state = AdamState {
-            // SAFETY: the module's contract.
+            // SAFETY: Python checked the address ([Note: trusted addresses]).
             master: unsafe { elements_mut(master, numel) },
-            // SAFETY: the module's contract.
+            // SAFETY: Python checked the address ([Note: trusted addresses]).
             exp_avg: unsafe { elements_mut(exp_avg, numel) },
-            // SAFETY: the module's contract.
+            // SAFETY: Python checked the address ([Note: trusted addresses]).
             exp_avg_sq: unsafe { elements_mut(exp_avg_sq, numel) },
         };
-        // SAFETY: the module's contract.
+        // SAFETY: Python checked the address ([Note: trusted addresses]).
         let grad = unsafe { floats(grad, numel) };
-        // SAFETY: the module's contract.
+        // SAFETY: Python checked the address ([Note: trusted addresses]).
         let out = out16.map(|place| unsafe { floats_mut(place, numel) });
         math::adam(state, grad, out, &scalars, exec)
     })
@@ -154,48 +157,48 @@ pub(crate) fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
 }
 
 /// # Safety
-/// The module's contract.
+/// `address` must be valid for `numel` elements, as [Note: trusted addresses] requires.
 pub(crate) unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
     // An empty tensor has no address.
     if numel == 0 {
         return &[];
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
     unsafe { slice::from_raw_parts(address as *const T, numel) }
 }
 
 /// # Safety
-/// The module's contract.
+/// `address` must be valid for `numel` elements, as [Note: trusted addresses] requires.
 pub(crate) unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mut [T] {
     if numel == 0 {
         return &mut [];
     }
-    // SAFETY: the caller says so.
+    // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
     unsafe { slice::from_raw_parts_mut(address as *mut T, numel) }
 }
 
 /// # Safety
-/// The module's contract.
+/// `address` must be valid for `numel` elements, as [Note: trusted addresses] requires.
 pub(crate) unsafe fn floats<'a>((address, dtype): TypedAddress, numel: usize) -> Floats<'a> {
     match dtype {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
         0 => Floats::F32(unsafe { elements(address, numel) }),
-        // SAFETY: the caller says so; `Bf16` is its two bytes.
+        // SAFETY: as above; `Bf16` has the layout of its two bytes.
         1 => Floats::Bf16(unsafe { elements::<Bf16>(address, numel) }),
-        // SAFETY: the caller says so; `F16` is its two bytes.
+        // SAFETY: as above; `F16` has the layout of its two bytes.
         _ => Floats::F16(unsafe { elements::<F16>(address, numel) }),
     }
 }
 
 /// # Safety
-/// The module's contract.
+/// `address` must be valid for `numel` elements, as [Note: trusted addresses] requires.
 unsafe fn floats_mut<'a>((address, dtype): TypedAddress, numel: usize) -> FloatsMut<'a> {
     match dtype {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
         0 => FloatsMut::F32(unsafe { elements_mut(address, numel) }),
-        // SAFETY: the caller says so; `Bf16` is its two bytes.
+        // SAFETY: as above; `Bf16` has the layout of its two bytes.
         1 => FloatsMut::Bf16(unsafe { elements_mut::<Bf16>(address, numel) }),
-        // SAFETY: the caller says so; `F16` is its two bytes.
+        // SAFETY: as above; `F16` has the layout of its two bytes.
         _ => FloatsMut::F16(unsafe { elements_mut::<F16>(address, numel) }),
     }
 }

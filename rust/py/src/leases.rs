@@ -1,4 +1,4 @@
-//! Translates the leases of `rust/mem` for Python, and the buffers that tensors are made of.
+//! Translates the leases of `rust/mem` for Python, and the buffers from which tensors are made.
 
 use std::{
     ffi::c_int,
@@ -26,11 +26,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LeaseBuffer>()
 }
 
-/// A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone.
+/// The right to use bytes of an arena or a ring. The slot is free again once the lease and every tensor in it are gone.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Lease {
     nbytes: usize,
-    /// `None` once returned.
+    /// `None` once the lease was returned.
     inner: Mutex<Option<Arc<mem::Lease>>>,
 }
 
@@ -39,21 +39,21 @@ const IN_USE: &str = "a tensor still lives in this lease; drop every view of it,
 
 #[pymethods]
 impl Lease {
-    /// Bytes asked for.
+    /// The bytes that were asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.nbytes
     }
 
-    /// Whether it was returned.
+    /// True once the lease was returned.
     #[getter]
     fn returned(&self) -> bool {
         self.held().is_none()
     }
 
-    /// A tensor in the leased bytes, without a copy; its contents are what was there before.
+    /// Returns a tensor in the leased bytes, without a copy; its contents are the bytes that are there.
     ///
-    /// The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+    /// The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
     fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = shape.py();
         let torch = py.import("torch")?;
@@ -80,12 +80,12 @@ impl Lease {
         let options = PyDict::new(py);
         options.set_item("dtype", dtype)?;
         if elements == 0 {
-            // torch makes no empty tensor of a buffer; it would hold nothing anyway.
+            // torch makes no empty tensor from a buffer; an empty tensor needs no memory.
             options.set_item("device", "cpu")?;
             return torch.call_method("empty", (tuple,), Some(&options));
         }
         options.set_item("count", elements)?;
-        // A tensor that is made inside inference_mode could never be written outside of it.
+        // A tensor that is made inside `inference_mode` cannot be written outside of it.
         let within = torch.call_method0("is_inference_mode_enabled")?.is_truthy()?;
         let outside = if within { Some(torch.call_method1("inference_mode", (false,))?) } else { None };
         if let Some(outside) = &outside {
@@ -101,19 +101,19 @@ impl Lease {
                 format!("this slot is not aligned for {dtype}: plan its class as a multiple of {width} bytes");
             return Err(config_error(py, message));
         }
-        // In place, so that it is a tensor of its own and no view, as one that torch allocates.
+        // `resize_` works in place, so the result is not a view, like a tensor that torch allocates.
         tensor.call_method1("resize_", (tuple,))
     }
 
-    /// The leased bytes as a writable buffer, which holds the lease as a tensor does.
+    /// Returns the leased bytes as a writable buffer, which keeps the lease alive as a tensor does.
     fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
         let held = self.held().as_ref().map(Arc::clone);
-        // The lock is given back before an exception is made: that may collect garbage, which may run Python code, which
-        // may ask this lease.
+        // Release the lock before making an exception: that may collect garbage, which may run Python code that asks
+        // this lease.
         held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
-    /// Return an unused lease at once.
+    /// Returns an unused lease at once.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let returned = {
             let mut held = self.held();
@@ -135,7 +135,7 @@ impl Lease {
         }
     }
 
-    /// As `release`, unless it was returned before.
+    /// Returns the lease as `release` does, unless it was returned before.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.returned() { Ok(()) } else { self.release(py) }
     }
@@ -154,7 +154,7 @@ impl Lease {
     }
 }
 
-/// The sizes of a tensor, from an integer or a sequence of integers; past the largest there is, the largest.
+/// Extracts a tensor's sizes from an integer or a sequence of integers. Larger sizes become `i64::MAX`.
 fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = shape.py();
     let one = |size: &Bound<'_, PyAny>| match size.extract::<i64>() {
@@ -186,16 +186,16 @@ impl Lease {
     }
 }
 
-/// The bytes of a lease as a writable buffer; the lease lives as long as this object.
+/// The bytes of a lease as a writable buffer. The lease lives as long as this object.
 #[pyclass(frozen, module = "memascend._core")]
 struct LeaseBuffer {
-    /// `None` only while this is dropped.
+    /// `None` only while `drop` runs.
     lease: Option<Arc<mem::Lease>>,
 }
 
 impl Drop for LeaseBuffer {
     fn drop(&mut self) {
-        // Giving a slot back takes nanoseconds, unless it is the last of a closed region: that unmaps.
+        // Freeing a slot takes nanoseconds, but the last slot of a closed region unmaps it.
         if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
             drop(Detached::new(self.lease.take()));
         }
@@ -205,18 +205,19 @@ impl Drop for LeaseBuffer {
 #[pymethods]
 impl LeaseBuffer {
     /// # Safety
-    /// Called by the interpreter with a view to fill.
+    /// The interpreter calls this with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Some(lease) = &slf.get().lease else { return Err(usage_error(slf.py(), RETURNED)) };
-        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
+        // reference.
         unsafe { fill(slf, view, (lease.as_ptr(), lease.len()), flags) }
     }
 }
 
-/// Fills in the interpreter's view of bytes that can be written.
+/// Fills the interpreter's view with writable bytes.
 ///
 /// # Safety
-/// `view` is valid, and the bytes live as long as `owner`.
+/// `view` must be valid for writes, and the bytes must live as long as `owner`.
 pub(crate) unsafe fn fill<T>(
     owner: &Bound<'_, T>,
     view: *mut ffi::Py_buffer,
@@ -225,7 +226,7 @@ pub(crate) unsafe fn fill<T>(
 ) -> PyResult<()> {
     // No memory is larger than isize::MAX.
     let length = ffi::Py_ssize_t::try_from(bytes)?;
-    // SAFETY: as the caller says.
+    // SAFETY: the caller guarantees a valid view, and bytes that live as long as `owner`.
     let failed = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), start.as_ptr().cast(), length, 0, flags) };
     if failed == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }

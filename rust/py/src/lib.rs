@@ -1,7 +1,7 @@
-//! `memascend._core`: the Rust crates translated to Python, and nothing else.
+//! `memascend._core`: translates the Rust crates for Python, and does nothing else.
 //!
-//! Each function extracts its arguments, releases the GIL around the work and wraps the result. One file per crate that
-//! is translated; `errors` is the one place that turns errors into exceptions, `arguments` the one that checks numbers.
+//! Each function extracts its arguments, releases the GIL around the work and wraps the result. Only `errors` turns
+//! errors into exceptions, and only `arguments` checks numbers.
 
 mod agreement;
 mod arguments;
@@ -27,7 +27,7 @@ mod waiting;
 
 use pyo3::prelude::*;
 
-/// The module. Python code imports it only through `memascend.memory` and its like.
+/// Registers the classes and functions. Python code imports them only through `memascend.memory` and similar modules.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -38,10 +38,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(end_heap_step, module)?)
 }
 
-/// Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+/// Page-aligned memory on huge pages, pinned as well as the system allows, populated before use.
 ///
-/// Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
-/// closed and the last tensor in it is gone. `pinned` says how it is pinned, `why_not` why no better.
+/// Has exactly `nbytes` bytes, rounded up to the page. The memory returns to the system once the region is closed and
+/// the last tensor in it is gone. `pinned` says how it is pinned, `why_not` why no better.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Region {
     inner: Detached<mem::Region>,
@@ -58,49 +58,50 @@ impl Region {
         Self::mapped(nbytes.py(), size("nbytes", nbytes)?, pin.0, on_fork.0, owner)
     }
 
-    /// Bytes asked for.
+    /// The bytes that were asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.inner.asked_bytes()
     }
 
-    /// Bytes mapped: `nbytes` rounded up to the page.
+    /// The bytes that are mapped: `nbytes` rounded up to the page.
     #[getter]
     fn mapped_bytes(&self) -> usize {
         self.inner.bytes()
     }
 
-    /// How it is pinned: "mlock", "cuda" or False.
+    /// How the memory is pinned: "mlock", "cuda" or False.
     #[getter]
     fn pinned<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         pinned_shown(py, self.inner.pinned())
     }
 
-    /// Why it is not pinned better, where more was wished for.
+    /// Why the memory is not pinned better, if more was asked for.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
     }
 
-    /// Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds.
+    /// The bytes that are on huge pages now. Asks the kernel, which takes milliseconds.
     #[getter]
     fn huge_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| self.inner.huge_bytes())
     }
 
-    /// Why fewer bytes lie on huge pages than could; None where all do.
+    /// Why some bytes are not on huge pages; None if all that can be are.
     #[getter]
     fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.inner.why_not_huge())
     }
 
-    /// Whether `close()` was called.
+    /// True once `close()` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.inner.is_closed()
     }
 
-    /// End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine.
+    /// Ends new leases and every wait for one. Unmaps the memory now, or with the last tensor in it. A second call does
+    /// nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
@@ -127,9 +128,9 @@ impl Region {
     }
 }
 
-/// A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+/// A region that is divided once, as planned, into slots of exact sizes: leasing never allocates or fragments memory.
 ///
-/// A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
+/// A lease takes a slot of the smallest class that holds it, never one of a larger class, so leases that the plan
 /// admits are granted in every order.
 #[pyclass(frozen, module = "memascend.memory")]
 struct Arena {
@@ -144,7 +145,8 @@ impl Arena {
         Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
-    /// Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+    /// Takes a slot of `nbytes`; waits up to `timeout` seconds (None: without limit) until one is free. Ctrl-C ends the
+    /// wait.
     #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
     fn lease(&self, nbytes: &Bound<'_, PyAny>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let py = nbytes.py();
@@ -153,18 +155,18 @@ impl Arena {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
-    /// How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
+    /// Returns how many free slots `lease(nbytes)` may take; at 0 it would wait.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).or_raise(py)
     }
 
-    /// What is held and was waited for: "capacity", "reserved", `"in_use"`, "bytes", "peak", "classes", "owners" and more.
+    /// Returns the counters: "capacity", "reserved", `"in_use"`, "bytes", "peak", "classes", "owners" and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }
 }
 
-/// An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own.
+/// An arena of planned classes, {bytes: count}. Each slot that is added later has a region of its own.
 #[pyclass(frozen, module = "memascend.memory")]
 struct HostArena {
     inner: Detached<mem::GrowingArena>,
@@ -179,53 +181,54 @@ impl HostArena {
         Ok(Self { inner: Detached::new(made) })
     }
 
-    /// Take memory for one more lease of `nbytes`; how many bytes that took.
+    /// Adds a slot for a lease of `nbytes`, and returns the bytes that it takes.
     fn add(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))
     }
 
-    /// The slots beyond the planned ones, {bytes: count}.
+    /// The number of added slots, {bytes: count}.
     #[getter]
     fn added(&self) -> BTreeMap<usize, usize> {
         self.inner.added_slots()
     }
 
-    /// The memory that they took: what the plan did not have.
+    /// The bytes that the added slots take beyond the plan.
     #[getter]
     fn added_bytes(&self) -> usize {
         self.inner.added_bytes()
     }
 
-    /// As `Arena.lease`; only for a planned slot is waited.
+    /// Takes a slot as `Arena.lease` does: a planned one if one is free, else an added one; waits only for planned
+    /// ones.
     #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
     fn lease(&self, py: Python<'_>, nbytes: usize, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
-    /// How many slots are free that `lease(nbytes)` may take.
+    /// Returns how many free slots `lease(nbytes)` may take.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).or_raise(py)
     }
 
-    /// All memory that is held, 0 once it was closed.
+    /// The bytes of all memory that the arena holds; 0 once it is closed.
     #[getter]
     fn held_bytes(&self) -> usize {
         self.inner.held_bytes()
     }
 
-    /// Let the memory go.
+    /// Ends new leases and every wait for one. Each region returns to the system once its last lease is gone.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
 }
 
-/// Equal chunks for staging, handed between threads, in a region of their own, pinned as `Region` says.
+/// Equal chunks for staging that threads hand to each other, in a region of their own, pinned as for `Region`.
 ///
-/// A forked child sees zeros in them: what is being staged is no business of a child's.
+/// A forked child sees zeros in the chunks: staged data is not for it.
 #[pyclass(frozen, module = "memascend.memory")]
 struct ChunkRing {
     inner: Detached<mem::ChunkRing>,
-    /// The region that the chunks lie in.
+    /// The region of the chunks.
     #[pyo3(get)]
     region: Py<Region>,
 }
@@ -247,19 +250,19 @@ impl ChunkRing {
         Ok(Self { inner, region: Py::new(py, region)? })
     }
 
-    /// Take a chunk; waiting and errors as `Arena.lease`.
+    /// Takes a chunk; waits and raises as `Arena.lease` does.
     #[pyo3(signature = (timeout=None, owner="user"))]
     fn lease(&self, py: Python<'_>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let owner = self.inner.owner(owner).or_raise(py)?;
         leased(py, timeout, |wait| self.inner.lease(owner, wait))
     }
 
-    /// As `Arena.stats`.
+    /// Returns the counters, as `Arena.stats` does.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }
 
-    /// Close the ring's region; see `Region.close`.
+    /// Closes the ring's region; see `Region.close`.
     fn close(&self, py: Python<'_>) {
         self.region.get().close(py);
     }
@@ -286,37 +289,39 @@ impl FileMemory {
     fn new(descriptor: &Bound<'_, PyAny>, nbytes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = nbytes.py();
         let raw = RawFd::try_from(size("descriptor", descriptor)?)?;
-        // SAFETY: not negative; the caller has it open, and the kernel refuses one that is not.
+        // SAFETY: the descriptor is not negative, and the caller keeps it open during this call; the kernel rejects one
+        // that is closed.
         let file = unsafe { BorrowedFd::borrow_raw(raw) };
         let inner = mem::FileMemory::new(file, size("nbytes", nbytes)?);
         Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
     /// # Safety
-    /// Called by the interpreter with a view to fill.
+    /// The interpreter calls this with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = &slf.get().inner;
-        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
+        // reference.
         unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
 }
 
-/// Whether what `file_memory` made begins at this address.
+/// True if memory of `file_memory` begins at this address.
 #[pyfunction]
 fn is_file_memory(address: usize) -> bool {
     mem::is_file_memory(address)
 }
 
-/// Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+/// Makes calls of this thread harmless to CUDA graphs that other threads capture.
 ///
-/// Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver; where
-/// the process has not loaded it, nobody captures.
+/// In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
+/// could not be set; if the process has not loaded the driver, no thread captures.
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
 }
 
-/// What an arena of classes takes: bytes asked for, and bytes reserved once every slot is aligned for I/O.
+/// The memory of an arena's classes: the bytes asked for, and the bytes reserved once every slot is aligned for I/O.
 #[pyclass(frozen, get_all, name = "Layout", module = "memascend.memory")]
 struct LayoutBytes {
     asked: usize,
@@ -330,34 +335,36 @@ impl LayoutBytes {
     }
 }
 
-/// What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it.
+/// Returns the memory that an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it.
 #[pyfunction]
 fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     let layout = Layout::unbounded(&planned(classes)?).or_raise(classes.py())?;
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Map large allocations from now on, in this process, and occupy the holes of the C library's heap.
+/// Turns large allocations of this process into mappings from now on, and occupies the holes of the C library's heap.
 ///
-/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; with glibc's own variables, it is only trimmed.
+/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
+/// the heap is only trimmed.
 #[pyfunction]
 fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
 }
 
-/// Before each backward: the first one's step is measured from here on.
+/// Marks the start of a backward; call it before each one. The first call sets the baseline for the first step.
 #[pyfunction]
 fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// After a step of so many backwards: give free heap back, or keep it for good once the batch was large.
+/// Ends a step of `backwards` backwards: returns free heap to the system, or keeps it from now on if the batch was
+/// large.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));
 }
 
-/// The limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each of them.
+/// Returns the limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each limit.
 #[pyfunction]
 fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);
@@ -377,7 +384,7 @@ fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(dict)
 }
 
-/// Every region that is mapped now: its "owner", "bytes" and how it is "pinned".
+/// Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned".
 #[pyfunction]
 fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let region = |stats: mem::RegionStats| {
@@ -390,7 +397,7 @@ fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     mem::regions().into_iter().map(region).collect()
 }
 
-/// How memory is to be pinned, as Python says it.
+/// The `pin` argument of Python.
 #[derive(Clone, Copy)]
 struct PinWish(Pin);
 
@@ -413,7 +420,7 @@ impl<'py> FromPyObject<'_, 'py> for PinWish {
     }
 }
 
-/// What a forked child is to see, as Python says it.
+/// The `on_fork` argument of Python.
 #[derive(Clone, Copy)]
 struct ForkWish(OnFork);
 
@@ -440,7 +447,7 @@ fn pinned_shown(py: Python<'_>, pinned: Pinned) -> Bound<'_, PyAny> {
     }
 }
 
-/// Classes of an arena, from any mapping of bytes to counts.
+/// Extracts an arena's classes from any mapping of bytes to counts.
 fn planned(classes: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, usize)>> {
     let classes = classes.py().get_type::<PyDict>().call1((classes,))?.cast_into::<PyDict>()?;
     classes

@@ -24,9 +24,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// One address space over one or several devices; `memascend.nvme.open()` makes it. Any thread may use it.
 ///
-/// Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the same
-/// bytes, wait for one before beginning the next. Closing, dropping and the end of the interpreter wait for what is in
-/// flight.
+/// Operations on different bytes never disturb each other, even inside one block of the device. Wait for an operation
+/// before you begin another one on the same bytes. Closing, dropping and the end of the interpreter wait for operations
+/// in flight.
 #[pyclass(frozen, weakref, module = "memascend.nvme")]
 struct Volume {
     inner: Detached<nvme::Volume>,
@@ -55,35 +55,36 @@ impl Volume {
         Ok(Self { inner: Detached::new(inner.or_raise(py)?), paths })
     }
 
-    /// The paths of its devices, as they were given.
+    /// The paths of the devices, as they were given.
     #[getter]
     fn paths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.paths.iter().map(|path| path.as_os_str()))
     }
 
-    /// Begin to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
+    /// Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
     ///
-    /// Offset, length and address that are multiples of `alignment` go straight; others are right, and are copied.
+    /// If offset, length and address are multiples of `alignment`, the device writes to the memory itself; otherwise
+    /// the bytes are copied.
     fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(into, false)?;
         begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
     }
 
-    /// Begin to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
+    /// Begins to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
     ///
-    /// Done means that the device has the bytes; `flush()` makes them survive a loss of power.
+    /// Once the write is done, the device has the bytes; `flush()` makes them survive a loss of power.
     fn write(&self, data: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(data, true)?;
         begun(data.py(), self.inner.write(held, number("offset", offset)? as u64))
     }
 
-    /// Make every write that was begun before survive a loss of power, on every device. Waits for them first.
+    /// Waits for every write that was begun before, and makes it survive a loss of power, on every device.
     #[pyo3(signature = (timeout=None))]
     fn flush(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
         waiting(py, timeout, |wait| self.inner.flush(wait))
     }
 
-    /// Wait for what is in flight, then let go of the devices. Twice is fine. Does not flush.
+    /// Waits for operations in flight, then closes the devices. A second call does nothing. Does not flush.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.close(wait))
     }
@@ -97,43 +98,43 @@ impl Volume {
         self.close(py)
     }
 
-    /// Whether it was closed.
+    /// True once `close()` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.inner.is_closed()
     }
 
-    /// Bytes that it holds.
+    /// The size of the address space in bytes.
     #[getter]
     fn size(&self) -> u64 {
         self.inner.size_bytes()
     }
 
-    /// What offset, length and address must be multiples of to go straight to the device; 1: all do.
+    /// Offset, length and address must be multiples of this, or the bytes are copied; 1: they never are.
     #[getter]
     fn alignment(&self) -> usize {
         self.inner.alignment()
     }
 
-    /// Who carries the requests: `"io_uring"` or "threads".
+    /// The backend that submits the requests: `"io_uring"` or "threads".
     #[getter]
     fn backend(&self) -> &'static str {
         self.inner.backend().name()
     }
 
-    /// Why the backend is no better; None where it is the best or was asked for.
+    /// Why the backend is not a better one; None if it is the best, or was asked for.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
     }
 
-    /// Whether every device bypasses the page cache; `devices()` says why one does not.
+    /// True if every device bypasses the page cache; `devices()` says why one does not.
     #[getter]
     fn direct(&self) -> bool {
         self.inner.is_direct()
     }
 
-    /// Requests of at most 1 MiB that the kernel has at once, for each device.
+    /// The number of requests of at most 1 MiB that each device gets at once.
     #[getter]
     fn queue_depth(&self) -> usize {
         self.inner.queue_depth()
@@ -146,7 +147,8 @@ impl Volume {
         format!("Volume({}: {} bytes, {state})", paths.join(", "), self.size())
     }
 
-    /// Its devices: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None where it is direct).
+    /// Returns a dict for each device: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None if it is
+    /// direct).
     fn devices<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let device = |device: &nvme::DeviceInfo| {
             let dict = PyDict::new(py);
@@ -159,7 +161,7 @@ impl Volume {
         self.inner.devices().iter().map(device).collect()
     }
 
-    /// What it has done since it was opened: "read", "written", "flushes", "failed", `"in_flight"` and more.
+    /// Returns the counts since the volume was opened: "read", "written", "flushes", "failed", `"in_flight"` and more.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let dict = PyDict::new(py);
@@ -179,24 +181,26 @@ fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<Tens
     begun.map(|inner| Ticket { inner }).map_err(|NotBegun { error, .. }| error.raised(py))
 }
 
-/// Memory of a Python object.
+/// The memory of a tensor or a buffer, which an operation reads or writes.
 pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
-    /// Dropping it without the GIL, on an I/O thread, leaves the release to the next thread that has the GIL.
+    /// Keeps the memory valid. If an I/O thread drops it without the GIL, the next thread that takes the GIL releases
+    /// it.
     _keep: Py<PyAny>,
 }
 
 impl TensorMemory {
-    /// `nbytes` at `address`, which stay valid as long as `keep` lives.
+    /// Describes `nbytes` bytes at `address`, which must stay valid as long as `keep` lives.
     pub(crate) fn new(address: usize, nbytes: usize, keep: Py<PyAny>) -> Self {
         let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
         Self { address, nbytes, _keep: keep }
     }
 
-    /// That of a contiguous CPU tensor or of a buffer, to be written from or read into.
+    /// Returns the memory of a contiguous CPU tensor or of a buffer. With `write`, the operation writes the memory to
+    /// the device, so the buffer may be read-only.
     fn of(memory: &Bound<'_, PyAny>, write: bool) -> PyResult<Self> {
-        // A tensor exists only if torch was imported; who reads into a bytearray need not wait for that.
+        // Without torch no object is a tensor; do not import torch for a bytearray.
         let modules = memory.py().import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         match modules.get_item("torch")? {
             Some(torch) if memory.is_instance(&torch.getattr("Tensor")?)? => Self::of_tensor(memory),
@@ -243,23 +247,23 @@ impl TensorMemory {
         }
         let nbytes: usize = view.getattr("nbytes")?.extract()?;
         if nbytes == 0 {
-            // A view of no bytes cannot be cast.
+            // `cast` rejects a view without bytes.
             return Ok(Self::new(0, 0, py.None()));
         }
         let bytes = view.call_method1("cast", ("B",))?;
-        // The view that is kept holds the export of the memory; this second one tells where it is.
+        // `bytes` is kept, and holds the export of the memory. `buffer` only gives the address.
         let buffer = PyBuffer::<u8>::get(&bytes)?;
         Ok(Self::new(buffer.buf_ptr().expose_provenance(), nbytes, bytes.unbind()))
     }
 }
 
-// SAFETY: an address, and a reference that may be held by any thread.
+// SAFETY: the fields are an address, and a reference that any thread may hold.
 unsafe impl Send for TensorMemory {}
-// SAFETY: as above; nothing of it is changed through a shared reference.
+// SAFETY: as above; a shared reference changes neither field.
 unsafe impl Sync for TensorMemory {}
 
-// SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that it is part of, so it stays mapped
-// where it is; who else touches the bytes meanwhile is said in the documentation of `memascend.nvme`.
+// SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that contains it, so the memory stays
+// mapped at its address. The documentation of `memascend.nvme` says when other code may access the bytes.
 unsafe impl Buffer for TensorMemory {
     fn as_ptr(&self) -> *const u8 {
         self.address.as_ptr()
@@ -274,7 +278,8 @@ unsafe impl Buffer for TensorMemory {
     }
 }
 
-/// One operation in flight. Dropping it cancels nothing: the operation goes on and its memory lives until the end.
+/// An operation in flight. Dropping the ticket cancels nothing: the operation goes on, and its memory lives until the
+/// end.
 ///
 /// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
 #[pyclass(frozen, module = "memascend.nvme")]
@@ -284,7 +289,8 @@ struct Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// Wait for the end, without the GIL, up to `timeout` seconds; the bytes moved, which is all of them.
+    /// Waits for the operation without the GIL, up to `timeout` seconds. Returns the bytes moved, which are all of
+    /// them.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
         waiting(py, timeout, |wait| self.inner.wait_until(wait))?;
@@ -293,7 +299,7 @@ impl Ticket {
         outcome.or_raise(py)
     }
 
-    /// Whether it has ended, well or not; `wait()` then returns or raises at once.
+    /// True once the operation has ended, successfully or not; `wait()` then returns or raises at once.
     fn done(&self) -> bool {
         let done = self.inner.is_done();
         if done {
@@ -304,19 +310,19 @@ impl Ticket {
 }
 
 impl Ticket {
-    /// The kernel is done with the memory: its owner may have it back before the ticket goes.
+    /// Releases the memory before the ticket is gone: the kernel has finished with it.
     fn let_go(&self) {
         drop(self.inner.take_buffer());
     }
 }
 
-/// Why there is no `io_uring` for this process; None where there is.
+/// Returns why this process cannot use `io_uring`; None if it can.
 #[pyfunction]
 fn io_uring_why_not(py: Python<'_>) -> Option<String> {
     py.detach(nvme::why_no_io_uring)
 }
 
-/// The backend that is called so.
+/// Returns the backend of this name.
 pub(crate) fn backend_of(py: Python<'_>, name: &str) -> PyResult<BackendChoice> {
     let choices =
         [("auto", BackendChoice::Auto), ("io_uring", BackendChoice::IoUring), ("threads", BackendChoice::Threads)];

@@ -20,8 +20,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 ///
-/// Until each was read once, or it and every read of it are gone, the slots that it reads are not written: the step after
-/// the next commit waits for that.
+/// The slots that it reads are not written until each part was read once, or until this object and all its reads are
+/// gone. The step after the next commit waits for that.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct UnitParts {
     inner: memascend_engine::UnitParts,
@@ -30,12 +30,12 @@ pub(crate) struct UnitParts {
 
 #[pymethods]
 impl UnitParts {
-    /// Where each part begins in the unit, and its bytes.
+    /// Returns where each part begins in the unit, and its bytes.
     fn places(&self) -> Vec<(u64, u64)> {
         self.inner.places().collect()
     }
 
-    /// Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+    /// Begins to read a part into a contiguous uint8 CPU tensor of its size, ahead of all other waiting I/O.
     fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let py = into.py();
         let Some((_, nbytes)) = self.inner.places().nth(index) else {
@@ -58,9 +58,9 @@ impl UnitParts {
     }
 }
 
-/// Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+/// Threads that verify parts of units as they arrive, so that a thread that starts copies computes no checksums.
 ///
-/// They end when this and every part that they check are gone.
+/// The threads end when this object and every part that they verify are gone.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Checkers {
     inner: Detached<memascend_store::Checkers<Shared<TensorMemory>>>,
@@ -73,17 +73,18 @@ impl Checkers {
         Self { inner: Detached::new(memascend_store::Checkers::new(threads)) }
     }
 
-    /// Threads that there are.
+    /// The number of threads.
     #[getter]
     fn threads(&self) -> usize {
         self.inner.threads()
     }
 }
 
-/// A unit, or a part of one, on its way into memory; `Engine.fetch` and `UnitParts.begin` make it. Any thread may use it.
+/// A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it. Any thread
+/// may use it.
 ///
-/// Until the device is done with it the slots that it reads are not written: the step after the next commit waits for
-/// that. Dropping it waits for the device.
+/// The slots that it reads are not written until the device has ended the reads. The step after the next commit waits
+/// for that. Dropping the object waits for the device.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
     inner: Detached<UnitFetch<TensorMemory>>,
@@ -97,12 +98,12 @@ impl From<UnitFetch<TensorMemory>> for Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+    /// Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))
     }
 
-    /// Whether the device is done with it, well or not. Never waits.
+    /// True once the device has ended the read, successfully or not. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }

@@ -4,7 +4,7 @@ use std::{mem::ManuallyDrop, ops::Deref};
 
 use pyo3::Python;
 
-/// A value whose drop waits, for devices or for threads.
+/// A value whose drop waits for devices or threads.
 pub(crate) struct Detached<T: Send>(ManuallyDrop<T>);
 
 impl<T: Send> Detached<T> {
@@ -23,9 +23,9 @@ impl<T: Send> Deref for Detached<T> {
 
 impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
-        // SAFETY: dropped once, here, and not used afterwards.
+        // SAFETY: this takes the value once, when `self` is dropped, and nothing uses `self.0` afterwards.
         let mut value = Some(unsafe { ManuallyDrop::take(&mut self.0) });
-        // At the end of the interpreter nobody else runs, and it can no longer be let go.
+        // While the interpreter ends, the GIL cannot be released; no other Python thread runs then.
         let let_go = Python::try_attach(|py| {
             let value = value.take();
             py.detach(|| drop(value));

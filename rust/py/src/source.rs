@@ -1,4 +1,4 @@
-//! Lets a Python function lend gradients window by window.
+//! Makes gradient sources of Python functions, which lend a gradient window by window.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -8,8 +8,8 @@ use pyo3::{
     prelude::*,
 };
 
-/// A source that calls a function of (start, bytes), which returns where they are: an address, the first byte there, and how
-/// many.
+/// Returns a source that calls `function(start, bytes)`. The function returns the address of a window, the window's
+/// first byte in the gradient, and its bytes.
 pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
     Box::new(move |start, nbytes| {
         let called =
@@ -23,6 +23,6 @@ fn lent(py: Python<'_>, function: &Py<PyAny>, start: usize, nbytes: usize) -> Py
     let inside = first <= start && start + nbytes <= first.saturating_add(count);
     let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
     let address = address.ok_or_else(|| PyValueError::new_err("a source lent other bytes than it was asked for"))?;
-    // SAFETY: `memascend.engine.Lent` promises that the bytes are there and left alone until it is called again.
+    // SAFETY: `memascend.engine.Lent` keeps the bytes valid and unchanged until the next call of its function.
     Ok(unsafe { Window::new(address, first, count) })
 }

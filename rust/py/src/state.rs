@@ -1,7 +1,7 @@
-//! Translates updates of state in the stored formats for Python: tensors arrive as addresses that were checked there.
+//! Translates updates of state in the stored formats for Python. Tensors arrive as addresses: see [Note: trusted
+//! addresses].
 //!
-//! These functions trust what they get, as those of `kernels` do: at each address lie as many elements as the format says,
-//! aligned, on the CPU, alive during the call, and those that are written overlap nothing else.
+//! Each address points to as many elements as the format says.
 
 use std::num::NonZeroUsize;
 
@@ -22,9 +22,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(state_update, module)?)
 }
 
-/// Writes the fp32 tensors that are asked for (master, first and second moment) from a format.
+/// Decodes state of a format into the fp32 tensors of `wide` that are not None: master weights, first and second
+/// moment.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
+#[expect(clippy::too_many_arguments, reason = "a format, its tensors and the fp32 tensors")]
 fn state_decode(
     py: Python<'_>,
     of_state: &str,
@@ -37,14 +38,14 @@ fn state_decode(
     threads: NonZeroUsize,
 ) -> PyResult<()> {
     let exec = exec(py, threads)?;
-    // SAFETY: the module's contract.
+    // SAFETY: Python checked the address ([Note: trusted addresses]).
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    // SAFETY: the module's contract.
+    // SAFETY: Python checked the address ([Note: trusted addresses]).
     let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
     py.detach(|| math::decode(reduced, WideState { master, first, second }, exec)).or_raise(py)
 }
 
-/// One step, of elements from number `first` of the parameter `name` on.
+/// Updates elements of the parameter `name`, from its element `first` on, by one step.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors, a gradient and an optimizer's numbers")]
 fn state_update(
@@ -64,15 +65,15 @@ fn state_update(
     let exec = exec(py, threads)?;
     let rule = rule(numbers);
     let place = Position { random: Random { key: key_of(name, rule.seed()), step: rule.step() }, first };
-    // SAFETY: the module's contract.
+    // SAFETY: Python checked the address ([Note: trusted addresses]).
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    // SAFETY: the module's contract.
+    // SAFETY: Python checked the address ([Note: trusted addresses]).
     let grad = unsafe { floats(grad, numel) };
     py.detach(|| math::update(reduced, grad, &rule, place, exec)).or_raise(py)
 }
 
 /// # Safety
-/// The module's contract.
+/// `values` and the addresses in `state` must be valid, as [Note: trusted addresses] requires.
 unsafe fn reduced<'a>(
     py: Python<'_>,
     (of_state, of_values, has_momentum): (&str, &str, bool),
@@ -81,6 +82,6 @@ unsafe fn reduced<'a>(
     numel: usize,
 ) -> PyResult<Reduced<'a>> {
     let form = Form { format: format(py, of_state)?, dtype: dtype(py, of_values)?, has_momentum };
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
     unsafe { form.at(numel, values, state.into_iter()) }.or_raise(py)
 }

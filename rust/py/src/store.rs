@@ -1,7 +1,7 @@
-//! Translates `rust/store` for Python: stores, records, units, commit, verification.
+//! Translates `rust/store` for Python: stores, records, units, commit, verification. Tensors arrive as addresses: see
+//! [Note: trusted addresses].
 //!
-//! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
-//! alive during the call. Nothing but `memascend.engine` calls them.
+//! Only `memascend.engine` calls the functions that take addresses.
 
 use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
@@ -29,19 +29,19 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()
 }
 
-/// State on SSD: every commit is all of a step or none of it, and every byte that is read was checked.
+/// A store of training state on SSD. A commit makes all of a step durable or nothing, and every read is verified.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
     created: bool,
-    /// The numbers of records.
+    /// The number of each record, by its name.
     names: HashMap<String, usize>,
 }
 
 #[pymethods]
 impl Store {
-    /// Makes a store, or opens what is there; without records it only opens. "previous" waits for `go_back`, and "look"
-    /// opens it to be looked at, damaged or not: nothing can be staged, and nothing is written.
+    /// Creates a store, or opens an existing one; without records it only opens. "previous" waits for `go_back`. "look"
+    /// opens the store for inspection, damaged or not: nothing can be staged, and nothing is written.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -83,7 +83,7 @@ impl Store {
         Ok(Self::found(inner, created))
     }
 
-    /// In which way it is no store of these records; `None` where it is one.
+    /// Returns how the store differs from these records; `None` if it does not.
     fn difference_of(
         &self,
         py: Python<'_>,
@@ -96,58 +96,62 @@ impl Store {
         Ok(self.inner.description().difference(&wanted))
     }
 
-    /// Give the newest commit up for good, where the one before it was opened without that.
+    /// Drops the newest commit for good, if the store was opened with "previous".
     fn go_back(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.go_back()).or_raise(py)
     }
 
-    /// Whether it was made now.
+    /// True if this object created the store.
     #[getter]
     fn created(&self) -> bool {
         self.created
     }
 
-    /// Committed steps.
+    /// The number of committed steps.
     #[getter]
     fn step(&self) -> u64 {
         self.inner.info().step
     }
 
-    /// Identity, last commit, sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices", more.
+    /// Returns identity, last commit and sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices",
+    /// more.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::of_store(py, &self.inner)
     }
 
-    /// The number of a record.
+    /// Returns the number of a record.
     pub(crate) fn index(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let found = self.names.get(&*name.to_cow()?).copied();
         found.ok_or_else(|| config_error(name.py(), format!("the store has no record {}", shown(name))))
     }
 
-    /// A record as it is described, and its counts: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state" ...
+    /// Returns a record's description and counts: "name", "buffer", "unit", "dtype", "shape", "step", "version",
+    /// "staged", "state" ...
     fn record<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
         info::of_record(name.py(), &self.inner, self.index(name)?)
     }
 
-    /// The same by its number.
+    /// Returns the dict of `record` for a record's number.
     fn record_at<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
         info::of_record(py, &self.inner, index)
     }
 
-    /// Since it was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"` in `Fetch.wait`, and all I/O.
+    /// Returns counts since the store was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"` in
+    /// `Fetch.wait`, and all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
 
-    /// How many records there are.
+    /// Returns the number of records.
     fn count(&self) -> usize {
         self.inner.description().records.len()
     }
 
-    /// Reads a whole live record into (address, bytes) of its values and its state tensors.
+    /// Reads a record's values and state tensors as the last commit left them, into memory at (address, bytes) of each.
+    /// Returns the record's version.
     fn read_at(&self, py: Python<'_>, record: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
-            // SAFETY: the module's contract; the tensors are apart.
+            // SAFETY: Python checked the addresses ([Note: trusted addresses]); the tensors are disjoint.
             let tensors = tensors.into_iter().map(|(address, nbytes)| unsafe { elements_mut(address, nbytes) });
             let mut tensors: Vec<&mut [u8]> = tensors.collect();
             self.inner.read_record(record, &mut tensors)
@@ -155,7 +159,7 @@ impl Store {
         .or_raise(py)
     }
 
-    /// Hold records in memory from now on; what was in RAM before is not any more. Nothing is read before `refresh`.
+    /// Keeps these records in RAM from now on, and no others. Reads nothing before `refresh`.
     #[pyo3(signature = (names, *, registered=false))]
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
         let (py, records) = (names.py(), self.indices(names)?);
@@ -163,20 +167,22 @@ impl Store {
         interruptible(py, |keep_going| self.inner.hold(&records, pin, keep_going))
     }
 
-    /// Read what is in RAM of some records where it is not in memory; `progress(done, all)` hears of bytes.
+    /// Reads stale or missing values and state of these records into RAM. `progress(done, all)` gets bytes.
     #[pyo3(signature = (names, progress=None))]
     fn refresh(&self, names: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let records = self.indices(names)?;
         watched(names.py(), progress, |progress| self.inner.refresh(&records, progress))
     }
 
-    /// Make room in which the updates of these records are left to the next step; whether there is any.
+    /// Makes second places for gradients, so that updates of these records can be deferred. Returns False, and changes
+    /// nothing, if there is no space, the log is not empty, or second places exist.
     fn keep_places(&self, names: &Bound<'_, PyAny>) -> PyResult<bool> {
         let records = self.indices(names)?;
         names.py().detach(|| self.inner.keep_places(&records)).or_raise(names.py())
     }
 
-    /// Log the gradients of records in RAM from now on, instead of writing them each step; how many steps find room.
+    /// Logs the gradients of records in RAM from now on, instead of writing the records in each step. Returns how many
+    /// steps the log holds.
     fn keep_log(&self, names: &Bound<'_, PyAny>, steps: u32) -> PyResult<u32> {
         let py = names.py();
         let described = &self.inner.description().records;
@@ -185,18 +191,20 @@ impl Store {
         py.detach(|| self.inner.keep_log(&records, steps)).or_raise(py)
     }
 
-    /// Write what only memory and the log have of records in RAM, as a part of the last step: the log ends with it.
+    /// Writes the records of the RAM tier that only memory and the log have, as a part of the last step, which empties
+    /// the log.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
     }
 
-    /// Give up what only memory has, where it has something: the store stays unclosed, which opening it says.
+    /// Abandons state that only memory has, if any: nothing can be committed from then on, the store stays unclosed,
+    /// and the next opening reports that.
     fn give_up(&self, py: Python<'_>) {
         py.detach(|| self.inner.give_up_applied());
     }
 
-    /// The values of a unit where they are in RAM, as the last commit left them; None where not all of it is in RAM.
+    /// Returns the values of a unit in RAM, as the last commit left them; None unless the whole unit is in RAM.
     fn ram_tier_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let records: Vec<usize> = self.inner.records_of(unit).collect();
@@ -207,20 +215,20 @@ impl Store {
         torch.call_method("frombuffer", (Lender::default().lend(py, memory)?,), Some(&options)).map(Some)
     }
 
-    /// While it stays the same, what `ram_tier_unit` gave is what the last commit left.
+    /// A count that changes when memory of `ram_tier_unit` stops being what the last commit left.
     #[getter]
     fn ram_tier_epoch(&self) -> u64 {
         self.inner.ram_tier_epoch()
     }
 
-    /// Say that somebody wrote to the values of a record in RAM: `refresh` reads them again.
+    /// Marks the values of a record in RAM as overwritten: `refresh` reads them again.
     fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         self.inner.spoil(self.index(name)?);
         Ok(())
     }
 
-    /// Commits, with the values as JSON. `run`: the id and the number that all ranks share; `agree` is called when all is
-    /// flushed, and ends it by raising.
+    /// Commits a step, with `user` and `hyperparameters` as JSON. `run` has the id and the number that all ranks share.
+    /// Calls `agree` once all data is flushed; an exception of it ends the commit.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -234,40 +242,44 @@ impl Store {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
-    /// Have `digest` be of what is staged of these records.
+    /// Selects the records that `digest` covers. Only the first call counts.
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 makes it")]
     fn compare(&self, records: Vec<usize>) {
         self.inner.compare(&records);
     }
 
-    /// A number that is the same in stores of the same records, if the same bytes of those compared are staged.
+    /// Returns a digest of the staged bytes and deferred updates of the records of `compare`. It is equal in two stores
+    /// of the same records if these bytes and updates are equal.
     fn digest(&self) -> u64 {
         self.inner.digest()
     }
 
-    /// Have nothing written any more, by `close()` either: what is committed stays as it is.
+    /// Stops all writing, also by `close()`: the committed state stays as it is.
     fn end(&self) {
         self.inner.end();
     }
 
-    /// Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
+    /// Verifies the data that `Engine.replay` reads. `replay` does this itself; call it if other ranks must know the
+    /// result before any of them writes.
     fn check_log(&self, py: Python<'_>) -> PyResult<()> {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))
     }
 
-    /// Read and check everything that is live: extents and bytes. `progress(done, all)` hears of bytes.
+    /// Reads and verifies all live extents; returns their number and bytes. `progress(done, all)` gets bytes.
     #[pyo3(signature = (progress=None))]
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
         Ok((verified.extents, verified.bytes))
     }
 
-    /// Damaged copies of labels and description, in words; the first commit after an open repairs them.
+    /// Returns a text for each damaged copy of a label or the description. The first commit after an open repairs these
+    /// copies.
     fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         py.detach(|| self.inner.damaged()).or_raise(py)
     }
 
-    /// Shows live records in parts: `visit(record, [(tensor, first byte, memory)])`, whose memory is lent for the call.
+    /// Calls `visit(record, [(tensor, first byte, memory)])` for each part of these records, as the last commit left
+    /// them. The memory is lent for the call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn scan_at(&self, py: Python<'_>, records: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
         calling(py, |calls| {
@@ -280,7 +292,8 @@ impl Store {
         })
     }
 
-    /// The first file that its path does not name any more, and what became of it: "deleted", "moved" or "replaced".
+    /// Returns the first file whose path stopped naming it, or that was truncated, and what happened: "deleted",
+    /// "moved", "replaced" or "truncated".
     fn lost_file(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
         let (path, what) = py.detach(|| self.inner.volume().lost())?;
         let word = match what {
@@ -292,19 +305,20 @@ impl Store {
         Some((path.to_path_buf(), word))
     }
 
-    /// Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it.
+    /// Makes `close()` remove the files that were created for the store, before another process can open them.
     fn forsake(&self) {
         self.inner.volume().forsake();
     }
 
-    /// Note that its file is removed on purpose: a new store takes no name then, and its file is not reported as lost.
+    /// Tells the store that the caller removes its file: a new store takes no name, and the file is not reported as
+    /// lost.
     fn become_temporary(&self) {
         self.inner.volume().forgo_names();
     }
 
-    /// Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
+    /// Keeps committed state, drops staged state, and closes the devices. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        // The devices are let go even where the last words could not be written to them.
+        // Close the devices even if the store could not write its last page.
         let said = waiting(py, None, |wait| self.inner.close(wait));
         let closed = waiting(py, None, |wait| self.inner.volume().close(wait));
         said.and(closed)
@@ -328,12 +342,12 @@ impl Store {
         Self { inner: Arc::new(inner), created, names }
     }
 
-    /// The numbers of records.
+    /// Returns the numbers of records.
     fn indices(&self, names: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
         names.try_iter()?.map(|name| self.index(name?.cast::<PyString>()?)).collect()
     }
 
-    /// The number of a unit.
+    /// Returns the number of a unit.
     pub(crate) fn unit(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let units = &self.inner.description().units;
         let found = units.iter().position(|unit| name == unit.as_str());

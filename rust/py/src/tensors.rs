@@ -1,4 +1,4 @@
-//! Takes tensors from Python: checks that they are what is described, and where their memory is.
+//! Takes tensors from Python: checks them against a record's description, and finds their memory.
 
 use memascend_engine::Gradient;
 use memascend_store::{Buffer, Record};
@@ -15,7 +15,7 @@ use crate::{
     source::lending,
 };
 
-/// The memory of a tensor on the CPU that has been checked; it is held until the end.
+/// Returns the memory of a CPU tensor that was checked. The result keeps the tensor's storage alive.
 pub(crate) fn held(tensor: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     let address = tensor.call_method0("data_ptr")?.extract()?;
     Ok(TensorMemory::new(address, nbytes_of(tensor)?, tensor.call_method0("untyped_storage")?.unbind()))
@@ -37,7 +37,8 @@ fn refused<T>(py: Python<'_>, name: &str, what: &dyn Fn(&str) -> String) -> PyRe
     Err(config_error(py, what(&shown(&PyString::new(py, name)))))
 }
 
-/// Refuses a tensor that has gaps in the order in which the record's dimensions are stored; without one, row-major.
+/// Returns an error if a tensor is not contiguous when its dimensions are permuted to `order`; an empty `order` is
+/// row-major.
 fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
     let py = tensor.py();
     if order.is_empty() {
@@ -57,7 +58,7 @@ fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResul
     })
 }
 
-/// Refuses a tensor that is not on the CPU, or has gaps in this order.
+/// Returns an error if a tensor is not on the CPU, or is not contiguous in this order.
 fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
     let device = tensor.getattr("device")?;
     if device.getattr("type")?.extract::<String>()? != "cpu" {
@@ -68,7 +69,7 @@ fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyRe
     require_order(tensor, name, order)
 }
 
-/// The values of a record as they are described, from which an update starts.
+/// Returns the memory of a record's values, if given; an error if the tensor does not fit the description.
 pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Box<dyn Buffer>>> {
     let Some(values) = values else { return Ok(None) };
     require_laid_out(values, &record.name, &record.order)?;
@@ -82,7 +83,8 @@ pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResu
     Ok(Some(Box::new(held(values)?)))
 }
 
-/// A gradient of a record: a tensor, or a `memascend.storage.records.Lent` that lends it window by window.
+/// Makes a gradient of a record from a tensor, or from a `memascend.storage.records.Lent`, which lends it window by
+/// window.
 pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
     let py = given.py();
     let tensor = checked(record, given)?;
@@ -96,12 +98,12 @@ pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gr
     made.or_raise(py)
 }
 
-/// Refuses what is no gradient of a record, as [`gradient`] does, where Python keeps it; its bytes.
+/// Returns the bytes of a gradient that Python keeps; an error if it does not fit the record, as for [`gradient`].
 pub(crate) fn kept(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<usize> {
     nbytes_of(&checked(record, given)?)
 }
 
-/// The tensor of a gradient, once it was checked.
+/// Returns the tensor of a gradient; an error if it does not fit the record.
 fn checked<'py>(record: &Record, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let tensor = if is_lent(given) { given.getattr("tensor")? } else { given.clone() };
     if is_lent(given) {
@@ -125,7 +127,7 @@ fn require_shape(record: &Record, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
     refused(gradient.py(), &record.name, &|name| format!("the gradient of {name} has shape {shape:?}, not {wanted:?}"))
 }
 
-/// A tensor that a spilled gradient of a record is read into.
+/// Returns the memory of a tensor into which a spilled gradient of a record is read; an error if it does not fit.
 pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     require_laid_out(into, &record.name, &record.order)?;
     require_shape(record, into)?;
@@ -139,7 +141,8 @@ pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult
     held(into)
 }
 
-/// A contiguous uint8 tensor on the CPU that bytes are read into; `refusal` says what else it is.
+/// Returns the memory of a contiguous uint8 CPU tensor into which bytes are read; for any other, an error with the text
+/// of `refusal`.
 pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<TensorMemory> {
     let fits = dtype_of(into)? == "uint8"
         && into.getattr("device")?.getattr("type")?.extract::<String>()? == "cpu"

@@ -1,4 +1,4 @@
-//! Works without the GIL: waits up to a timeout, calls Python code in between, and lets Ctrl-C through.
+//! Runs work without the GIL: limits its waits by a timeout, calls Python code during it, and lets Ctrl-C end it.
 
 use memascend_mem::Wait;
 use pyo3::prelude::*;
@@ -8,23 +8,24 @@ use crate::{
     errors::{OrRaise as _, Raised},
 };
 
-/// Calls of Python code in the middle of work; what one of them raised ends that.
+/// Calls Python code during work. The first exception of a call ends the work.
 pub(crate) struct Calls(Option<PyErr>);
 
 impl Calls {
-    /// Runs a call with the GIL. Whether the work is to go on.
+    /// Runs `call` with the GIL. Returns false if it raised, so that the work ends.
     pub(crate) fn call(&mut self, call: impl FnOnce(Python<'_>) -> PyResult<()>) -> bool {
         Python::attach(call).map_err(|raised| self.0 = Some(raised)).is_ok()
     }
 
-    /// Whether nobody has asked for an end with Ctrl-C.
+    /// Checks for signals. Returns false once Ctrl-C was pressed.
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method's lifetime is not general enough")]
     pub(crate) fn keep_going(&mut self) -> bool {
         self.call(|py| py.check_signals())
     }
 }
 
-/// Does work without the GIL that ends with an error where a call says so. What that call raised is raised then.
+/// Runs `work` without the GIL. If one of its calls raised, raises that exception; otherwise the error of `work`, if
+/// any.
 pub(crate) fn calling<T: Send, E: Raised + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut Calls) -> Result<T, E> + Send,
@@ -37,7 +38,7 @@ pub(crate) fn calling<T: Send, E: Raised + Send>(
     }
 }
 
-/// Does work without the GIL that asks now and then whether to go on: not after Ctrl-C.
+/// Runs `work` without the GIL, and ends it on Ctrl-C: `work` asks now and then whether to go on.
 pub(crate) fn interruptible<T: Send, E: Raised + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
@@ -45,7 +46,7 @@ pub(crate) fn interruptible<T: Send, E: Raised + Send>(
     calling(py, |calls| work(&mut || calls.keep_going()))
 }
 
-/// As [`interruptible`], for work that waits.
+/// Runs `work`, which waits, as [`interruptible`] does, with a timeout.
 pub(crate) fn waiting<T: Send, E: Raised + Send>(
     py: Python<'_>,
     seconds: Option<Seconds>,
@@ -55,7 +56,8 @@ pub(crate) fn waiting<T: Send, E: Raised + Send>(
     interruptible(py, |keep_waiting| work(Wait { timeout, keep_waiting: Some(keep_waiting) }))
 }
 
-/// As [`interruptible`], for work that tells of bytes done and of all: to `progress(done, all)`, if there is one.
+/// Runs `work` as [`interruptible`] does, and passes the bytes that it reports to `progress(done, all)`, if that is
+/// given.
 pub(crate) fn watched<T: Send, E: Raised + Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
