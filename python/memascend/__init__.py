@@ -1,6 +1,6 @@
-"""Fine-tune every parameter of a model that does not fit in memory.
+"""Fine-tunes every parameter of a model that does not fit in memory.
 
-The names below are loaded when they are first used, so that importing memascend costs next to nothing.
+`__getattr__` imports each public name on first use, so `import memascend` loads no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
     "offload",
 ]
 
-# "trainer" needs what may not be installed, so that it is no part of "everything".
+# `__all__` leaves out "trainer", because its packages (transformers, accelerate) may not be installed.
 _MODULES = ("engine", "kernels", "memory", "nvme", "trainer")
 _OWNERS = {
     "OffloadedOptimizer": "session.optimizer",

@@ -7,9 +7,9 @@ from typing import Any
 
 
 class MemascendError(Exception):
-    """The base of every error that memascend raises by itself."""
+    """The base class of every error that memascend raises itself."""
 
-    # Keyword arguments of the class, which are attributes: an error is pickled with them.
+    # The keyword-only arguments of `__init__`, each also an attribute: `__reduce__` passes them when it unpickles.
     _keywords: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -18,14 +18,14 @@ class MemascendError(Exception):
 
 
 class ConfigError(MemascendError, ValueError):
-    """An option, model or optimizer is wrong or refused; the message says what works."""
+    """An option, model or optimizer is wrong or rejected; the message names an alternative that works."""
 
 
 class BudgetError(MemascendError, MemoryError):
     """A memory budget is too small.
 
     Attributes:
-        smallest: the budget that works, in bytes.
+        smallest: the smallest budget that works, in bytes.
     """
 
     _keywords = ("smallest",)
@@ -36,13 +36,13 @@ class BudgetError(MemascendError, MemoryError):
 
 
 class MemoryLimitError(MemascendError, MemoryError):
-    """The machine, or the cgroup that the process runs in, does not have the memory that was asked for.
+    """The machine, or the cgroup of the process, has less free memory than was requested.
 
-    Raised before the memory is touched: the kernel would answer by killing the process.
+    It is raised before the memory is touched: the kernel would kill the process at the first access past the limit.
 
     Attributes:
-        needed: bytes that were asked for.
-        available: bytes that could be had; None where the kernel refused without saying (RLIMIT_AS, for one).
+        needed: bytes that were requested.
+        available: bytes that are free; None if the kernel refused without giving a number (as for RLIMIT_AS).
     """
 
     _keywords = ("needed", "available")
@@ -57,10 +57,10 @@ class StorageError(MemascendError, OSError):
     """A device failed, is full, mounted, foreign or in use, or its store is unfinished or unclosed.
 
     Attributes:
-        errno: the system's error number, or None where the system was not asked.
+        errno: the system's error number, or None if no system error applies.
         path: the file or device.
-        offset: where on that device, in bytes, or None.
-        nbytes: how many bytes the operation was about, or None.
+        offset: position of the failed operation on that device, in bytes, or None.
+        nbytes: length of the failed operation, in bytes, or None.
     """
 
     _keywords = ("errno", "path", "offset", "nbytes")
@@ -89,10 +89,10 @@ class CorruptionError(StorageError):
 
 
 class RankError(MemascendError, RuntimeError):
-    """A rank died, hangs or failed, and the step ended on all of them; the message says which and why.
+    """A rank failed, died or did not answer, so the step failed on all ranks; the message names the rank and the cause.
 
     Attributes:
-        ranks: which, by their numbers.
+        ranks: numbers of the ranks at fault; empty if the error concerns no rank in particular.
     """
 
     _keywords = ("ranks",)
@@ -104,12 +104,12 @@ class RankError(MemascendError, RuntimeError):
 
 
 class DeviceError(MemascendError, RuntimeError):
-    """The device that computes failed, or was lost; what was committed stands, and opens in a new process."""
+    """The device that computes failed or was lost. The last commit is intact: a new process can resume from it."""
 
 
 class UsageError(MemascendError, RuntimeError):
-    """A call that cannot be exact, or cannot be made now; the message says what to do instead."""
+    """The call cannot give an exact result, or is not allowed at this moment; the message says what to do instead."""
 
 
 class TimeoutExpired(MemascendError, TimeoutError):
-    """A `timeout=` ran out; the message says what was waited for."""
+    """A `timeout=` ran out; the message names the event that did not happen in time."""

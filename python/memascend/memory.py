@@ -1,9 +1,9 @@
 """Allocates host memory that is planned once: regions, arenas, chunk rings, leases; maps files as memory.
 
 Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
-region too small for its plan, `MemoryLimitError` where the machine or its cgroup does not have the memory,
-`TimeoutExpired` for a wait that ran out, `UsageError` for an object that was closed, returned or belongs to another
-process.
+region too small for its plan, `MemoryLimitError` if the machine or its cgroup does not have the memory,
+`TimeoutExpired` for a wait that exceeds its timeout, `UsageError` for an object that was closed, was returned or
+belongs to another process.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ __all__ = [
 ]
 
 
-# The cost of memory for copies to a device and back that is not registered with CUDA.
+# Describes, for messages, the cost of copying between a device and host memory that is not registered with CUDA.
 UNREGISTERED = (
-    "copies to the device and back go through a buffer of the driver's which is slower, and the thread that begins one "
-    "waits until it ends, so that few reads overlap"
+    "copies to the device and back go through a buffer of the driver's, which is slower, and each copy blocks the "
+    "thread that begins it, so that few reads overlap"
 )
 
 
 def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
-    """The first bytes of a file that is open for reading and writing, as memory; the descriptor may be closed then.
+    """Maps the first `nbytes` of a file and returns them as a uint8 tensor.
 
-    The kernel writes changes to the file and frees the memory as it needs. A forked child has a private copy of each
-    page that it writes to; on other pages it may read what the parent writes later.
+    The file must be open for reading and writing; the caller may close `descriptor` afterwards. The kernel writes
+    changed pages to the file, and reclaims their memory as needed. A forked child gets a private copy of each page
+    that the child writes to; on other pages the child may read later writes of the parent.
     """
     import torch
 
@@ -78,9 +79,10 @@ def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def free_scratch() -> None:
-    """Free what MKL keeps in each thread that computed a product, for the next one; what is in use stays.
+    """Frees the buffers that MKL caches after matrix products; buffers in use stay.
 
-    A thread's team has such memory of its own: some 8 MB for each of its processors. Without MKL nothing happens.
+    Each thread that computed a product has a team of OpenMP threads, which keep some 8 MB for each processor. Without
+    MKL the call does nothing.
     """
     if (free := _mkl_free_buffers()) is not None:
         free()
@@ -88,7 +90,7 @@ def free_scratch() -> None:
 
 @functools.cache
 def _mkl_free_buffers() -> Callable[[], None] | None:
-    """MKL's own function, which torch's library has under this name."""
+    """Returns MKL's `mkl_serv_free_buffers`, which torch's library exports; None without MKL."""
     import torch
 
     try:
@@ -101,5 +103,5 @@ PAGE_BYTES = 4096
 
 
 def whole_pages(nbytes: int) -> int:
-    """So many bytes, rounded up to whole pages."""
+    """Rounds `nbytes` up to a multiple of `PAGE_BYTES`."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -4,14 +4,14 @@
         ticket = volume.write(tensor, 0)
         ...                                     # compute meanwhile
         ticket.wait()
-        volume.flush()                          # now it survives a loss of power
+        volume.flush()                          # the bytes survive a loss of power
 
 Sizes and offsets are in bytes, times in seconds. The memory of a transfer belongs to the transfer until its ticket is
-done: do not change a tensor that is being written, do not use one that is being read, and do not resize its storage.
+done: do not change a tensor during a write, do not use a tensor during a read, and do not resize its storage.
 
 Errors: `ConfigError` for a wrong argument, also for a range past the end, before anything is done. `StorageError` if a
-device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired`.
-`UsageError` for a volume that was closed or belongs to the parent of this process.
+device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired` if a
+`timeout=` ran out. `UsageError` for a volume that was closed or belongs to the parent of this process.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def open(  # noqa: A001
     stripe: int | None = None,
     backend: Literal["auto", "io_uring", "threads"] = "auto",
 ) -> Volume:
-    """Open one or several files or raw block devices as one volume.
+    """Opens one or several files or raw block devices as one volume.
 
-    Files get no header: the byte at offset 0 is yours. A file is reserved whole, so that no later write finds the file
-    system full; one whose length is no multiple of the alignment is extended to one, and `size` does not count that.
-    A raw device is opened exclusively. It is rejected if it is mounted, in use, or contains a file system, a partition
-    table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
+    Files get no header: the byte at offset 0 is yours. `open` reserves the disk space of the whole file, so that no
+    later write finds the file system full. It extends a file to a multiple of the alignment, which `size` does not
+    count. It opens a raw device exclusively, and rejects a device that is mounted, in use, or contains a file system, a
+    partition table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
 
     Args:
         paths: a file, a raw block device, or several of them, over which the volume is striped.
-        size: bytes of the volume. A file that does not exist needs it, and is made private (0600); a larger one grows
-            files that are there. None takes what is there, of several devices as much as the smallest has.
+        size: bytes of the volume. A new file needs it, and is made private (0600); existing files grow to a larger
+            `size`. None takes the present size of a file or device; of several, as much of each as the smallest has.
         queue_depth: requests that the kernel has at once, for each device (1 to 1,024; None: 16).
-        stripe: bytes that lie together on one of several devices (a multiple of 4,096; None: 1 MiB). The volume has
-            no record of it: the same paths, order and stripe find the same bytes again.
-        backend: "auto" takes io_uring where the system gives it, else threads (`Volume.why_not` says why).
+        stripe: contiguous bytes on one of several devices (a multiple of 4,096; None: 1 MiB). The volume does not
+            store it: pass the same paths, in the same order, and the same stripe to find the same bytes again.
+        backend: "auto" takes io_uring if the system supports it, else threads (`Volume.why_not` gives the reason).
 
     Raises:
-        ConfigError: an argument is wrong, or the backend cannot be had.
-        StorageError: a device is full, mounted, foreign, read-only or in use (by which process). Everything is left
-            as it was.
+        ConfigError: an argument is wrong, or the system does not support the backend.
+        StorageError: a device is full, mounted, foreign, read-only, or in use (the message names the process).
+            Everything is left as it was.
     """
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     names = []
@@ -77,16 +77,16 @@ def open(  # noqa: A001
     return volume
 
 
-# Volumes that are open, for the end of the interpreter.
+# The volumes that `_close_all` closes at the end of the interpreter, unless they are closed already.
 _open: weakref.WeakSet[Volume] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     for volume in list(_open):
-        # After a fork, volumes of the parent report that they are closed.
+        # In a forked child, `closed` is True for the parent's volumes.
         if not volume.closed:
             try:
                 volume.close()
             except MemascendError as error:
-                print(f"memascend: {error}", file=sys.stderr)  # too late to raise it
+                print(f"memascend: {error}", file=sys.stderr)  # nothing could catch an exception of an atexit function

@@ -1,4 +1,4 @@
-"""Looks at tensors as memory: flat, as bytes, bit for bit; sums their squares without rounding."""
+"""Views tensors as flat memory and bytes, compares them bit by bit, and sums squares without rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def strides_of(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The strides of a tensor without gaps: row-major, or with `order`, from the largest stride to the smallest."""
+    """Returns the strides of a tensor without gaps.
+
+    `order` lists the dimensions from the largest stride to the smallest; None: row-major.
+    """
     strides, step = [1] * len(shape), 1
     for dimension in reversed(list(range(len(shape)) if order is None else order)):
         strides[dimension] = step
@@ -24,34 +27,35 @@ def strides_of(shape: Sequence[int], order: Iterable[int] | None = None) -> tupl
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps in the order in which they lie, on its memory."""
+    """Returns a one-dimensional view of a tensor without gaps, its elements in the order of their addresses."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides, which have no gaps: itself where it has them, else a copy."""
+    """Returns `tensor` if it has these strides, else a copy that has them; `strides` must leave no gaps."""
     if tensor.stride() == strides or tensor.numel() <= 1:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps as bytes, in the order in which they lie."""
+    """Returns a uint8 view of a tensor without gaps, its bytes in the order of their addresses."""
     return flat(tensor).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor on the CPU without gaps; without numpy, which need not be installed."""
+    """Returns the memory of a CPU tensor without gaps as a writable buffer; unlike `Tensor.numpy()`, needs no numpy."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one kind and shape, on one device, hold the same bits."""
+    """True if two tensors hold the same bits; both have the same dtype, shape and device."""
     left, right = (tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)
 
 
-# An int counts units of 2^-298, the square of the smallest fp32. A float was rounded already, or is infinity or NaN.
+# A sum of squares. An int is exact: a count of 2^-298, the square of the smallest fp32. A float was rounded, or is
+# infinity or NaN.
 Squares = int | float
 
 
@@ -59,7 +63,7 @@ _UNITS = 1 << 298
 
 
 def total(squares: Iterable[Squares]) -> Squares:
-    """The sum of all squares. Rounded ones are added in the order given."""
+    """Sums `squares`: exactly if all are ints, else as a float, which adds the floats in the given order."""
     whole, rest, exact = 0, 0.0, True
     for one in squares:
         if isinstance(one, int):
@@ -70,19 +74,19 @@ def total(squares: Iterable[Squares]) -> Squares:
 
 
 def rounded(squares: Squares) -> float:
-    """The nearest float."""
-    # Python's division of two integers rounds once.
+    """Returns `squares` as the nearest float."""
+    # Python's division of two ints rounds once.
     return squares / _UNITS if isinstance(squares, int) else squares
 
 
-# DLPack's numbers of devices. torch calls both kinds of GPU "cuda".
+# DLPack's numbers of device types. torch calls ROCm's GPUs "cuda", too; DLPack distinguishes them.
 _KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 
 
 def lent(address: int, nbytes: int, device: torch.device, owner: Any) -> torch.Tensor:
-    """Bytes of a device as a uint8 tensor; `owner` is kept alive until the last view of it is gone.
+    """Wraps `nbytes` of a device's memory at `address` in a uint8 tensor.
 
-    The caller orders streams; this function waits for nothing.
+    The tensor and its views keep `owner` alive. The function waits for no stream: the caller synchronises them.
     """
     index = 0 if device.index is None else device.index
     tensor: torch.Tensor = from_dlpack(_core.dlpack(address, nbytes, _KINDS[device.type], index, owner))

@@ -1,4 +1,4 @@
-"""Formats text for people (sizes, tables, progress, pictures, warnings), expands paths, undoes things after `with`."""
+"""Formats text for people (sizes, tables, progress, warnings), opens matplotlib, expands paths, helps `with` blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Closing:
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. A second call does nothing."""
+        """Releases all resources of the object. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,7 +36,8 @@ class Closing:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of an object is another one."""
+    """Sets the attribute `name` of `owner` to `value` for the duration of a `with` block."""
+    # If `owner` inherits the attribute, deleting its own restores the inherited one.
     is_own, own = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -48,12 +49,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-# Modules that a warning does not name: what the user's own code called is more use to a reader.
+# Packages whose frames `warn` skips, so that a warning names a line of the user's code.
 _PASSED_OVER = frozenset({"memascend", "torch", "contextlib", "weakref"})
 
 
 def warn(message: str) -> None:
-    """Warn of the line of the user's code that led here, through whatever calls of this package and of torch."""
+    """Warns at the line of the user's code that led here, past all frames of the packages in `_PASSED_OVER`."""
     level, frame = 2, sys._getframe(1)  # noqa: SLF001
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         level, frame = level + 1, frame.f_back
@@ -63,12 +64,12 @@ def warn(message: str) -> None:
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-# Names that a message lists at most.
+# The most names that a message lists.
 _LISTED = 10
 
 
 def bytes_shown(nbytes: int) -> str:
-    """A size in the largest binary unit that leaves at least 1, with three digits."""
+    """Formats a size with three digits, in the largest binary unit in which it is at least 1."""
     size, unit = float(nbytes), 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -76,11 +77,12 @@ def bytes_shown(nbytes: int) -> str:
 
 
 def size_option(nbytes: int, *, up: bool = True) -> str:
-    """A size with three digits as options take it, as "2.8MiB": rounded up, so that it works where `nbytes` do.
+    """Formats a size with three digits as options accept it, such as "2.8MiB".
 
-    With `up=False` it is rounded down, so that a budget that is too small never looks like one that works.
+    The size is rounded up, so that an option that works with `nbytes` works with it, too. With `up=False` it is rounded
+    down, so that a budget just below the smallest one is never shown as the smallest one.
     """
-    # Options know nothing above TiB.
+    # Options accept no unit above TiB.
     unit = min((max(1, nbytes).bit_length() - 1) // 10, 4)
     if unit == 0:
         return f"{nbytes}B"
@@ -91,7 +93,7 @@ def size_option(nbytes: int, *, up: bool = True) -> str:
 
 
 def seconds_shown(seconds: float) -> str:
-    """A duration in s, ms, us or ns, with three digits at least."""
+    """Formats a duration in s, ms, us or ns, with at least three digits."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
@@ -101,7 +103,7 @@ def seconds_shown(seconds: float) -> str:
 
 
 def duration_shown(seconds: float) -> str:
-    """A longer time in minutes, hours or days, with two digits; below a minute in seconds."""
+    """Formats a duration in minutes, hours or days, with two digits; below a minute in seconds."""
     hours = seconds / 3600
     if seconds < 60:
         return seconds_shown(seconds)
@@ -111,7 +113,7 @@ def duration_shown(seconds: float) -> str:
 
 
 def terabytes_shown(nbytes: int) -> str:
-    """Bytes as sellers of drives count them, in TB, GB or MB of powers of ten."""
+    """Formats a size in decimal TB, GB or MB, as vendors of drives do."""
     tb = nbytes / 10**12
     if tb >= 1:
         return f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB"
@@ -119,13 +121,13 @@ def terabytes_shown(nbytes: int) -> str:
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """The first ten names, and the number of further names."""
+    """Joins the first `_LISTED` names, and adds the number of further names."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return separator.join(names[:_LISTED]) + more
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their content; columns of numbers are aligned to the right."""
+    """Formats a text table: each column is as wide as its widest cell, and columns of numbers are right-aligned."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     numeric = [all(row[column][:1].isdigit() for row in rows) for column in range(len(head))]
 
@@ -137,7 +139,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number and its noun: "1 row", "2,000 rows"."""
+    """Formats a count with its noun: "1 row", "2,000 rows"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
@@ -145,54 +147,54 @@ _Path = str | os.PathLike[str]
 
 
 def expanded(path: _Path) -> str:
-    """The path with a leading "~" or "~name" replaced, as a shell does."""
-    return os.path.expanduser(os.fspath(path))  # noqa: PTH111 (a trailing "/" says that it is a folder)
+    """Replaces a leading "~" or "~name" of a path by the home folder, as a shell does."""
+    return os.path.expanduser(os.fspath(path))  # noqa: PTH111 (Path drops a trailing "/", which marks a folder)
 
 
 def refusal_of(path: _Path) -> str | None:
-    """The reason why no file can have this path; None: one can."""
+    """Returns the reason why no file can have this path (a null byte, a name too long), or None if a file can."""
     try:
         os.lstat(expanded(path))
     except ValueError as error:
         return str(error)
     except OSError as error:
-        # Whether other errors matter depends on the use of the path.
+        # Other errors, such as a missing file, are left to the function that uses the path.
         return f"{len(os.fsencode(path))} bytes are too long" if error.errno == errno.ENAMETOOLONG else None
     return None
 
 
 def paths_listed(paths: _Path | Sequence[_Path]) -> list[str]:
-    """One path or several."""
+    """Returns one path, or several, as a list of expanded paths."""
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     return [expanded(path) for path in several]
 
 
-# A bar appears once work takes this long.
+# tqdm shows the bar only if the work takes longer.
 _PATIENCE_SECONDS = 0.5
-# The interval of lines in a log; the first line comes after one, too.
+# The interval between lines in a log, and before the first line.
 _LINE_SECONDS = 15.0
 
 
 class Progress(Closing):
-    """Shows how many of a number of bytes, or of other units, are done.
+    """Shows the progress of work that is counted in bytes, or in another unit.
 
-    In a terminal with tqdm, it is tqdm's bar, which disappears at the end. Otherwise, as in the log of a batch job, a
-    line is written every quarter of a minute.
+    On a terminal, if tqdm is installed, `Progress` shows tqdm's bar and removes it at the end. Otherwise, as in the log
+    of a batch job, it writes a line every `_LINE_SECONDS`.
     """
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None, *, unit: str = "bytes") -> None:
-        """Begin; `stream` is standard error by default."""
+        """Starts at 0 of `total` units; `what` names the work, and `stream` is standard error by default."""
         self._what = what
         self._total = total
         self._unit = unit
-        # None: a daemon has closed it.
+        # None if `sys.stderr` is None, as in a daemon: then nothing is shown.
         self._stream = sys.stderr if stream is None else stream
         self._done = 0
         self._began = self._written_at = time.monotonic()
         self._bar = self._begun_tqdm() if self._stream is not None and self._stream.isatty() else None
 
     def add(self, count: int) -> None:
-        """Add to the number of units that are done."""
+        """Adds `count` to the number of units that are done."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -204,18 +206,18 @@ class Progress(Closing):
                 self._stream.write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                # A terminal that disappears must not end the work.
+                # The terminal was closed: the work continues without progress.
                 self._stream = None
 
     def reached(self, done: int, nbytes: int) -> None:
-        """Set the number of bytes that are done, and the total, which may be unknown at first."""
+        """Sets the number of bytes that are done, and the total, which the constructor may not know (0)."""
         self._total = nbytes
         if self._bar is not None:
             self._bar.total = nbytes
         self.add(done - self._done)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -240,16 +242,16 @@ class Progress(Closing):
 
 
 def how_to_install(extra: str) -> str:
-    """The commands that install the packages of an extra; the package indexes have no memascend."""
+    """Returns the commands that install the packages of an extra from a clone or a wheel: PyPI has no memascend."""
     return f"""pip install ".[{extra}]" in a clone of memascend, or "dist/NAME.whl[{extra}]" with a wheel's name"""
 
 
-# Colours in pictures: of memascend, and of the same training in memory.
+# Colours in plots: of memascend's figures, and of the same training in memory.
 OURS, IN_MEMORY = "#0b6bcb", "#57606a"
 
 
 def open_pyplot() -> Any:
-    """`matplotlib.pyplot`, set to draw into files.
+    """Imports `matplotlib.pyplot` with the Agg backend, which draws into files.
 
     Raises:
         ConfigError: matplotlib is not installed.

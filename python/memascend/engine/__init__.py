@@ -1,3 +1,3 @@
-"""The public name of `memascend.storage`: `memascend.engine.Store`, `Engine` and what belongs to them."""
+"""Re-exports `memascend.storage` under its public name, as `memascend.engine.Store` and `memascend.engine.Engine`."""
 
 from memascend.storage import *  # noqa: F403

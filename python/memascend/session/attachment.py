@@ -1,4 +1,4 @@
-"""Attaches a model to its run, and detaches it: hooks, deep copies, later parameters, autocast."""
+"""Attaches a model to its run and detaches it: module hooks, deep copies, checks of later parameters and autocast."""
 
 from __future__ import annotations
 
@@ -23,41 +23,46 @@ if TYPE_CHECKING:
 
 
 class Newcomers:
-    """The parameters that were added to a model after `offload()`.
+    """Rejects trainable parameters that were added to a model after `offload()`.
 
-    They are checked when the model is used, not when they are added: peft registers an adapter before it freezes it.
+    The check runs when the model is used, not when a parameter is registered: peft registers an adapter before it
+    freezes the adapter.
     """
 
-    # The number of modules and parameters that were registered in the process.
+    # The number of modules and parameters that this process registered. `judge` checks the model again if it changed.
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
-        """`look`: False where FSDP2 registers parameters all the time; then all of them pass."""
+        """`look`: False under FSDP2, which registers parameters in each forward; then every parameter passes."""
         self._model = model
         self._look = look
+        # The value of `_registrations` at the last check that found nothing.
         self._judged = self._registrations
 
     @classmethod
     def note_registration(cls, module: torch.nn.Module, name: str, given: Any) -> None:
-        """A module of the process registered a module or a parameter."""
+        """Counts a registration: torch calls it when any module of the process registers a module or a parameter."""
         del module, name
         cls._registrations += given is not None
 
     def judge(self) -> None:
-        """Before a forward: reject new trainable parameters; without gradients nothing is trained, so it can wait."""
+        """Rejects new trainable parameters before a forward, unless gradients are disabled: then nothing is trained."""
         if self._judged != self._registrations and torch.is_grad_enabled():
             self.require_none()
 
     def unsaved(self, buffers: Collection[str]) -> list[str]:
-        """New frozen parameters and new persistent buffers, which no checkpoint has; `buffers` are the known ones."""
+        """Returns the names of new parameters and new persistent buffers, which checkpoints do not contain.
+
+        `buffers` are the names of the buffers that the model had at `offload()`.
+        """
         new = [name for name, one in self._model.named_parameters() if "_memascend" not in one.__dict__]
         return new + [place.name for place in persistent_buffers(self._model) if place.name not in buffers]
 
     def require_none(self) -> None:
-        """Before a step: reject new trainable parameters.
+        """Rejects new trainable parameters.
 
         Raises:
-            ConfigError: there is one; nothing was changed.
+            ConfigError: the model has a new trainable parameter; nothing was changed.
         """
         now = self._registrations
         if self._judged == now or not self._look:
@@ -72,24 +77,24 @@ class Newcomers:
         self._judged = now
 
 
-# A smaller part of a model in 32 bits (norms, routers) gets no warning.
+# No warning if fewer than 1 in `_SHARE` of a model's elements are in float32 matrices (those of routers, say).
 _SHARE = 10
 
 
 class AutocastWatch:
-    """Warns once, when a forward runs under autocast and most of its weights are in 32 bits."""
+    """Warns once if a forward runs under autocast and a large part of the model (`_SHARE`) is in float32 matrices."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         """`device` is the type of the device that computes."""
         self.device = device
         every = list(parameters)
-        # autocast copies the weights of matrix products and convolutions.
+        # autocast makes 16-bit copies of the weights of matrix products and convolutions.
         copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
         self._nbytes = 2 * copied
         self._silent = copied * _SHARE < sum(p.numel() for p in every)
 
     def look(self) -> None:
-        """A module is entered under autocast."""
+        """Warns unless it has before; `Session.entered` calls it when a module is entered under autocast."""
         if self._silent:
             return
         self._silent = True
@@ -102,30 +107,33 @@ class AutocastWatch:
 
 # The attribute of a module that copy.deepcopy() calls.
 _COPIER = "__deepcopy__"
-# The attributes of an offloaded module that are ours.
+# The attributes that memascend sets on an offloaded module.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
+# The key of memascend's hook in a module's tables of hooks.
 _KEY = "memascend"
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a module deeply as a plain one: this is `torch.nn.Module.__deepcopy__` while there is any run.
+    """Copies a module deeply, without the attributes and hooks of memascend.
 
-    An attribute of each module would cost one or two kilobytes: its dict would no longer share the keys of its class.
+    It is `torch.nn.Module.__deepcopy__` while any run is open. Setting it on each module instead would cost one or two
+    kilobytes for each: the module's dict could no longer share the keys of its class.
     """
     with _plain(module):
-        # As copy.deepcopy() does it where a class has no `__deepcopy__`.
+        # This is what copy.deepcopy() does for a class without `__deepcopy__`.
         return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    """Copies a module by the `__deepcopy__` of its class, without the attributes and hooks of memascend."""
     with _plain(module):
         return copy.deepcopy(module, memo)
 
 
 @contextlib.contextmanager
 def _plain(module: torch.nn.Module) -> Iterator[None]:
-    """Remove our attributes and hooks from the module inside."""
+    """Removes the attributes and hooks of memascend from the module for the duration of a `with` block."""
     own = module.__dict__
     ours = {name: own.pop(name) for name in _OURS if name in own}
     tables = {name: own[name] for name in _TABLES if _KEY in own.get(name, ())}
@@ -140,23 +148,23 @@ def _plain(module: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Attachment:
-    """The hooks of one model, which does not change before `enter`."""
+    """Installs the hooks of one model, and removes them; the model does not change before `enter`."""
 
     model: torch.nn.Module
-    _gates: list[tuple[torch.nn.Module, tuple[Home, ...]]]  # modules with hooks, and the units that each materializes
+    _gates: list[tuple[torch.nn.Module, tuple[Home, ...]]]  # modules to hook, each with the units it materializes
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the model an offloaded one with this optimizer."""
+        """Makes the model an offloaded one: installs hooks and copiers, and refers to `optimizer`."""
         open_gates(self.model, self._gates, self._run.residency)
         for module in self.model.modules():
-            # A class with a `__deepcopy__` of its own would copy our attributes, too.
+            # A class with its own `__deepcopy__` would copy the attributes of memascend, too.
             if getattr(type(module), _COPIER, copy_module) is not copy_module:
                 module.__dict__[_COPIER] = functools.partial(_copied, module)
         self.model.__dict__["_memascend"] = optimizer
 
     def leave(self) -> None:
-        """Make the model a plain one."""
+        """Makes the model a plain one: removes hooks and attributes."""
         for module in self.model.modules():
             module.__dict__.pop(_COPIER, None)
         close_gates(module for module, _ in self._gates)

@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of a run. The model does not change before `run`."""
+    """Builds a run from its prepared parts; the model does not change before `run`."""
 
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
     resources: Resources  # store, engine and memory
-    given: list[dict[str, Any]]  # options by group, before the stored ones took their place
-    scratch: Path | None  # the folder for copies of the weights
+    given: list[dict[str, Any]]  # the user's options of each parameter group, before stored ones replaced them
+    scratch: Path | None  # the folder for copies of the weights; None: each copy raises an error that asks for one
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
-        """Offload the parameters; returns the session and the optimizer for the user."""
+        """Offloads the parameters; returns the session, and the optimizer for the user."""
         subject, resources = self.subject, self.resources
         session = self._session()
         offloaded = OffloadedOptimizer(subject.original, session)
-        # Buffers may not fit into the device: before anything is offloaded.
+        # `move_buffers` fails if the device has too little memory, so it runs before any parameter changes.
         move_buffers(subject.model, self._device)
         for home in session.run.residency.units.homes:
             for place in home.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # The parameter is on meta, or on a device whose tensors are of another kind.
+                    # A parameter on meta, or on another device type, cannot take the placeholder as its `.data`.
                     embody(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
@@ -75,7 +75,8 @@ class Assembly:
         return session, offloaded
 
     def _session(self) -> Session:
-        # The run keeps these objects alive, and not the subject with its data of each parameter.
+        # The run keeps the objects below alive. It does not refer to the subject, whose tables of all parameters it
+        # does not need.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         residency = self._residency()
         scale = self._scale()
@@ -95,7 +96,8 @@ class Assembly:
         attachment = Attachment(subject.model, self._gates(residency), run)
         heap_bytes = sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0
         if heap_bytes:
-            # Before the first values are written, and again when the model's memory was freed.
+            # From here on the C library maps large allocations. `_offloaded` calls `settle_heap` again, once the
+            # parameters' memory is free.
             settle_heap()
         session = Session(
             run=run,
@@ -116,7 +118,7 @@ class Assembly:
 
     @property
     def _stored_budget(self) -> int | None:
-        """The budget that a later start prefers where it is given none."""
+        """The budget in each commit, which a resume with `host_memory="auto"` prefers; None: the user gave none."""
         options = self.subject.options
         if options.spare is not None:
             return options.spare.stored or self.decision.plan.budget
@@ -124,7 +126,7 @@ class Assembly:
 
     @property
     def _grows(self) -> bool:
-        """Whether memory beyond the plan may be taken: no budget was given."""
+        """True if a step may allocate memory beyond the plan, because the user gave no budget."""
         options = self.subject.options
         return (options.host_bytes if self.resources.units.device is None else options.device_bytes) is None
 
@@ -179,7 +181,8 @@ class Assembly:
         figures = None if sharding is None else sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         ram_tier = frozenset(plan.ram_tier)
-        # With one unit in memory at a time, an update must not prevent its eviction.
+        # Updates may begin from the values of cached units, and then keep these units from eviction. A window of one
+        # unit needs the eviction, so its updates read values from storage.
         units = residency.units if plan.window > 1 and not plan.device else None
         return Gradients(
             engine=resources.units.engine(resources.engine),
@@ -193,21 +196,24 @@ class Assembly:
         )
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
-        """Each module that owns a parameter or is a whole unit, with the units that it materializes."""
+        """Returns the modules to hook, each with the units that it materializes.
+
+        A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
+        """
         if self.subject.sharding is not None:
-            # A gather materializes its parameters, and only while it copies.
+            # FSDP2's gather materializes this rank's rows while it copies them, so the modules need no hooks.
             return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
         whole = {unit.module: homes[unit.name] for unit in self.decision.plan.units if unit.module is not None}
         gates = []
-        # One tuple for all modules of a unit.
+        # Modules that materialize the same units share one tuple.
         alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}
         for name, module in self.subject.model.named_modules():
             needed = [whole[name]] if name in whole else []
             needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             for child in module.children():
-                # A list of parameters is never called.
+                # torch never calls a ParameterList or ParameterDict, so its parent materializes its parameters.
                 if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
                     needed += [home_of[id(own)] for own in child.parameters()]
             if needed or module is self.subject.model:

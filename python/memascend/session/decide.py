@@ -1,4 +1,4 @@
-"""Decides units, store records, files and the plan of a run from shapes alone; rejects models that cannot stream."""
+"""Decides units, store records and the plan of a run from shapes alone; rejects models that cannot be offloaded."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 
 
 def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> Store:
-    """A store on disk whose file ends with the process; in the folder `scratch`, if one is given."""
+    """Calls `create` in a new folder, and unlinks the store's file at once: its data ends with the process.
+
+    The folder is made in `scratch`; None: in the system's folders for temporary files, or the working directory.
+    """
     refused: Exception | None = None
     places = (tempfile.gettempdir(), "/var/tmp", os.getcwd()) if scratch is None else (str(scratch),)  # noqa: PTH109, S108
     for place in dict.fromkeys(places):
         try:
-            # No other process knows the folder.
+            # The folder's random name keeps other processes from opening the file before it is unlinked.
             with tempfile.TemporaryDirectory(prefix="memascend-", dir=place) as folder:
                 store = create(folder)
                 store.become_temporary()
@@ -63,7 +66,10 @@ def _find_trained(
     *,
     only_planned: bool,
 ) -> set[str]:
-    """The names of the trained parameters; rejects those that cannot be offloaded. `device` computes."""
+    """Returns the names of the trained parameters; rejects parameters that cannot be offloaded.
+
+    `device` is the device that computes the model; None: the CPU.
+    """
     if not named:
         raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
     require_one_owner(optimizer, named)
@@ -79,12 +85,12 @@ def _find_trained(
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     pair = overlapping([*named.items(), *model.named_buffers()])
     if pair is not None:
-        # torch changes them together, and storage would not.
+        # In torch, a write to one of two tensors that share memory changes both; on storage it would change only one.
         raise ConfigError(
             f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
             "tie them as one Parameter (head.weight = embedding.weight), or clone one"
         )
-    # Whole numbers have no gradient: torch's optimizers skip them.
+    # Integer parameters have no gradient: torch's optimizers skip them.
     trained = {
         name
         for name, parameter in named.items()
@@ -100,6 +106,7 @@ def _find_trained(
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
+    """Rejects models and optimizers by their classes, and if they are offloaded already."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -108,11 +115,11 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
     replaced = next(filter(_has_own_step, members), None)
     if replaced is not None:
         raise ConfigError(
-            f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs that of its "
-            "class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
+            f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs the step() of "
+            "its class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
         )
     if not only_planned:
-        # These load torch's compiler, which takes seconds that a plan without a run does not need.
+        # These modules import torch's compiler, which takes seconds; a mere plan needs none of them.
         from memascend.params.module_hooks import gated
         from memascend.session.materialize import is_materialized
         from memascend.session.optimizer import OffloadedOptimizer
@@ -129,7 +136,7 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
 
 
 def _refuse_placed(model: torch.nn.Module) -> None:
-    """Reject weights that accelerate keeps elsewhere: they seem to be on meta, and would be initialised."""
+    """Rejects weights that accelerate offloaded: they look like parameters on meta, and would be initialised anew."""
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
@@ -140,7 +147,7 @@ def _refuse_placed(model: torch.nn.Module) -> None:
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` of an object was replaced; a scheduler's replacement only counts, and does not matter."""
+    """True if `step` was replaced on this object; torch's schedulers wrap `step` only to count calls, so they pass."""
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
@@ -148,6 +155,10 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:
+    """Rejects an optimizer that owns parameters of another model, or lacks trainable parameters of this one.
+
+    `owned` has the ids of the optimizer's parameters, `named` the model's parameters.
+    """
     strangers = owned - {id(parameter) for parameter in named.values()}
     if strangers:
         raise ConfigError(
@@ -167,7 +178,7 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> 
 
 
 class Subject:
-    """The model and the optimizer of one call of `offload()`, checked."""
+    """The checked arguments of one call of `offload()`: model, optimizer, options and device, and facts about them."""
 
     def __init__(
         self,
@@ -180,18 +191,19 @@ class Subject:
         earlier: Earlier | None = None,
         only_planned: bool = False,
     ) -> None:
-        """`optimizer` is the original, or several that are joined. `device` computes; None: the host.
+        """Checks the arguments of `offload()`; changes nothing.
 
-        `sharding` has the parameters of several ranks; `earlier` the stores of another number of ranks, to resume from.
-        A subject that is `only_planned` needs neither a device nor a path of its store.
+        `optimizer` is the original, or several optimizers joined as one. `device` computes the model; None: the CPU.
+        `sharding` has this rank's rows of the parameters. `earlier` has the stores of another number of ranks, from
+        which the run resumes. With `only_planned` the subject needs neither a device nor a path of the store.
         """
         self.model = model
         self.original = optimizer
         self.options = options
         self.device = device
-        # Units reach the device through chunks.
+        # True if units pass through chunks in host memory to a device.
         self.staged = device is not None or (only_planned and options.where.type != "cpu")
-        # The path of the store is not known yet, nor the free space beside it.
+        # True if neither the path of the store nor the free disk space there is known.
         self.unplaced = only_planned and options.paths is None
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
@@ -225,27 +237,31 @@ class Subject:
                 require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
-        # Fills the stores of ranks that have lost theirs; and the same where it fills this rank's store.
+        # `refill` copies the stores of replicas to ranks that have lost theirs; `refilled` is `refill` if this rank is
+        # one of them, else None.
         self.refill = None if sharding is None else sharding.refill
         self.refilled = self.refill if self.refill is not None and self.refill.source is not None else None
 
     def _embeddings(self, *, sparse: bool = False) -> frozenset[int]:
-        """The ids of embeddings' weights as the optimizer has them, or only of those with `sparse` gradients."""
+        """Returns the ids of the weights of all embeddings, or only of embeddings with `sparse` gradients.
+
+        Under `sharding`, they are the ids of this rank's rows, which the optimizer updates.
+        """
         modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         weights = [module.weight for module in modules if module.sparse or not sparse]
         return frozenset(id(one if self.sharding is None else self.sharding.local_of(one)) for one in weights)
 
     @property
     def durability(self) -> Literal["step", "none"]:
-        """The durability of the store; a temporary one ends with the process, and needs none."""
+        """The durability of the store: the user's option, or "none" for a temporary store."""
         return self.options.durability if self.options.paths or self.unplaced else "none"
 
     @property
     def streamed(self) -> dict[str, str]:
-        """The trained parameters that no budget keeps in RAM, each with the class of its optimizer.
+        """The trained parameters that no budget keeps in RAM, each with the name of its optimizer's class.
 
-        Where no step is durable, updates in the RAM tier change the only copy, and code that is not torch's own may
-        fail in the middle of that.
+        With durability "none", an update in the RAM tier changes the only copy of a record. An optimizer that is not
+        torch's own may raise in the middle of the update, so its parameters stay out of the RAM tier.
         """
         if self.durability != "none":
             return {}
@@ -259,15 +275,15 @@ def planned(
     options: Options,
     ranks: int = 1,
 ) -> Decision:
-    """Decide as `offload()` would, from shapes alone: the model may be on "meta", and nothing changes.
+    """Decides as `offload()` would, from shapes alone; the model may be on "meta", and nothing changes.
 
-    With several `ranks` that share the model, options and plan are those of one.
+    If several `ranks` shard the model, `options` and the decision are those of one rank.
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
         sharding: PlannedSharding | None = None
         if ranks > 1:
-            # It loads torch's FSDP2, which takes seconds.
+            # The import loads torch's FSDP2, which takes seconds.
             from memascend.distributed.setup import PlannedSharding
 
             sharding = PlannedSharding(model, ranks, options)
@@ -279,7 +295,7 @@ def planned(
 
 
 def decide(subject: Subject) -> Decision:
-    """Find the units, describe the records of the store, and plan."""
+    """Finds the units, describes the records of the store, and makes the plan."""
     options = subject.options
     sharding = subject.sharding
     units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
@@ -303,12 +319,18 @@ def decide(subject: Subject) -> Decision:
 
 
 def _replayed(subject: Subject) -> frozenset[str]:
-    """The trained parameters that our own kernels update, which cannot fail half-way, in RAM or in a replay."""
+    """Returns the trained parameters that memascend's own kernels update.
+
+    These kernels cannot fail half-way, so they may update records in RAM, and replay gradients from the log.
+    """
     return frozenset(name for name in subject.trained if subject.arithmetic.of(subject.named[name]).is_replayed)
 
 
 def deferrable(subject: Subject, plan: Plan) -> list[str]:
-    """The parameters whose updates a step may leave to the next one: streamed ones with gradients on storage."""
+    """Returns the names of the parameters whose updates may be deferred.
+
+    These are streamed parameters that memascend's own kernels update, if gradients are spilled ("auto" and "ssd").
+    """
     if subject.options.gradients not in ("auto", "ssd"):
         return []
     in_ram = frozenset(plan.ram_tier)
@@ -316,6 +338,7 @@ def deferrable(subject: Subject, plan: Plan) -> list[str]:
 
 
 def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
+    """Describes the records of the store: parameters in the order of units, then persistent buffers."""
     records = []
     sharding = subject.sharding
     rows = {} if sharding is None or sharding.layout.size == 1 else sharding.rows
@@ -331,7 +354,7 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                     state=subject.arithmetic.of(parameter).describe() if trained else {},
                     unit=unit.name,
                     order=engines.order_of(meta),
-                    # Also where gradients stay in memory: another mode may resume the store.
+                    # Reserved in every mode of gradients, as a resume may choose another mode.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.of(parameter).format if trained else None,
                     first_element=rows[name].first_element if name in rows else None,

@@ -1,4 +1,4 @@
-"""Keeps the figures of each step of a run, and draws them: loss, seconds, drive, memory."""
+"""Records loss, seconds and bytes of each step of a run, and plots them with the host memory of each owner."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
 
 _MIB = 1 << 20
-# A picture shows no more points; of longer runs each second one is dropped, again and again.
+# The most steps that a `History` keeps: when it has more, `add` drops every second one.
 _POINTS_MAX = 10_000
 
 
 @dataclass
 class History:
-    """Figures of committed steps: of all, or of long runs of some at equal distances."""
+    """Figures of committed steps; the lists have one item for each recorded step."""
 
     steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # from the end of the step before
+    seconds: list[float] = field(default_factory=list)  # seconds since the end of the step before
     moved: list[int] = field(default_factory=list)  # bytes read and written in that time
-    losses: dict[int, float] = field(default_factory=dict)  # by step, as a Trainer logs them
+    losses: dict[int, float] = field(default_factory=dict)  # losses that a Trainer logged, by step
 
     def add(self, step: int, seconds: float, moved: int) -> None:
-        """Add a step."""
+        """Appends the figures of a committed step."""
         self.steps.append(step)
         self.seconds.append(seconds)
         self.moved.append(moved)
@@ -38,7 +38,7 @@ class History:
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw a report: the loss, seconds and GB/s of each step, and the most host memory of each owner.
+    """Plots a report into the file `path`: loss, seconds and GB/s of each step, and the peak host memory of each owner.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -69,7 +69,7 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def _draw_memory(axis: Any, report: Report) -> None:
-    """Host memory by owner, beside that of the same training in memory without activations."""
+    """Draws two bars: peak host memory by owner, and the memory of the same training in memory without activations."""
     bars = {
         "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(report.in_memory).items()},
         "memascend": {name: owner.peak for name, owner in report.owners.items()},

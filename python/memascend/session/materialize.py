@@ -1,4 +1,4 @@
-"""Makes parameters real for a while, in unlinked files, and writes whole checkpoints of a run."""
+"""Materializes all parameters of a model for a `with` block, in unlinked files, and writes checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ if TYPE_CHECKING:
     from memascend.session.value_edits import Edit, Edits
 
 
-# Models whose parameters are real now.
+# The models that are inside a block of `materialized()`.
 _MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]:
-    """Make the parameters real inside a `with` block, with the values of the last committed step.
+    """Makes the parameters real inside a `with` block, with the values of the last committed step.
 
     The values are in unlinked files, so that a model larger than memory can be inspected and saved. Under
-    `fully_shard` the parameters stay DTensors, and their local tensors are this rank's rows in such files. All ranks
+    `fully_shard` the parameters stay DTensors, whose local tensors (this rank's rows) are in such files. All ranks
     enter and leave the block together, with and without `modify`.
 
     Args:
         model: an offloaded model.
-        modify: write back changed values, and commit them at once, on all ranks or none. A value whose bits did not
-            change leaves its master and its state untouched. Without it changes are dropped at the end, with a warning.
-            A parameter that was replaced by another one, as `load_state_dict(assign=True)` does, gets its values: the
-            modules have their own parameters again.
+        modify: True writes changed values back in one commit, on all ranks or none. A parameter whose bits did not
+            change keeps its master and its state. If the block replaced a parameter, as `load_state_dict(assign=True)`
+            does, the model's own parameter takes the new one's values and returns to its module. False drops changes at
+            the end, with a warning.
 
     Raises:
-        UsageError: the model is not offloaded; or with `modify`, a step is staged, a parameter was given memory that
-            other code may write to unseen, or was removed, or replaced by one that does not fit.
-        RankError: another rank failed in the block, or is gone; nothing was committed.
+        UsageError: the model is not offloaded. With `modify`, also: a step is staged; or the block removed a parameter,
+            replaced it by one that does not fit, or gave it memory that other code may write to unseen.
+        RankError: another rank failed in the block or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
         raise UsageError(
@@ -79,28 +79,28 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     run, attachment, edits = session.run, session.attachment, session.edits
     reshard: Callable[[], object] = int if session.sharding is None else session.sharding.reshard
     homes: list[Home] = []
-    # Values that are written back are compared with storage; only dropped changes need checksums.
+    # Checksums find changes that a block without `modify` drops. With `modify`, `Edits.stage` compares with storage.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
     kept: list[tuple[Place, torch.Tensor]] = []
     slots = _Slots(model)
     with edits.together() if modify else edits.reading() as edit:
         run.require_open()
-        # A forward without a backward leaves gathered parameters of its outermost module.
+        # After a forward without a backward, FSDP2's outermost module still has its gathered parameters.
         reshard()
         try:
             with run.residency.turns.alone():
                 run.residency.require_idle("materialized()")
                 run.residency.copies.require_unwritten()
                 _make_real(run.residency, homes, checksums)
-            # A rank that cannot make them real ends the block of all before they wait for it inside.
+            # If `_make_real` failed on a rank, all ranks raise here, before code in the block waits for that rank.
             edits.is_any(False)
             _MATERIALIZED.add(model)
-            # A copy or pickle that is made inside is of a plain model.
+            # Inside the block, copies and pickles of the model are plain models.
             attachment.leave()
             run.resources.values_read()
             yield
-            # A forward inside has put gathered parameters into the modules.
+            # After a forward in the block, modules still have gathered parameters.
             reshard()
             if modify:
                 run.require_open()
@@ -112,26 +112,30 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
                 if not run.resources.closed:
                     attachment.enter(optimizer)
             _release(run.residency, homes)
-            # After an exception, too: the next forward would compute with their values.
+            # Also after an exception: the next forward would compute with parameters that were gathered in the block.
             reshard()
         if not run.resources.closed:
             kept = _settle(edits, edit, values)
-    # In a plain model it would be the weights'.
+    # User code holds this memory. In a plain model, a write to it would change a weight: `copies` rejects such writes.
     run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warn(
-            f"the values of {written} were changed within materialized(model), and are what they were before: "
+            f"the values of {written} were changed within materialized(model), and the changes were dropped: "
             "materialized(model, modify=True) keeps changes"
         )
 
 
 class _Slots:
-    """The parameters in the modules of a model, which code within `materialized()` may replace or remove."""
+    """Remembers which module holds which parameter: code within `materialized()` may replace or remove parameters.
+
+    A slot is an entry of a module's `_parameters`.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Take those of now, which are offloaded."""
+        """Records the slots of all offloaded parameters."""
         self.model = model
-        # By the id of a parameter: its place (None: this rank has no rows of it) and its slots, each with its name.
+        # By the id of a parameter: the parameter, its place (None: this rank has no rows of it), and its slots as
+        # (full name, module, name in the module).
         self._of: dict[int, tuple[torch.nn.Parameter, Place | None, list[tuple[str, torch.nn.Module, str]]]] = {}
         for prefix, module in model.named_modules():
             for short, parameter in module._parameters.items():  # noqa: SLF001
@@ -140,7 +144,7 @@ class _Slots:
                     known[2].append((f"{prefix}.{short}" if prefix else short, module, short))
 
     def replaced(self) -> Iterator[str]:
-        """The names of slots that have another parameter now."""
+        """Yields the names of slots that hold another parameter than at the beginning."""
         for parameter, _, slots in self._of.values():
             for name, module, short in slots:
                 now = module._parameters.get(short)  # noqa: SLF001
@@ -148,22 +152,23 @@ class _Slots:
                     yield name
 
     def restore(self) -> None:
-        """Put the model's own parameters where others are."""
+        """Puts the model's own parameters back into slots that hold other ones; slots that were emptied stay empty."""
         for parameter, _, slots in self._of.values():
             for _, module, short in slots:
                 if module._parameters.get(short) is not None:  # noqa: SLF001
                     module._parameters[short] = parameter  # noqa: SLF001
 
     def given(self) -> dict[str, torch.Tensor]:
-        """Values, on this rank, of the parameters that were replaced, by the names of their places.
+        """Returns the values of replacements on this rank, by the names of the places of the replaced parameters.
 
         Raises:
-            UsageError: a parameter was replaced by one that cannot be written to its place, or went with its module,
-                for which a module with other parameters came.
+            UsageError: a replacement does not fit the parameter, or the slots of one parameter have different values,
+                or a module was replaced by a module with other parameters.
         """
         modules, there = set(self.model.modules()), set(map(id, self.model.parameters()))
         in_slots = {id(module._parameters.get(short)) for *_, slots in self._of.values() for _, module, short in slots}  # noqa: SLF001
-        # A parameter that only goes, as adapters that are merged do, drops nothing.
+        # A removed parameter is an error only if the model has new parameters elsewhere, whose values would be lost.
+        # Merging an adapter, for example, only removes parameters.
         are_others = bool(there - self._of.keys() - in_slots)
         found: dict[str, torch.Tensor] = {}
         for parameter, place, slots in self._of.values():
@@ -171,7 +176,7 @@ class _Slots:
             others = [(name, one) for name, one in now if one is not None and one is not parameter]
             if not others:
                 if are_others and id(parameter) not in there:
-                    raise _misfit(slots[0][0], "removed", "change the model before offload(): save() what there is")
+                    raise _misfit(slots[0][0], "removed", "change the model before offload(): save() its values")
                 continue
             for name, one in others:
                 _require_fits(name, parameter, one)
@@ -186,7 +191,7 @@ class _Slots:
 
 
 def _require_fits(name: str, parameter: torch.nn.Parameter, given: torch.nn.Parameter) -> None:
-    """Reject a parameter whose values cannot take the place of those of `parameter`."""
+    """Rejects a replacement `given` that differs from `parameter` in shape, dtype or another trait."""
     like = [_traits(one) for one in (parameter, given)]
     for wanted, found in zip(*like, strict=True):
         if wanted != found:
@@ -194,7 +199,7 @@ def _require_fits(name: str, parameter: torch.nn.Parameter, given: torch.nn.Para
 
 
 def _traits(parameter: torch.nn.Parameter) -> list[str]:
-    """What has to be the same of parameters that take each other's place, in words."""
+    """Describes, for messages, the properties in which a replacement must equal the parameter that it replaces."""
     of_ranks = isinstance(parameter, DTensor)
     where = f"{parameter.placements} on {parameter.device_mesh}" if of_ranks else "of one process"  # type: ignore[attr-defined]
     values = "no values" if parameter.is_meta else str(parameter.layout)
@@ -203,7 +208,7 @@ def _traits(parameter: torch.nn.Parameter) -> list[str]:
 
 
 def _rows(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What this rank has of a parameter."""
+    """Returns this rank's rows of a DTensor, or the parameter itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -212,16 +217,21 @@ def _misfit(name: str, what: str, why: str) -> UsageError:
 
 
 def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
-    """Make every parameter a plain one; `homes` gets the finished units, `checksums` those of all values."""
+    """Gives every parameter its values, in an unlinked file.
+
+    Appends each finished unit to `homes`, so that `_release` can undo a partial run, and adds the values' checksums to
+    `checksums`, by the parameters' names.
+    """
     for home in residency.units.homes:
         copies = [residency.copy_of(place) for place in home.places]
         if checksums is not None:
             named = zip(home.places, copies, strict=True)
             checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
         with residency.lock:
-            # Its slot in the arena is needed for the next unit.
+            # The next unit needs this unit's slot in the arena.
             residency.units.evict(home)
             homes.append(home)
+            # `NOBODY` stands for all threads: while it holds the unit, forwards in the block neither read nor evict it.
             home.count(NOBODY, 1)
             for place, copy in zip(home.places, copies, strict=True):
                 place.release(copy)
@@ -230,9 +240,10 @@ def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str
 def _taken(
     slots: _Slots, homes: list[Home], checksums: Mapping[str, str] | None
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """The values of all parameters as the block has left them, to be written back.
+    """Returns the values of all parameters at the end of the block, and the name of a changed one.
 
-    With `checksums` of the values at its beginning, nothing is written: then the name of one that was changed, too.
+    With `checksums` of the values at the beginning (a block without `modify`), values of replacements are left out, and
+    the name is that of a changed or replaced parameter, or None. Without `checksums` the name is always None.
     """
     own: dict[str, torch.Tensor] = {place.name: place.parameter for home in homes for place in home.places}
     written = None
@@ -245,7 +256,7 @@ def _taken(
 
 
 def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """Stage what was changed, where there is an edit; returns the memory of parameters that user code keeps."""
+    """Stages changed values, if there is an `edit`; returns the values whose memory user code still holds."""
     kept = set(others_hold(values))
     found = []
     if edit is not None:
@@ -254,14 +265,14 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
-        # One of another shape is no weight's, and is dropped with a warning.
+        # Values of another shape, set without `modify`, can be no copy of the weight: they are dropped with a warning.
         if place.name in kept and own.shape == place.shape:
             found.append((place, own))
     return found
 
 
 def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Reject memory in which later writes would be lost, where they would change a plain model."""
+    """Rejects values in shared or foreign memory: later writes there would change a plain model, but not storage."""
     pair = overlapping([*named.items(), *model.named_buffers()])
     if pair is not None:
         raise UsageError(
@@ -277,6 +288,7 @@ def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Modul
 
 
 def _release(residency: Residency, homes: list[Home]) -> None:
+    """Makes the parameters of `homes` placeholders again, the last unit first; an interrupted call can be repeated."""
     with residency.turns.alone(), residency.lock:
         while homes:
             home = homes[-1]
@@ -287,7 +299,7 @@ def _release(residency: Residency, homes: list[Home]) -> None:
 
 
 def _written(homes: list[Home], checksums: Mapping[str, str]) -> str | None:
-    """A parameter whose values were changed in any way; None where there is none."""
+    """Returns the name of a parameter whose values, shape, dtype, strides or device changed; None if none did."""
     for place in (place for home in homes for place in home.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
@@ -297,13 +309,13 @@ def _written(homes: list[Home], checksums: Mapping[str, str]) -> str | None:
 
 
 def is_materialized(model: torch.nn.Module) -> bool:
-    """Whether a module, or one in it, is offloaded and within `materialized()` now."""
+    """True if the module, or one of its submodules, is inside a block of `materialized()`."""
     return any(module in _MATERIALIZED for module in model.modules())
 
 
 @dataclass(eq=False)
 class Saving:
-    """Writes checkpoints of one run; all ranks call it together."""
+    """Writes checkpoints of one run; all ranks call its methods together."""
 
     _model: torch.nn.Module
     _run: Run
@@ -316,10 +328,13 @@ class Saving:
         self._shares = None if sharding is None or isinstance(exchange, Alone) else Shares(sharding, exchange)
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
-        """Write a checkpoint of the last commit, with the current options of the groups and the current buffers."""
+        """Writes a checkpoint: values and state of the last commit, current options of the groups, current buffers.
+
+        `among_others` also accepts a folder with other files and no earlier checkpoint.
+        """
         own = self._contents()
         facts = self._exchange.together(self._run.metadata.facts, UsageError)
-        # Data positions, random states: each rank has its own.
+        # `user_state` may differ between ranks, as data positions and random states do.
         states = self._exchange.everyone(self._run.metadata.user_state)
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
@@ -330,20 +345,23 @@ class Saving:
         missing = self._newcomers.unsaved(self._run.buffers.names)
         if missing:
             warn(
-                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
-                "save them beside it, by torch.save() of their values"
+                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} does not contain "
+                "them: save them beside it, by torch.save() of their values"
             )
 
     def save_weights(self, folder: Path | None) -> None:
-        """Write weights and configuration alone into an existing folder.
+        """Writes only weights and configuration into an existing folder.
 
-        `folder` is the first rank's; the others have none.
+        The first rank passes `folder`, the others None.
         """
         own = self._contents(values_alone=True)
         self._write(own, lambda records, fill: save_weights(cast("Path", folder), records, self._model, fill))
 
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
-        """The last commit of this rank, with the model's buffers. No rank has any where a step is staged on one."""
+        """Returns this rank's part of the last commit, with the model's buffers.
+
+        All ranks raise if a step is staged on one of them.
+        """
         run = self._run
         self._exchange.together(run.require_quiet, UsageError)
 
@@ -355,7 +373,11 @@ class Saving:
         return self._exchange.together(contents)
 
     def _write(self, own: StoreContents, write: Callable[[Sequence[Content], Fill], None]) -> None:
-        """Let the first rank, or the only process, make the files, and each rank write its rows where it can."""
+        """Writes the checkpoint's files.
+
+        The only process, or the first rank, calls `write`, which creates the files. Each other rank writes its rows
+        into them, or sends the rows to the first rank if it does not reach the folder.
+        """
         sharding, exchange, shares = self._sharding, self._exchange, self._shares
         if sharding is None or shares is None or isinstance(exchange, Alone):
             write(own.records, lambda folder, places: write_into(folder, places, own))
@@ -363,7 +385,7 @@ class Saving:
         line = exchange.line
 
         def do_part() -> bool:
-            """Whether all rows arrived."""
+            """Does this rank's part; returns False if its rows did not arrive."""
             try:
                 if not sharding.layout.rank:
                     write(whole_records(own, sharding.rows), partial(shares.fill, own))

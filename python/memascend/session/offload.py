@@ -77,91 +77,92 @@ def offload(  # noqa: PLR0913 - options are keywords
     reduction: Literal["ordered", "native"] = "ordered",
     timeout: float | None = None,
 ) -> tuple[_Model, OffloadedOptimizer]:
-    """Move a model's parameters and an optimizer's state to storage, and train on as before.
+    """Moves a model's parameters and an optimizer's state to storage; the training loop continues as before.
 
-    The loop stays as it is, and host memory stays within the budget. Results are bit-identical to the same update in
+    The loop needs no changes, and host memory stays within the budget. Results are bit-identical to the same update in
     memory: for Adam and AdamW on float32 that is torch's with `fused=True`, and 16-bit parameters get fp32 master
     weights, which plain torch does not have (`master_dtype=None` adds none). docs/how-it-works.md lists all cases.
 
     Args:
-        model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
-        optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
-            moves into the store. Several optimizers, such as Muon and AdamW, each of which owns some parameters, become
-            one: its `step()` steps them all in one commit, and `members` are the originals.
+        model: any module on the CPU, on meta, or on the device that computes. `offload` returns the same object.
+        optimizer: a torch.optim optimizer that owns every trainable parameter of the model. Its existing state moves
+            into the store. Several optimizers (such as Muon and AdamW), each of which owns some of the parameters,
+            become one optimizer: its `step()` steps them all in one commit, and its `members` are the originals.
         storage: a folder, file or raw block device, or several of them, over which the store is striped; None: a
-            temporary file that ends with the process. "~" is the user's home. A path that ends in "/" is a folder, and
-            is created where it is missing; any other missing path becomes a file.
-        existing: the action where there is a store already: "refuse", "resume" its last committed step, or "replace"
-            it. "previous" drops the last commit, and resumes the one before, after every byte of it was read and
-            checked. It is for a store whose newest commit is damaged, as long as the next step was not begun. A run of
-            this process that has the store open is closed, with a warning ("resume", "replace"); "replace" is rejected
-            where that run has another model or optimizer. "resume" starts a store where there is none. An empty file
-            is rejected: what it held is lost.
+            temporary file that ends with the process. "~" is the user's home. A path that ends in "/" is a folder,
+            which is created if it is missing; any other missing path becomes a file.
+        existing: the action if `storage` already has a store. "refuse": raise. "resume": continue from its last
+            committed step, or start a store if there is none. "replace": overwrite it. "previous": drop the last
+            commit, and resume from the one before, after every byte of it was read and checked; this is for a store
+            whose newest commit is damaged, and works until the next step begins. If a run of this process has the store
+            open, "resume" and "replace" close that run, with a warning; "replace" is rejected if that run has another
+            model or optimizer. An empty file is rejected: its contents are lost.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
-            cgroup have now. None or "default": the smallest that keeps disk and compute busy. "auto": the bytes that
-            the machine can spare, in whole GiB, divided among its ranks; on a CPU half of them, as torch needs memory
-            there, too. A resume with "auto" takes the budget of its store while that is free. None, "default" and
-            "auto" count as not given: a step that needs more gets it. The rest of a budget keeps parameters with their
-            state in RAM, the model's first ones first: they are read once, by this call.
-        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. This call moves buffers;
-            the loop moves batches, as without offloading. The update runs on the CPU.
-        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": detected in the first
-            step.
-        nonfinite: the action of `step()` where the norm of all gradients is infinite or NaN. "raise": raises, and
-            changes nothing; "skip": drops the step, and `overflowed` is True; "commit": updates with them, as torch
-            does. In a loop that is "fused" and does not clip, the norm is known only once the step is committed: there
-            "raise" warns. With a loss scale, a step that overflows is skipped in any case.
-        max_grad_norm: clip the global norm in `step()`.
+            cgroup have now. None or "default": the smallest budget that keeps disk and compute busy. "auto": the memory
+            that the machine can spare, in whole GiB, divided among its ranks; on a CPU half of it, as torch needs
+            memory there, too. A resume with "auto" takes the store's earlier budget while so much is free. None,
+            "default" and "auto" count as not given: a step that needs more memory gets it. Memory of the budget that
+            streaming does not need keeps parameters with their state in RAM, beginning with the model's first ones;
+            `offload` reads them once.
+        device: the device that computes the model: "cpu", "cuda", "cuda:1"; None: CUDA if the machine has it. `offload`
+            moves buffers there; the loop moves batches, as without offloading. The update runs on the CPU.
+        gradients: "fused": the update runs as each gradient appears. "ssd" or "ram": gradients are kept there until
+            `step()`. "auto": `offload` chooses by the habits of the loop that it detects in the first step.
+        nonfinite: the action of `step()` if the norm of all gradients is infinite or NaN. "raise": raise, and change
+            nothing. "skip": drop the step and set `overflowed`. "commit": update, as torch does. A "fused" loop that
+            does not clip knows the norm only after the commit: there "raise" warns. With a loss scale, a step that
+            overflows is always skipped.
+        max_grad_norm: clip the global norm of the gradients to this value in `step()`; None: do not clip.
         accumulation_steps: number of `backward()` calls per `step()`; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
-        master_dtype: of the master weights of 16-bit parameters; None: 16-bit parameters have none, as in plain torch.
-        units: names of modules that are read and evicted as one; None: found from the model.
-        weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
-            (name, parameter) that returns a tensor. The function is called for one parameter at a time. None: they are
-            initialised by the model's own code, from torch's default generator. A resumed store needs none.
-        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from, with its values, state, options and
-            step. A store that is resumed takes precedence.
+        master_dtype: dtype of the master weights of 16-bit parameters; None: no master weights, as in plain torch.
+        units: names of modules, each of which is read and evicted as one; None: `offload` finds them in the model.
+        weights: values for parameters on "meta": a safetensors file, a folder of such files with their index, or a
+            function of (name, parameter) that returns a tensor and is called for one parameter at a time. None: the
+            model's own code initialises them, from torch's default generator. A resumed store needs no `weights`.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote: the run starts with its values, state, options and
+            step. If a store is resumed, `checkpoint` is ignored.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make, and for the store
-            where `storage` is None; None: beside the store.
-        device_memory: with CUDA, a hard budget of the device's memory for units, and for gradients that wait for their
-            update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations and torch's
-            other memory there come on top.
-        activations: where activations that are checkpointed in the model's forward are stored, with the same bits.
-            "device": on the device, as torch keeps them. "host": in pinned host memory, as far as the budget goes (1
-            GiB of it where `host_memory` is None), then in files. "ssd": in files beside the store (in `scratch`,
-            where that is given). On the CPU, "host" is "device".
-        durability: "step": every step survives a power loss; "none": nothing is kept before `close()`. Without
+            if `storage` is None; None: beside the store.
+        device_memory: with CUDA, a hard budget of device memory for units, and for gradients that wait for their
+            update; in bytes or as "8GiB". None: the smallest budget that keeps disk and compute busy. Activations and
+            torch's other device memory are not part of it.
+        activations: where checkpointed activations of the model's forward are stored, with the same bits. "device": on
+            the device, as torch does. "host": in pinned host memory within the budget (1 GiB if `host_memory` is None),
+            and in files beyond it. "ssd": in files beside the store, or in `scratch` if that is given. On the CPU,
+            "host" is the same as "device".
+        durability: "step": every step survives a power loss; "none": no step survives before `close()`. Without
             `storage` it is "none", and `close()` keeps nothing.
         state: the format of the moments of Adam, AdamW and SGD with momentum. None: as the optimizer has them, exact.
-            "bf16" and "8bit" move fewer bytes and change the numerics. "bf16": 16 bits, the second moment rounded
-            stochastically. "8bit": bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer than
-            4,096 elements, which keep 32. "fp32": 32 bits, given explicitly. A store is resumed in its own format;
-            `checkpoint` converts.
+            "bf16" and "8bit" move fewer bytes and change the numerics. "bf16": 16 bits, with the second moment rounded
+            stochastically. "8bit": bitsandbytes' blocks of 8 bits, except for embeddings and parameters of fewer than
+            4,096 elements, which keep 32 bits. "fp32": 32 bits, given explicitly. A store can be resumed only in its
+            own format; `checkpoint` converts.
         rounding: "stochastic": 16-bit parameters have no fp32 master weights (`master_dtype=None`), and an update
             rounds them up or down stochastically, so that small steps are not lost.
-        seed: of stochastic rounding; kept in the store and in checkpoints, which keep their own when resumed.
-        log_steps: steps of gradients in the store's gradient log. Parameters kept in RAM are written whole once in as
-            many steps; 0: in each step. None: 16, or fewer that fit into half of the free disk space (on a raw device
-            into all of it). A given number that does not fit is rejected.
+        seed: seed of stochastic rounding. The store and checkpoints keep it; a resumed run uses the stored seed.
+        log_steps: number of steps whose gradients the store's gradient log holds. A parameter kept in RAM is written
+            whole once in as many steps; 0: in every step. None: 16, or as many as fit into half of the free disk space
+            (on a raw device into all of it). A given number that does not fit is rejected.
         reduction: the order in which the gradients of several ranks are added under `fully_shard`. "ordered": in the
-            order of ranks, as one process accumulates them, so that the bits do not depend on the number of ranks;
-            "native": the order of torch's backend.
-        timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
+            order of ranks, as one process accumulates them, so that the bits do not depend on the number of ranks.
+            "native": in the order of torch's backend.
+        timeout: seconds that the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
-        The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`; of several, all of
-        theirs, in order.
+        The model, and a `memascend.OffloadedOptimizer` that shares the `param_groups` of the original, or has those of
+        several originals in order.
 
     Raises:
         ConfigError: an option, the model, the optimizer or the existing store does not fit; nothing was changed.
-        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is the budget that works.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is the smallest budget that works.
         MemoryLimitError: the machine or the device does not have the memory that the plan takes.
         StorageError: storage failed, is full, foreign or in use.
     """
-    # Each option has an argument of its name.
+    # `Options` has a field for each argument but `model` and `optimizer`.
     given = locals()
     options = Options(**{option.name: given[option.name] for option in fields(Options)})
-    # A default device (torch.set_default_device) is for the user's tensors.
+    # torch.set_default_device() is meant for the user's tensors, not for those that are made here.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
         original = unwrapped(optimizer)
@@ -174,7 +175,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         undo.pop_all()
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
-        _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
+        _log.info("device: %s, which this machine has; device='cpu' computes without it", opened.torch_device)
     if master_dtype is not None and any(subject.named[name].dtype.itemsize == 2 for name in subject.trained):
         _log.info(
             "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
@@ -182,7 +183,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     why = "" if options.host_bytes else ", the smallest that keeps disk and compute busy"
     if own.spare is not None:
         is_stored = own.spare.stored == offloaded.plan.budget
-        why = ", as this run had before" if is_stored else ", of what this machine can spare"
+        why = ", as this run had before" if is_stored else ", which this machine can spare"
     _log.info("host_memory: %s%s; %s", bytes_shown(offloaded.plan.budget), why, moves(offloaded.plan))
     if subject.streamed:
         _log.info(
@@ -195,22 +196,22 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 
 def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
-    """Decide, open the store, and offload the parameters; a call that fails leaves everything as it was."""
+    """Plans, opens the store, and offloads the parameters; if this fails, `undo` leaves everything as it was."""
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
         assembly = exchange.together(lambda: _prepared(subject, turn, undo))
         session, offloaded = assembly.run()
-        # Any rejection has happened by now, with the newest commit intact.
+        # `existing="previous"` drops the newest commit only here, after every check that may reject the call.
         store = assembly.resources.store
         store.go_back()
         plan = assembly.decision.plan
         left = begin_places(store, deferrable(subject, plan))
-        # Replicas compare what they stage, so all ranks do the same.
+        # Replicas compare their staged bytes at each commit, so updates are deferred on all ranks or on none.
         if all(exchange.everyone(left is not None)):
             session.run.gradients.deferrable = frozenset(left or ())
         session.measurements.log_began(begin_log(store, plan))
         if subject.earlier is not None:
-            # From here on no rank drops its new store, so the earlier stores can go.
+            # All ranks wait here: afterwards none drops its new store, so the earlier stores can be removed.
             exchange.everyone(None)
         undo.pop_all()
     forget_sources(subject.named.values())
@@ -219,14 +220,14 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
     if subject.sharding is not None:
         subject.sharding.retire_replicas()
     if session.heap_bytes:
-        # The model's own memory was freed.
+        # The memory of the model's own parameters was freed: give the heap's free pages back to the system.
         settle_heap()
     RUNS.add(offloaded)
     return offloaded
 
 
 def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assembly:
-    """Decide, and open the store with its first values; the model does not change."""
+    """Plans, opens the store, and fills a new one with first values; the model does not change."""
     sharding, exchange = subject.sharding, exchange_of(subject.sharding)
     decision, first = exchange.together(lambda: _decided(subject, undo))
     opening = None if sharding is None else sharding.opening
@@ -237,17 +238,19 @@ def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assem
         store, _ = opening.open(lambda _: open_store(subject, decision.records), earlier)
     undo.callback(store.close)
     if store.created:
-        # A failing call leaves no store behind.
+        # If the call fails, `close()` removes the new store.
         undo.callback(store.forsake)
-    # Ending a log overwrites the previous commit, to which all ranks roll back where the log of one is damaged.
+    # `end_log` overwrites the commit before the newest. If the log of one rank is damaged, all ranks resume from that
+    # commit, so no rank may replay its log before all logs are checked.
     exchange.together(store.check_log)
     engine = exchange.together(lambda: _engine(subject, decision.plan, store, undo))
-    # Most memory is taken now: other runs see what is left.
+    # This run has allocated most of its memory: another run may look at the free memory.
     turn.end()
     return exchange.together(lambda: _begun(subject, decision, first, (store, engine), undo))
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
+    """Plans the run; checks the first values before the store is opened, unless the store may be resumed."""
     decision = decide(subject)
     first = FirstValues(subject, undo)
     if not subject.options.resumes:
@@ -256,7 +259,7 @@ def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, Fi
 
 
 def _engine(subject: Subject, plan: Plan, store: Store, undo: contextlib.ExitStack) -> Engine:
-    """Allocate the memory of the RAM tier, and of the engine with its chunks."""
+    """Allocates the memory of the RAM tier, and of the engine with its chunks."""
     store.hold(plan.ram_tier, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -277,7 +280,7 @@ def _begun(
     opened: tuple[Store, Engine],
     undo: contextlib.ExitStack,
 ) -> Assembly:
-    """Fill a new store, or read the state of the run from an existing one."""
+    """Fills a new store, or restores the run from an existing one: log, RAM tier, buffers and options."""
     options, plan = subject.options, decision.plan
     store, engine = opened
     end_log(store, engine)
@@ -295,7 +298,7 @@ def _begun(
     first.let_go()
     folders = folders_of(options)
     if not folders and not options.paths:
-        # Beside the temporary store's own folder, which is gone.
+        # The folder that contained the temporary store was removed, so use its parent.
         folders = [Path(store.info()["devices"][0]).parents[1]]
     resources = _resources(subject, plan, opened, folders, undo)
     return Assembly(subject, decision, resources, given, folders[0] if folders else None)
@@ -304,7 +307,7 @@ def _begun(
 def _resources(
     subject: Subject, plan: Plan, opened: tuple[Store, Engine], folders: Sequence[Path], undo: contextlib.ExitStack
 ) -> Resources:
-    """Allocate the memory of units, and open the files of checkpointed activations."""
+    """Allocates the memory of units, and opens the files for checkpointed activations."""
     store, engine = opened
     memory: UnitMemory
     if subject.device is None:

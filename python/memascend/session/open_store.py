@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 
-    # Where the first values come from: checked before anything is written, then asked for each parameter once.
+    # Provides the first values of a store: `check` runs before anything is written, then each parameter is read once.
     ValueSource = ModelValues | CheckpointValues | EarlierValues | Refill
 
 
-# The runs of this process.
+# The optimizers of this process that `offload()` returned; closed ones stay until they are collected.
 RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def holds(run: OffloadedOptimizer, paths: Sequence[str]) -> str | None:
-    """The file of a store that a run of this process has open at one of the paths; None: it has none there."""
+    """Returns the file of the run's store if the store is open in this process at one of `paths`, else None."""
     resources = session_of(run).run.resources
-    # A fork must not ask the store: a thread that is not there may hold its locks.
+    # A forked child must not call the store: its locks may be held by a thread that exists only in the parent.
     is_passed_over = resources.closed or resources.process.is_elsewhere
     files = [] if is_passed_over else [os.fspath(file) for file in resources.store.info()["devices"]]
     return next((file for file in files for path in paths if _is_at(file, path)), None)
 
 
 def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
-    """Close the runs of this process that have the store open, with a warning; one that this call does not fit goes on.
+    """Closes the run of this process that has the store open, with a warning.
 
-    Where the call does not ask for that, an error is raised.
+    Raises an error, and leaves that run open, if `existing` does not allow it or the store does not fit this call.
     """
     existing, paths = subject.options.existing, subject.options.paths or ()
     for run in list(RUNS):
@@ -78,7 +78,8 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
         try:
             run.close()
         except UsageError as error:
-            # It is closed all the same, and what it says is no fault of this call.
+            # The run is closed nevertheless. Its error (a write to a copy of its weights, for one) is only reported: it
+            # is no fault of this call.
             unkept = f"; {error}"
         warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
@@ -87,7 +88,7 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
 
 
 def _is_at(file: str, path: str) -> bool:
-    """Whether a path given to `offload()` is that of a file, or of its folder."""
+    """True if `path`, as given to `offload()`, names `file` or the folder that contains it."""
     given = Path(path)
     try:
         return given.samefile(Path(file).parent if given.is_dir() else file)
@@ -99,7 +100,10 @@ _log = logging.getLogger("memascend")
 
 
 def _require_fits(subject: Subject, records: list[engines.Record], store: Store) -> None:
-    """Reject a store that a run has open and that is not this model's, before that run is closed."""
+    """Rejects a store that another run of this process has open and that does not fit this call.
+
+    It runs before that run is closed.
+    """
     where = store.info()["devices"][0]
     difference = store.difference(records, optimizer=title_of(subject.original))
     if subject.options.existing == "replace":
@@ -109,7 +113,7 @@ def _require_fits(subject: Subject, records: list[engines.Record], store: Store)
                 f"{store.step} ({difference}), and existing='replace' would destroy it; nothing was changed, and that "
                 "run continues: name another storage=, or call its optimizer.close() first"
             )
-        # The same lines again, as in a notebook.
+        # The same model and optimizer, as when a notebook's cell runs again: `existing="replace"` may close the run.
         return
     _require_format(store, records)
     if difference is not None:
@@ -123,7 +127,7 @@ def _require_fits(subject: Subject, records: list[engines.Record], store: Store)
 
 
 def open_store(subject: Subject, records: list[engines.Record]) -> Store:
-    """Open or make the store, also where a run of this process has it open, which is then closed."""
+    """Opens or creates the store; if another run of this process has it open, closes that run first."""
     options = subject.options
     paths = list(options.paths or ())
 
@@ -146,14 +150,15 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
             if error.errno != errno.EBUSY:
                 raise
         if store is None:
-            # A model is in reference cycles: an unused one waits for the garbage collector.
+            # A dropped model is part of reference cycles: collecting it closes its run.
             gc.collect()
-            # With the error behind us: a run that is closed because of an error does not judge copies of its weights.
+            # Called outside of the `except` block: `close()` does not check copies of weights while an exception is
+            # handled.
             _close_holders(subject, records)
             store = create(paths)
     except ConfigError:
         if options.resumes:
-            # Another format has a message of its own.
+            # If the formats of state differ, raise the error that says how to convert the store.
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
                 _require_format(store, records)
         raise
@@ -163,16 +168,16 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
 
 
 def _require_whole(store: Store) -> None:
-    """Reject, and release, the store of one of several ranks: one process has all rows."""
+    """Rejects and closes a store of one of several ranks, as this process needs the store of a whole model."""
     info = store.info()
     if info["ranks"] is not None:
         store.end()
         store.close()
         if info["ranks"] == 1:
             raise ConfigError(
-                f"the store at {info['devices'][0]} is that of rank {info['rank']} of several, of which each has all "
-                "rows, and this is one process: start them as before, call optimizer.save(folder), and begin with "
-                "checkpoint=folder; nothing was changed"
+                f"the store at {info['devices'][0]} is that of rank {info['rank']} of several ranks that each have all "
+                "rows, and this is one process: start all of them as before, call optimizer.save(folder), and begin "
+                "with checkpoint=folder; nothing was changed"
             )
         raise ConfigError(
             f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
@@ -182,7 +187,7 @@ def _require_whole(store: Store) -> None:
 
 
 def _require_format(store: Store, records: list[engines.Record]) -> None:
-    """Reject a store with state in another format; the message says how to resume or convert it."""
+    """Rejects a store with optimizer state in another format; the message says how to resume or convert the store."""
     there = options_of_formats(record["format"] for record in store.each_record())
     asked = options_of_formats(record.format for record in records)
     if there != asked:
@@ -194,8 +199,8 @@ def _require_format(store: Store, records: list[engines.Record]) -> None:
 
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
-    """The hyperparameters of the last commit, as `Metadata.hyperparameters` made them."""
-    # An unreadable `user_state` raises here, too.
+    """Returns the hyperparameters of the last commit; rejects a value that `Metadata.hyperparameters` never makes."""
+    # `store.user_state` raises if its text is no JSON.
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
@@ -209,33 +214,33 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
 
 
 def end_log(store: Store, engine: Engine) -> None:
-    """Apply the gradients in the log of a store that was not closed, so that its records are whole."""
+    """Replays the gradient log of a store that was not closed, which brings all records to the last step."""
     steps = store.info()["log_steps"]
     if not steps:
         return
-    # The dropped commit is removed before anything is written.
+    # With `existing="previous"`, drop the newest commit for good before the replay writes anything.
     store.go_back()
     with Progress(f"applying {steps} logged steps", 0) as progress:
         engine.replay(progress.reached)
 
 
 def begin_places(store: Store, names: Sequence[str]) -> Sequence[str] | None:
-    """Allocate second places for the gradients of parameters, so that their updates may be left to the next step.
+    """Reserves a second place on storage for the gradients of `names`, so that their updates may be deferred.
 
-    Returns the names, or None where there is no space for that.
+    Returns `names`, or None if the disk has too little free space.
     """
     if not names or store.keep_places(names):
         return names
     _log.warning(
-        "no disk space for second places of %d gradients: where the norm of all comes first, their updates wait for it "
-        "and then run alone",
+        "no disk space for second places of %d gradients: if step() needs the norm of all gradients first, their "
+        "updates wait for it and then run alone",
         len(names),
     )
     return None
 
 
 def begin_log(store: Store, plan: Plan) -> Plan:
-    """Allocate the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
+    """Reserves disk space for the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
         instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"
@@ -244,10 +249,10 @@ def begin_log(store: Store, plan: Plan) -> Plan:
 
 
 class FirstValues:
-    """The first values of a store: checked before anything is written, then written."""
+    """Fills a new store with first values, after checking them; or reads the values back from an existing store."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
-        """`undo` reverts all changes, where the call fails."""
+        """Opens `weights=`, and puts buffers on meta in memory; `undo` reverts all changes if the call fails."""
         self._subject = subject
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
@@ -260,7 +265,7 @@ class FirstValues:
         undo.callback(self._meta_buffers.uninstall)
 
     def prepare(self, *, created: bool) -> None:
-        """Find every error before anything is written; `created`: the store is a new one."""
+        """Raises every error of the first values before anything is written; `created`: the store is new."""
         subject = self._subject
         if created:
             self._source = self._found()
@@ -291,12 +296,12 @@ class FirstValues:
         return ModelValues(subject, self._weights, self._meta_buffers.saved, partition)
 
     def _described(self, name: str) -> dict[str, torch.Tensor]:
-        """The state of a parameter, on meta."""
+        """Returns the state tensors of a parameter, on meta."""
         subject = self._subject
         return subject.arithmetic.of(subject.named[name]).describe() if name in subject.trained else {}
 
     def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
-        """Write and commit the first values; returns the committed hyperparameters."""
+        """Writes and commits the first values; returns the committed hyperparameters."""
         subject, source = self._subject, self._source
         assert source is not None
         with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
@@ -306,11 +311,11 @@ class FirstValues:
                     engine.fill(name, values, state, step=step)
                     waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
                     if waiting >= decision.plan.queue_bytes:
-                        # These values are written before the next ones are made.
+                        # The engine holds values until they are written, and `queue_bytes` bounds them.
                         engine.finish()
                         waiting = 0
                     progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
-            # In the order in which another rank sends them.
+            # Sorted, because a replica that refills this store sends buffers in that order.
             for name in sorted(subject.buffers.names):
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
@@ -322,7 +327,7 @@ class FirstValues:
         return hyperparameters
 
     def read(self, store: Store, ram_tier: Sequence[str]) -> dict[str, Any]:
-        """Restore the buffers from a store, and read the RAM tier; returns the store's hyperparameters."""
+        """Restores the buffers from a store, and reads the RAM tier; returns the store's hyperparameters."""
         self._subject.buffers.restore(store)
         if ram_tier:
             with Progress("reading parameters kept in RAM", 0) as progress:
@@ -330,5 +335,5 @@ class FirstValues:
         return _hyperparameters(store)
 
     def let_go(self) -> None:
-        """Unmap the files of the values."""
+        """Drops the sources of the values, which unmaps their files."""
         self._source = self._weights = None

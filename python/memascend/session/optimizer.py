@@ -1,4 +1,4 @@
-"""The optimizer that users hold: backward stages a step, `step()` commits it, `zero_grad()` discards it."""
+"""Defines the optimizer that `offload()` returns: backward stages a step, `step()` commits, `zero_grad()` discards."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state` of the original and of the returned optimizer: it has no items, and an access raises.
+    """The `state` of the original and of the returned optimizer: an empty mapping whose lookups raise UsageError.
 
-    Libraries move a state to a device by its items, and find none to move.
+    Libraries that move a state to a device iterate over its items, and find none here.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -52,7 +52,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         refuse_other_state()
 
     def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Refuse it; `clear()` calls it, too."""
+        """Raises UsageError; `clear()` calls this method, so it raises, too."""
         return self[None]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -63,7 +63,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 def refuse_other_state() -> NoReturn:
-    """Raise the error that says where state can be given."""
+    """Raises the error of an assignment to the state; it names two ways to begin with other state."""
     raise UsageError(
         "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
         "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
@@ -71,49 +71,51 @@ def refuse_other_state() -> NoReturn:
 
 
 def session_of(optimizer: OffloadedOptimizer) -> Session:
-    """The session of an optimizer, for the command that trains and the Trainer's callback."""
+    """Returns the session of an optimizer, for other packages of memascend (trainer, cli)."""
     return optimizer._session  # noqa: SLF001
 
 
 class OffloadedOptimizer(Closing, torch.optim.Optimizer):
-    """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
+    """A torch optimizer whose parameters and state are on storage; `memascend.offload()` makes it.
 
-    It shares the original's `param_groups`, so schedulers made for either work: see `schedule`.
+    It shares the original's `param_groups`, so a scheduler works whether it was made for the original or for this
+    optimizer: see `schedule`.
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
-        """Stand in for `original`; `session` does the work."""
-        # With one group only: torch rejects groups with parameter names beside groups without.
+        """Takes the place of `original` in the loop, and passes calls on to `session`."""
+        # torch's constructor gets one group only, because it rejects groups with parameter names beside groups without.
         super().__init__(original.param_groups[:1], original.defaults)
-        # The groups are dicts of the original, so that an option set on either is set on both.
+        # The same list of the same dicts, so that an option set on either optimizer is set on both.
         self.param_groups = original.param_groups
         self.members: tuple[torch.optim.Optimizer, ...] = members_of(original)
-        """The optimizers that were given to offload(), in order: their groups are those of this one."""
+        """The optimizers that were given to offload(), in order; `param_groups` has all of their groups."""
         self._session = session
         self._groups = GroupMembers(self.param_groups)
         self._groups_of_members = [GroupMembers(one.param_groups) for one in self.members if one is not original]
-        # Hooks run, whether they were registered with an original or with this optimizer.
+        # step() runs the hooks of the originals and of this optimizer.
         before = [member._optimizer_step_pre_hooks for member in self.members]  # noqa: SLF001
         after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
         self._state = StoredState(session.run.resources)
-        # Without a reference to the model or to this object: both would live as long as the interpreter.
+        # The callback must not refer to the model or to this optimizer: `finalize` would keep both alive until the
+        # interpreter ends.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
     # --- the loop --------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit the step that backward staged: all of it becomes visible and durable at once.
+        """Commits the step that backward staged: all of it becomes visible and durable at once.
 
         Args:
-            closure: computes the loss again; it is called once, before the step.
+            closure: a function that computes the loss again; called once, before the step. `step` returns its result.
 
         Raises:
             UsageError: the step cannot be exact, or the norm of its gradients is not finite (`nonfinite="raise"`); the
                 message says what to do instead.
-            StorageError: storage failed; the last committed step stands.
+            StorageError: storage failed; the last committed step is intact.
         """
         self._groups.require_same(self.param_groups)
         for member, groups in zip(self.members, self._groups_of_members, strict=False):
@@ -122,30 +124,30 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A scheduler that was made for an original checks whether it was stepped.
+        # torch sets this mark when an optimizer steps. A scheduler made for an original warns if the mark is missing.
         for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
         self._session.step((self, *self.members))
         return loss
 
     def schedule(self, *schedulers: Any, restore: bool = True) -> None:
-        """Let `step()` advance learning rate schedulers: once for each committed step, as a part of its commit.
+        """Makes `step()` advance learning rate schedulers: once for each committed step, as a part of its commit.
 
-        A step updates with the present learning rates, and the store holds the next ones and the state of the
-        schedulers. So a run that is killed at any moment goes on with the right ones. The loop calls no
-        `scheduler.step()`. A step that overflows, has no gradients or fails advances nothing.
+        A step updates with the present learning rates. Its commit stores the next learning rates and the state of the
+        schedulers, so a run that is killed at any moment resumes with the right ones. The loop must not call
+        `scheduler.step()`. A step that overflows, has no gradients or fails advances no scheduler.
 
         At a resume, and at a start from a checkpoint, the call restores the schedulers and the options that they set.
-        Call it once, with all schedulers, before the first step; a later call replaces them.
+        Call it once, with all schedulers, before the first step; a later call replaces the schedulers.
 
         Args:
-            schedulers: those of torch.optim.lr_scheduler, or others with their methods, made for the original
-                optimizer or for this one, before or after offload(). They are advanced in this order.
-            restore: False takes them as they are, in place of what the store has.
+            schedulers: schedulers of torch.optim.lr_scheduler, or objects with the same methods, made for the original
+                optimizer or for this one, before or after offload(). `step()` advances them in this order.
+            restore: False keeps the state that the schedulers have, and ignores the stored one.
 
         Raises:
             ConfigError: a scheduler needs a metric, belongs to another optimizer or has a state that JSON cannot hold;
-                or it has another class or other arguments than in the stored run. Nothing was changed.
+                or its class or arguments differ from the stored run's. Nothing was changed.
             UsageError: a step is staged.
         """
         if not schedulers:
@@ -153,15 +155,17 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._session.schedule(schedulers, restore=restore)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and before `step()` their staged updates.
+        """Drops the gradients and, before `step()`, their staged updates.
+
+        With `set_to_none=False`, gradients become zeros, which `step()` applies as torch does.
 
         Raises:
-            UsageError: `set_to_none=False` where updates ran already.
+            UsageError: `set_to_none=False`, but updates have already run (`gradients="fused"`).
         """
         self._session.zero_grad(set_to_none=set_to_none)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """`loss.backward()`, with the loss scale where there is one."""
+        """Calls `loss.backward(**options)`, after multiplying the loss by the loss scale, if any."""
         self._session.backward(loss, options)
 
     def accumulate(
@@ -172,59 +176,60 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         scale: float = 1.0,
         by_layer: bool = False,
     ) -> list[Any]:
-        """Compute losses and gradients of all micro-batches of a step; `step()` comes next.
+        """Computes losses and gradients of all micro-batches of a step; call `step()` next.
 
         The result is bit-identical to `for batch in batches: (loss_of(batch) * scale).backward()`. In such a loop, each
-        micro-batch reads all weights, and sums of gradients go to storage and back in between. By layer, each unit (a
-        block, say) computes all micro-batches before the next unit begins, so that weights are read and sums written
-        once. Each micro-batch then has random numbers of its own: the result is bit-identical to that loop with
-        `torch.manual_seed(seed)` before each `loss_of`, with seeds drawn from torch's default generator before the
+        micro-batch reads all weights, and writes and reads the sums of gradients. With `by_layer`, each unit (such as a
+        transformer block) computes all micro-batches before the next unit begins, so each weight is read once and each
+        sum written once. Each micro-batch then has random numbers of its own: the result is bit-identical to that loop
+        with `torch.manual_seed(seed)` before each `loss_of`, with seeds drawn from torch's default generator before the
         first.
 
-        The first call by layer computes one micro-batch after the other and records the order of units. All calls do
-        so where layers cannot be shared, and the log gives the reason: several ranks, a hook of yours on accumulated
-        gradients, gradients that exist already, or an attribute or a buffer of a module that the first call saw
-        change from one micro-batch to the next (BatchNorm).
+        The first call with `by_layer` computes one micro-batch after the other and records the order of units. If
+        layers cannot be shared, all calls do so, and the log gives the reason: several ranks, your hook on accumulated
+        gradients, existing gradients, or an attribute or buffer of a module (as in BatchNorm) that changed between
+        micro-batches of the first call.
 
         Args:
-            loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
+            loss_of: called with each micro-batch; returns its loss, or a tuple that begins with the loss.
             batches: the micro-batches of the step.
-            scale: multiplies the losses before their backwards, as 1 / len(batches) does for a mean.
-            by_layer: True is a promise about your code, which micro-batches then enter in turns, block by block:
-                neither `loss_of` nor the model keeps anything between micro-batches, or anywhere else than in its
-                arguments and results. Code that breaks it may compute wrong gradients without an error.
+            scale: factor of each loss before its backward, such as 1 / len(batches) for a mean.
+            by_layer: True runs the micro-batches in turns, block by block. It is a promise that neither `loss_of` nor
+                the model keeps anything between micro-batches, or anywhere but in its arguments and results. Code that
+                breaks the promise may compute wrong gradients without an error.
 
         Returns:
             The results of `loss_of`, detached, in order.
 
         Raises:
-            UsageError: by layer, gradients arrived in another order, or a weight was written to; all of it is dropped.
+            UsageError: by layer, gradients arrived in another order, or a weight was written to; all gradients of the
+                call are dropped.
         """
         return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Torch's clipping of all gradients that are kept; bit for bit torch's."""
+        """Clips the kept gradients by `torch.nn.utils.clip_grad_norm_`, with the bits of torch; returns their norm."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         sharding = self._session.sharding
         if sharding is not None:
-            # The norm is that of all ranks' rows.
+            # The norm is taken over the rows of all ranks.
             parameters = [sharding.leaf_of(parameter) for parameter in parameters]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:
-        """`train()` and `eval()`, where an original has them, as schedule-free optimizers do."""
+        """Provides `train()` and `eval()` if an original has them, as schedule-free optimizers do."""
         if name in MODES and any(callable(getattr(type(one), name, None)) for one in vars(self).get("members", ())):
             return functools.partial(switch_mode, self._session.edits, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """Without items: `state_of()` reads the state of a parameter from storage.
+        """An empty mapping, as the state is on storage: `state_of()` reads the state of a parameter.
 
         Raises:
-            UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() reads it.
+            UsageError: torch's get_optimizer_state_dict() or set_optimizer_state_dict() reads this property.
         """
-        # Without state these functions make a step to create some, which they then would not keep.
+        # If the state is empty, these functions run step() to create it, and so would change the run.
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
             raise UsageError(
                 "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
@@ -235,11 +240,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        # torch's own `__init__` sets it.
+        # `torch.optim.Optimizer.__init__` assigns `state` before `_state` exists.
         if "_state" in vars(self) and state is not self._state:
             refuse_other_state()
 
-    # --- what is known -----------------------------------------------------------------
+    # --- figures and values --------------------------------------------------------------
 
     @property
     def grad_norm(self) -> float | None:
@@ -248,9 +253,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite: a loss scale or `nonfinite="skip"`.
+        """True if the last step was skipped because a gradient or their norm was not finite.
 
-        Then nothing was committed, and no scheduler of `schedule()` has advanced.
+        Only a loss scale or `nonfinite="skip"` skips steps. A skipped step commits nothing, and advances no scheduler
+        of `schedule()`.
         """
         return self._session.overflowed
 
@@ -261,12 +267,12 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Committed steps of this store, also those before a resume."""
+        """The number of committed steps of this store, including those before a resume."""
         return self._session.run.metadata.step
 
     @property
     def user_state(self) -> Any:
-        """A JSON value of at most 64 KiB, committed with the step."""
+        """A JSON value of at most 64 KiB, which `step()` commits and a resume restores."""
         return self._session.run.metadata.user_state
 
     @user_state.setter
@@ -275,30 +281,31 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The memory plan of the run, including memory that was added since."""
         return self._session.measurements.plan
 
     def report(self) -> Report:
-        """Host memory by owner, bytes read and written by kind, seconds by stage."""
+        """Returns host memory by owner, bytes read and written by kind, and seconds by stage."""
         return self._session.report()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
+        """Returns a copy of a parameter's state, read from storage, by torch's names, and its `master`."""
         return self._session.state_of(parameter)
 
     @contextlib.contextmanager
     def edit(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
-        """Give real values of one parameter, or of several, inside a `with` block, and commit what was changed of them.
+        """Provides real values of one or several parameters inside a `with` block, and commits your changes at its end.
 
-        The values are on the host, under `fully_shard` those of this rank's rows. A parameter whose bits did not
-        change keeps its master weight. Nothing is committed after an exception. All ranks enter and leave it together.
+        The values are on the host; under `fully_shard` they are this rank's rows. A parameter whose bits did not change
+        keeps its master weight. After an exception nothing is committed. All ranks enter and leave the block together.
 
         Args:
-            parameters: a parameter of the model, which gives a tensor; or several, which give a list of tensors.
+            parameters: one parameter of the model, for which the block gets a tensor; or several, for which it gets a
+                list of tensors.
 
         Raises:
-            ConfigError: they are not parameters of the offloaded model.
-            UsageError: a step is staged, or the weights were changed otherwise within the block.
+            ConfigError: `parameters` are not parameters of the offloaded model.
+            UsageError: a step is staged, or the weights were changed in another way within the block.
             RankError: another rank failed; nothing was committed.
         """
         if isinstance(parameters, torch.Tensor):
@@ -314,35 +321,36 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
                 yield several
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
+        """Writes a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
 
-        Weights and state are those of the last step, options and buffers those of now.
+        Weights and state are those of the last step; options and buffers are the current ones. Call `save` between
+        steps; `offload(checkpoint=folder)` resumes bit-identically.
 
         The checkpoint is streamed, so that memory does not grow with the model. It is written under another name beside
-        `folder`, flushed and renamed: after a crash there is either the earlier checkpoint or this one. Files that
-        others put into an earlier checkpoint's folder stay. Call it between steps; `offload(checkpoint=folder)` resumes
-        from it, bit-identically.
+        `folder`, flushed and renamed: after a crash, `folder` has either the earlier checkpoint or the new one. Other
+        files in an earlier checkpoint's folder are kept.
 
-        Several ranks call it together, and write one checkpoint: each its rows, or the first rank all rows if others do
-        not see the folder. Any number of ranks can start from it, and so can one process.
+        With several ranks, all of them call `save` together and write one checkpoint: each rank writes its rows, or the
+        first rank writes all rows if others do not see the folder. Any number of ranks, or one process, can start from
+        it.
 
         Args:
-            folder: of the checkpoint; on the first rank its parent must exist.
+            folder: the folder of the checkpoint; on the first rank its parent must exist.
 
         Raises:
             UsageError: a step is staged.
             ConfigError: the folder has other contents.
-            StorageError: there is no space, or the device failed; an earlier checkpoint is unchanged.
+            StorageError: the disk is full, or the device failed; an earlier checkpoint is unchanged.
             RankError: another rank failed, with its message; an earlier checkpoint is unchanged.
         """
         self._session.saving.save(folder)
 
-    # --- torch's own ------------------------------------------------------------------------
+    # --- other methods of torch's optimizers ------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The options of the groups and, as "memascend", the position of the run: its store, and the committed steps.
+        """Returns the options of the groups and, as "memascend", the run's position: its store and number of steps.
 
-        It has no state: `save()` writes that.
+        The dict has no optimizer state: `save()` writes it.
         """
         groups, first = [], 0
         for group in self.param_groups:
@@ -353,15 +361,15 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return {"state": {}, "param_groups": groups, "memascend": self._session.run.metadata.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the options of the groups, from a state dict of the run's present position.
+        """Sets the options of the groups from a state dict of the run's present position.
 
-        That is a state dict of this store with as many steps; and before the first step of a run that began from a
-        checkpoint, one of the run that wrote it.
+        The state dict must be of this store, with as many committed steps. Before the first step of a run that began
+        from a checkpoint, it may also be of the run that wrote the checkpoint, at that checkpoint's step.
 
         Raises:
-            UsageError: the state dict is of another position, or not of an offloaded optimizer; or this one is closed.
-                Nothing was changed.
-            ValueError: it has other groups. Nothing was changed.
+            UsageError: the state dict is of another position, or not of an offloaded optimizer; or this optimizer is
+                closed. Nothing was changed.
+            ValueError: the state dict has other groups. Nothing was changed.
         """
         self._session.run.resources.require_open()
         self._session.run.metadata.require(state_dict)
@@ -369,7 +377,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             group.update({name: value for name, value in options.items() if name != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before offload()."""
+        """Raises UsageError: groups can be added only before offload(). torch's constructor calls it, too."""
         if hasattr(self, "_session"):
             raise UsageError(
                 "parameters cannot be added to an offloaded optimizer: its store is made. Add the group before "
@@ -385,11 +393,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     # --- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep the last commit of `step()`, drop uncommitted changes, free all memory. Twice is fine.
+        """Keeps the last commit of `step()`, drops uncommitted changes, frees all memory. A second call does nothing.
 
-        Buffers that changed since the last step, as by `torch.optim.swa_utils.update_bn`, are committed with it, unless
-        a forward in training mode with gradients ran since: a resume repeats that. Then, and with several ranks, a
-        warning says that they are lost.
+        Buffers that changed since the last step, as by `torch.optim.swa_utils.update_bn`, are added to the last commit.
+        They are lost, with a warning, if a forward in training mode with gradients ran since (a resume repeats that
+        forward), or with several ranks.
         """
         self._session.close()
         self._finalizer.detach()

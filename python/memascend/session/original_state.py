@@ -1,4 +1,4 @@
-"""Replaces the state of the original optimizer, and rejects state that other code refers to and that would be stale."""
+"""Replaces the state of the original optimizer by `StoredState`; rejects state that other code would keep using."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 
-# Not the property that parameters have while any model is offloaded.
+# torch's own setter of `.data`, from before `process_hooks` replaces the property of parameters.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WHERE = "is on storage: use the optimizer that offload() returned, and its state_of(p)"
 
@@ -28,10 +28,10 @@ _WHERE = "is on storage: use the optimizer that offload() returned, and its stat
 def require_unaliased_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
 ) -> None:
-    """Reject state that other code refers to by a view, or by its dict; nothing was changed.
+    """Rejects state whose memory, or whose dict, other code refers to: that code would see old values during the run.
 
     Raises:
-        ConfigError: it names the parameter, and a way out.
+        ConfigError: names the parameter and a remedy; nothing was changed.
     """
     state = optimizer.state
     states = {name: state[parameter] for name, parameter in named.items() if parameter in state}
@@ -44,14 +44,16 @@ def require_unaliased_state(
     known = [value for own in state.values() for value in own.values() if isinstance(value, torch.Tensor)]
     require_unaliased(tensors, model, known, what="the optimizer's state")
     names = list(states)
+    # Drop this function's own references, which would count as others.
     states.clear()
     key = object()
+    # The reference count of a dict that only a mapping holds.
     alone = _references({key: {}}, key)
     held = held_for_good(names, lambda name: _references(optimizer.state, named[name]) > alone)
     if held:
         raise ConfigError(
-            f"the optimizer's state of {held[0]} is kept by something else than the optimizer: a variable, or what its "
-            "state_dict() gave, has the very dict optimizer.state[p], which would keep old values during the "
+            f"the optimizer's state of {held[0]} is also kept outside of the optimizer: a variable, or a result of its "
+            "state_dict(), refers to the very dict optimizer.state[p], and would keep old values during the "
             "run: delete it, or take it from the optimizer that offload() returns"
         )
 
@@ -61,12 +63,16 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Mark the original's state as stored; a tensor of the old state that is still in use raises."""
+    """Empties the original's state, and makes later accesses raise.
+
+    A tensor of the old state that other code still refers to raises on access, too.
+    """
     state = optimizer.state
-    # Values that several states share, like tables, belong to no parameter.
+    # How many states or attributes of the optimizer have each value: a shared value, like a table, is left as it is.
     common = Counter(id(value) for own in state.values() for value in own.values())
     if state:
         common.update(2 * [id(one) for value in attributes_of(optimizer).values() for one in reached_from(value)])
+    # The reference count of a tensor that only a mapping holds.
     alone = _references({0: torch.empty(1, device="cpu")}, 0)
     for own in state.values():
         for key in own:
@@ -81,7 +87,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
 
 
 def _take_memory(tensor: torch.Tensor, key: str) -> None:
-    """Remove the values of a tensor that is still referred to; the run has them."""
+    """Replaces a tensor's memory by an empty one that raises on access; the store has the values."""
     nothing = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     torch._C._set_storage_access_error_msg(nothing, f"this tensor was {key} of an optimizer, whose state {_WHERE}")  # noqa: SLF001
     _SET_DATA(tensor, nothing)

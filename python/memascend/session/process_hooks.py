@@ -1,4 +1,4 @@
-"""Installs hooks into torch that act on the whole process, as long as any model is offloaded."""
+"""Installs process-wide hooks into torch while any model is offloaded: registrations, state dicts, `.data`, steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _Parameter: Any = torch.nn.Parameter
 _TENSOR_DATA: Any = torch.Tensor.data
 _STATE_DICT, _LOAD_STATE_DICT = _Module.state_dict, _Module.load_state_dict
 _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
-# The types that torch's functions of lists take.
+# torch's list of the tensor types that its foreach kernels accept.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
 
 class ProcessHooks:
-    """One run's share in the hooks: the first run installs them, and the last one removes them."""
+    """A run's share in the process-wide hooks: the first share installs them, and the last `release` removes them."""
 
     _lock = threading.Lock()
     _shares: ClassVar[set[ProcessHooks]] = set()
@@ -50,7 +50,7 @@ class ProcessHooks:
             self._shares.add(self)
 
     def release(self) -> None:
-        """The run is over. Twice is fine."""
+        """Ends this run's share. A second call does nothing."""
         with self._lock:
             if self in self._shares:
                 self._shares.remove(self)
@@ -68,7 +68,8 @@ def _install(undo: contextlib.ExitStack) -> None:
         register_optimizer_step_pre_hook(_refuse_foreign_step),
     ):
         undo.callback(handle.remove)
-    # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
+    # torch uses foreach kernels only for types in this list, compared exactly. On a GPU, the norm by a foreach kernel
+    # has other bits than the norm of single tensors, and clipping must have torch's bits.
     _LISTED.append(GradientHandle)
     undo.callback(_LISTED.remove, GradientHandle)
     undo.enter_context(replaced(_Module, "__deepcopy__", copy_module))
@@ -80,15 +81,17 @@ def _install(undo: contextlib.ExitStack) -> None:
 
 
 def _of_a_copy(method: Callable[..., Any]) -> Any:
-    """A method of parameters that hands out memory: it gives a copy where the parameter is real in a forward.
+    """Wraps a method of parameters that hands out memory: for a parameter that is materialized, it returns a copy.
 
-    Compilers see plain parameters there: no class of ours is asked, and what they look at is the parameter itself.
+    Inside a forward, materialized parameters have their plain class, so `Placeholder` cannot intercept the call. The
+    compilers of torch are exempt: they must see the parameter itself.
     """
 
     @functools.wraps(method)
     def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         place: Any = parameter.__dict__.get("_memascend")
-        # A placeholder decides itself; rows that ranks share have another one.
+        # Placeholders have methods of their own. Under `fully_shard`, `place.parameter` is this rank's rows, not the
+        # model's DTensor.
         is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Placeholder)
         if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001
             parameter = place.source.copies.stand_in(place)
@@ -98,6 +101,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
 
 
 def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Sets `parameter.data`; rejects it for an offloaded parameter."""
     if "_memascend" in parameter.__dict__ and values is not parameter:
         place = parameter.__dict__["_memascend"]
         raise refused_write("a parameter" if place is None else place.name, "given other memory through .data")
@@ -105,19 +109,19 @@ def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 
 def _residencies(module: torch.nn.Module) -> list[Residency]:
-    """Of the runs to which parameters of a module belong."""
+    """Returns the residencies of all runs to which parameters of the module belong."""
     found = {}
     for parameter in module.parameters():
         place = parameter.__dict__.get("_memascend")
         if "_memascend" in parameter.__dict__:
-            # A rank may have no rows.
+            # If this rank has no rows of the parameter, its `_memascend` is None, and the local tensor knows the run.
             residency = parameter._local_tensor.source.residency if place is None else place.source  # type: ignore[attr-defined]  # noqa: SLF001
             found[id(residency)] = residency
     return list(found.values())
 
 
 def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """Torch's `state_dict()`; the values are copies that no later step changes."""
+    """Replaces `torch.nn.Module.state_dict()`: values of offloaded parameters are copies that no later step changes."""
     if options.get("keep_vars") or state_dicts.being_made:
         return _STATE_DICT(module, *args, **options)
     with replaced(state_dicts, "being_made", value=True):
@@ -130,7 +134,7 @@ def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any
 def _load_state_dict(
     module: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **options: Any
 ) -> Any:
-    """Torch's `load_state_dict()`, which commits what it loads into offloaded parameters."""
+    """Replaces `torch.nn.Module.load_state_dict()`: commits the values that it loads into offloaded parameters."""
     with contextlib.ExitStack() as loads:
         for residency in _residencies(module):
             if assign:
@@ -144,7 +148,7 @@ def _load_state_dict(
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    """Reject a step of an optimizer that owns offloaded parameters and is not the one that offload() returned."""
+    """Rejects a step of an optimizer that owns offloaded parameters, unless offload() returned that optimizer."""
     del args, options
     if isinstance(optimizer, OffloadedOptimizer):
         return

@@ -1,4 +1,4 @@
-"""Measures a run and reports it: memory by owner, bytes by kind, seconds by stage; a table and a picture."""
+"""Measures a run and reports it: memory by owner, bytes by kind, seconds by stage; as a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-# Stages in which the training loop waits for units, for space for gradients, and for the rest of a step.
+# Keys of `Report.seconds` during which the training loop waits: for units, for space in the queue of gradients, and for
+# the rest of a step.
 WAITING = ("waiting for units", "handing on gradients", "step()")
-# The steps by which the gain of a larger budget is estimated.
+# How many steps `Measurements` times, after the first, to estimate the gain of a larger budget.
 _MEASURED_STEPS = 2
 _log = logging.getLogger("memascend")
-# The drive bounds a run that waits for it in this part of its time.
+# From this value of `Report.waited` on, reports say that the drive bounds the run.
 _WAITED_MUCH = 1 / 3
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Memory of one kind: bytes in use now, and the most that were in use."""
+    """The memory of one owner: bytes in use now, and their peak."""
 
     bytes: int
     peak: int
@@ -46,42 +47,41 @@ class AllRanks:
     """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
 
     count: int  # the number of ranks
-    peak: int  # the sum of their peaks of host memory
+    peak: int  # the sum of all ranks' peaks of host memory
     read: int  # bytes read from storage since `offload()` returned
-    written: int  # bytes written to it since then
+    written: int  # bytes written to storage since `offload()` returned
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Memory, traffic and times of a run since `offload()` returned. `str()` is a table."""
 
-    owners: dict[str, Owner]  # host memory
-    budget: int  # the limit in force, in bytes
-    object_bytes: int  # about the bytes of Python's and torch's objects for each parameter, which no budget limits
+    owners: dict[str, Owner]  # host memory by owner
+    budget: int  # the budget of host memory in force, in bytes
+    object_bytes: int  # estimated bytes of the Python and torch objects of all parameters, which no budget limits
     read: dict[str, int]  # bytes by kind; "other" is the catalog, and values that were read out
-    written: dict[str, int]  # bytes by kind; "first values" were written by `offload()` itself
-    ram_tier: int  # bytes that were taken from the RAM tier instead of being read
-    seconds: dict[str, float]  # by stage; stages overlap, so they do not add up to "wall"
-    steps: int  # committed since `offload()` returned
-    units: dict[str, int]  # how often a unit was read, was cached already, and was evicted
-    in_memory: TorchBytes
-    early: int = 0  # steps whose updates began before `step()`, since few of their gradients are clipped or changed
-    anew: int = 0  # of these, the steps whose gradients were clipped or changed, so that their updates were repeated
-    # Steps that left updates to the next one, since the norm of all gradients came first; and where that wrote them.
-    deferred: int = 0
-    deferred_to: str = ""
-    log_steps: int = 0  # steps of gradients that fit into the store's gradient log; 0: there is no log
-    log_bytes: int = 0  # its space on storage
-    log_wanted: int = 0  # the steps that it would have with enough space
-    unlogged: int = 0  # updates that it had no space for, so that their parameters were written whole
-    # Where the host does not compute: the device's memory, its budget, all memory that torch has there (the owners',
-    # activations and the user's own tensors), and why copies are slower than possible (None: they are not).
+    written: dict[str, int]  # bytes by kind; `offload()` itself wrote "first values"
+    ram_tier: int  # bytes that were taken from the RAM tier instead of being read from storage
+    seconds: dict[str, float]  # seconds by stage; stages overlap, so they do not add up to "wall"
+    steps: int  # number of steps committed since `offload()` returned
+    units: dict[str, int]  # how often units were read, were cached already, and were evicted
+    in_memory: TorchBytes  # bytes of the same training without offloading
+    early: int = 0  # steps whose updates began before `step()`, as recent steps did not clip or change gradients
+    anew: int = 0  # those of the `early` steps that clipped or changed gradients, and repeated their updates
+    deferred: int = 0  # steps that deferred updates to the next step, because the norm of all gradients came first
+    deferred_to: str = ""  # the part of the next step that now writes deferred updates: "forward" or "backward"
+    log_steps: int = 0  # number of steps whose gradients fit into the store's gradient log; 0: the store has no log
+    log_bytes: int = 0  # disk space of the log
+    log_wanted: int = 0  # number of steps that the log would hold with enough disk space
+    unlogged: int = 0  # updates for which the log had no space, so that their parameters were written whole
+    # Only with a device: its memory by owner, the budget of that memory, and all memory that torch has there (including
+    # activations and the user's tensors).
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
-    device_copies: str | None = None
-    history: History = field(default_factory=History)  # of each step
-    ranks: AllRanks | None = None  # of all ranks; all other figures are this rank's. None before the first step
+    device_copies: str | None = None  # the reason why copies to and from the device are slow; None: they are not
+    history: History = field(default_factory=History)  # figures of each step
+    ranks: AllRanks | None = None  # all ranks together; every other field is this rank's. None before the first step
 
     @property
     def total(self) -> int:
@@ -95,7 +95,11 @@ class Report:
 
     @property
     def waited(self) -> float:
-        """The part of the run in which training waited for the drive; 0.0 where it waited for updates to compute."""
+        """The fraction of the run in which training waited for the drive; 0.0 if computation bounded the updates.
+
+        Computation bounds updates if their stages "applying", "computing" and "sealing" took longer than "reading" and
+        "writing".
+        """
         taken = self.seconds
         moving = sum(taken.get(f"update, {stage}", 0.0) for stage in ("reading", "writing"))
         working = sum(taken.get(f"update, {stage}", 0.0) for stage in ("applying", "computing", "sealing"))
@@ -105,7 +109,7 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """What to change where the drive bounds the run; "" where it does not."""
+        """Advice for a run that the drive bounds; "" for other runs."""
         if self.waited < _WAITED_MUCH:
             return ""
         return (
@@ -116,11 +120,12 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as JSON values. Some keys appear only where they apply.
+        """Returns all figures as JSON values.
 
-        "device": the host does not compute. "ram_tier" and "log": some parameters are kept in RAM. "early": updates
-        began before `step()`. "deferred": steps left updates to the next one's "forward" or "backward". "ranks":
-        there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
+        Some keys are conditional. "device": a device computes. "ram_tier" and "log": some parameters are kept in RAM.
+        "early": updates began before `step()`. "deferred": steps deferred updates to the next step's "forward" or
+        "backward". "ranks": the run has several ranks. In "log", "wanted": the log is shorter than wanted; "unlogged":
+        the number is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -160,7 +165,7 @@ class Report:
         ]
         if self.device_torch is not None:
             owners = {**self.device, "all that torch holds": self.device_torch}
-            text = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
+            text = f"The budget is {bytes_shown(self.device_budget)}, and limits only units and gradients."
             if self.device_copies is not None:
                 text += f"\nCopies are slower than they could be: {self.device_copies}."
             parts += [_owners_table("device memory", owners), text]
@@ -171,12 +176,12 @@ class Report:
         ]
         if self.ranks is not None:
             parts.append(
-                f"This is one of {self.ranks.count} ranks. Together they held at most {bytes_shown(self.ranks.peak)}, "
+                f"This is one of {self.ranks.count} ranks. All together held at most {bytes_shown(self.ranks.peak)}, "
                 f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
                 "step()."
             )
         parts.append(
-            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {cached} times."
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were cached already {cached} times."
         )
         if self.advice:
             parts.append(self.advice)
@@ -190,7 +195,7 @@ class Report:
         return "\n\n".join(parts)
 
     def _kept_in_ram(self) -> list[str]:
-        """Sentences about the RAM tier and its gradient log, where there are any."""
+        """Returns sentences about the RAM tier and its gradient log, if the run has them."""
         said = []
         if self.ram_tier:
             each = f", {bytes_shown(self.ram_tier // self.steps)} for each step" if self.steps else ""
@@ -204,10 +209,11 @@ class Report:
         elif self.log_wanted:
             said.append("No disk space for a gradient log: parameters kept in RAM are written whole each step.")
         if self.unlogged:
-            said.append(f"{self.unlogged} updates found no space in it: their parameters were written whole.")
+            said.append(f"{self.unlogged} updates found no space in the log: their parameters were written whole.")
         return [" ".join(said)] if said else []
 
     def _traffic(self) -> str:
+        """Returns the table of bytes read and written by kind, in all and for each step."""
         rows = []
         for direction, kinds in (("read", self.read), ("written", self.written)):
             for kind, nbytes in kinds.items():
@@ -218,10 +224,10 @@ class Report:
         return table(("storage", "kind", "bytes", "for each step"), rows)
 
     def plot(self, path: str | os.PathLike[str] = "training.png") -> None:
-        """Draw the loss (where a Trainer logs it), seconds and GB/s of each step, and the host memory of each owner.
+        """Plots the loss (if a Trainer logs it), seconds and GB/s of each step, and the host memory of each owner.
 
         Args:
-            path: of the picture; its suffix gives the format.
+            path: the file of the picture; its suffix gives the format.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -230,7 +236,7 @@ class Report:
 
 
 def _times(report: Report) -> tuple[float, float]:
-    """Seconds since `offload()` returned, and those in which the training loop waited."""
+    """Returns the seconds since `offload()` returned, and how many of them the training loop waited."""
     return report.seconds["wall"], sum(report.seconds[stage] for stage in WAITING)
 
 
@@ -250,30 +256,33 @@ def _owners_table(title: str, owners: Mapping[str, Owner], total: Owner | None =
 
 
 class Measurements:
-    """Collects the figures of a report."""
+    """Collects the figures of a run and makes reports of them."""
 
     def __init__(self, run: Run, decision: Decision, *, mentions: bool = False) -> None:
-        """`mentions`: the log says once how much faster a step would be with the memory that is free."""
+        """`mentions`: log once how much faster a step would be with all memory that is free."""
         self._run = run
         self._resources = run.resources
         self._planned = decision.plan
         self._in_memory = TorchBytes.of(decision)
-        # Earlier counts do not belong to the training.
+        # The counters when `offload()` ends; reports subtract them.
         self._before = self._counted()
         self._step_seconds = 0.0
-        # The most that was kept in p.grad until step().
+        # The peak of the bytes that p.grad keeps until step() under gradients="ram".
         self._kept_peak = 0
+        # The final report, once `close` has made it.
         self._last: Report | None = None
         self.history = History()
-        # The end of the last step, and the bytes that were moved until then.
+        # The time of the last step's end, and the number of bytes that the store had moved by then.
         self._ended: tuple[float, int] | None = None
-        # As exchanged in the last step.
+        # The figures of all ranks, from the exchange in the last step.
         self._all_ranks: AllRanks | None = None
-        # Whether a larger budget is to be mentioned; and the report after the first step.
+        # True until the log has mentioned the gain of a larger budget.
         self._mentions = mentions
+        # The report after the first step, from which `_mention_larger_budget` measures.
         self._first: Report | None = None
 
     def _counted(self) -> dict[str, Any]:
+        """Returns the present counters of engine and store, and the time."""
         resources = self._resources
         return {
             "engine": resources.engine.counters(),
@@ -283,16 +292,16 @@ class Measurements:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force, with the memory that was added where no budget was given."""
+        """The plan in force; without a given budget, it includes memory that steps have added."""
         arena = self._resources.units.arena
         return self._planned.with_added(arena.added, arena.added_bytes)
 
     def log_began(self, plan: Plan) -> None:
-        """The plan in force is this one, with the gradient log that the store has space for."""
+        """Replaces the plan by `plan`, which has the gradient log for which the store has space."""
         self._planned = plan
 
     def step_ended(self, began: float) -> None:
-        """A step was committed, whose `step()` began then."""
+        """Records a committed step; `began` is the `perf_counter()` at the beginning of `step()`."""
         now = time.perf_counter()
         self._step_seconds += now - began
         store = self._resources.store.counters()
@@ -304,7 +313,7 @@ class Measurements:
             self._mention_larger_budget()
 
     def _mention_larger_budget(self) -> None:
-        """Log the gain of a larger budget, measured from the second step on: the first detects the loop's habits."""
+        """Logs the gain of a larger budget, once; measures from the second step on, as the first one detects habits."""
         report = self.report()
         if self._first is None:
             self._first = report
@@ -327,16 +336,16 @@ class Measurements:
             )  # fmt: skip
 
     def own_figures(self) -> list[int]:
-        """The figures that a rank sends to the others: the peak of host memory, bytes read and written."""
+        """Returns the figures that this rank sends to the others: peak of host memory, bytes read, bytes written."""
         store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
     def note_all_ranks(self, count: int, sums: Sequence[int]) -> None:
-        """Remember the sums of the figures of all ranks, so that a report needs no communication."""
+        """Stores the sums of all ranks' figures, so that `report()` needs no communication."""
         self._all_ranks = AllRanks(count, *sums)
 
     def report(self) -> Report:
-        """The figures so far, or at the end."""
+        """Makes a report of the figures so far; after `close`, returns the final report."""
         if self._last is not None:
             return self._last
         counted = _since(self._counted(), self._before)
@@ -373,11 +382,11 @@ class Measurements:
         )
 
     def close(self) -> None:
-        """Make the report that is returned from now on."""
+        """Makes the final report, which `report` returns from then on."""
         self._last = self.report()
 
     def _traffic(self, engine: dict[str, Any], store: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes read and written, by kind, from the counters of engine and store."""
+        """Returns bytes read and bytes written, by kind, from the counters of engine and store."""
         read = {
             "values": store["fetched_bytes"],
             "values, update": engine["values_read"],
@@ -400,9 +409,10 @@ class Measurements:
         return read, written
 
     def _owners(self) -> dict[str, Owner]:
+        """Returns the host memory of the library by owner; leaves out empty owners that not every run has."""
         resources = self._resources
         info, counters = resources.store.info(), resources.engine.counters()
-        # The engine's memory includes the buffer for whole parameters.
+        # `staging_bytes` includes the engine's buffer for whole parameters.
         staging, whole = resources.engine.staging_bytes, self.plan.whole_bytes
         sizes = {
             **resources.units.host,
@@ -417,22 +427,22 @@ class Measurements:
         always = (*resources.units.host, "update staging", "catalog", "index")
         owners = {name: Owner(nbytes, nbytes) for name, nbytes in sizes.items() if nbytes or name in always}
         if "gradients in RAM" in self.plan.host:
-            # In "ram" mode these gradients are among all those that are kept.
+            # These gradients of the RAM tier wait for step(). Under "ram" the plan lists all kept gradients together.
             owners["gradients in RAM"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()
         return owners
 
     def _gradients(self) -> Owner:
-        """The memory of gradients that wait for their update, where the model computes."""
+        """Returns the memory of gradients that wait for their update, on the device that computes the model."""
         engine, parts = self._resources.engine, self._run.residency.stages
         sums = parts.nbytes if isinstance(parts, PartialSums) else 0
-        # Gradients that are kept until step() wait for the engine in that same memory.
+        # max() and not a sum: under "ram", p.grad and the engine's queue share the memory of a gradient.
         now = max(engine.queued_bytes + sums, self._kept())
         return Owner(now, max(now, int(engine.counters()["queued_peak"]), self._kept_peak))
 
     def _kept(self) -> int:
-        """Bytes of the gradients that are in memory until step()."""
+        """Returns the bytes of the gradients that p.grad keeps in memory until step(); 0 unless the mode is "ram"."""
         if self._run.gradients.loop.mode != "ram":
             return 0
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -440,7 +450,7 @@ class Measurements:
             return sum(place.nothing.nbytes for place in places if place.parameter.grad is not None)
 
     def _on_device(self) -> dict[str, Any]:
-        """The fields of a report about the device's memory, where the host does not compute."""
+        """Returns the fields of a report about the device's memory; an empty dict if the CPU computes the model."""
         units = self._resources.units
         if units.device is None:
             return {}
@@ -454,6 +464,7 @@ class Measurements:
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Subtracts counters, also in nested dicts; a counter that is missing in `then` counts as 0."""
     return {
         name: _since(value, then.get(name, {})) if isinstance(value, dict) else value - then.get(name, 0)
         for name, value in now.items()

@@ -1,4 +1,4 @@
-"""Owns store, engine and memory of a run, and tracks its position: the step, and the data of a commit."""
+"""Holds the resources of a run (store, engine, memory), its position, and the metadata that each commit stores."""
 
 from __future__ import annotations
 
@@ -34,23 +34,26 @@ CLOSED = "this model was offloaded, and its optimizer has been closed; open its 
 
 @dataclass(kw_only=True, eq=False)
 class Resources:
-    """The resources to release: without references to model and optimizer, so that both can be collected."""
+    """The store, threads and memory of a run, which `close` releases.
+
+    They do not refer to model or optimizer: the optimizer's finalizer refers to them, and would keep both alive.
+    """
 
     store: Store
     engine: Engine
     units: UnitMemory
     activations: Activations | None
     release: Callable[[], None]  # ends the run's share in process-wide hooks
-    temporary: bool  # the store ends with the process
+    temporary: bool  # True if the store's file is unlinked, and ends with the process
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
-    _unread: bool = False  # there are committed steps whose values were not read out
+    _unread: bool = False  # True if steps were committed since user code last read the values out
     _warned_of_loss: bool = False
 
     def _close_store(self) -> None:
         try:
             if self.temporary:
-                # Its data is not needed any more.
+                # The data ends with the process, so records in RAM need not be written.
                 self.store.give_up()
             else:
                 self._write_in_ram()
@@ -58,7 +61,11 @@ class Resources:
             self.store.close()
 
     def _write_in_ram(self) -> None:
-        """Write the RAM tier to storage; without a log one Ctrl-C does not stop it, as all training would be lost."""
+        """Writes the RAM tier to storage, before the store is closed.
+
+        Without a gradient log, storage has no other copy of the trained records: the first Ctrl-C does not stop the
+        write, and a second one abandons the store.
+        """
         with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:
                 self.store.write_applied(progress.reached)
@@ -69,7 +76,7 @@ class Resources:
                     )
                     raise
                 _log.warning(
-                    "interrupted while trained parameters are written to storage, and nothing else has them, so the "
+                    "interrupted while trained parameters are written to storage, and no other copy exists, so the "
                     "write continues; another Ctrl-C drops them, and the store with them"
                 )
                 try:
@@ -80,36 +87,36 @@ class Resources:
                 raise
 
     def values_changed(self) -> None:
-        """A step was committed: closing a temporary store loses it."""
+        """Records that a step was committed: closing a temporary store warns, unless its values are read out."""
         self._unread = True
 
     def values_read(self) -> None:
-        """The values were read out."""
+        """Records that user code read the values out, by a state dict, a checkpoint or `materialized()`."""
         self._unread = False
 
     def require_open(self) -> None:
-        """Reject calls after close(), and calls in a forked child."""
+        """Raises UsageError after close(), and in a forked child."""
         if self.closed:
             raise UsageError(CLOSED)
         self.process.require_here()
 
     def warn_if_lost(self) -> None:
-        """Warn once where the store's file was deleted or renamed: the data is lost when the process ends."""
+        """Warns once if the store's file was deleted, moved or replaced: its data may be lost when the process ends."""
         lost = None if self._warned_of_loss else self.store.lost()
         if lost is not None:
             self._warned_of_loss = True
             warn(str(lost))
 
     def close(self) -> None:
-        """Drain, drop uncommitted values, free all memory. Twice is fine."""
+        """Waits for I/O, drops uncommitted values, frees all memory. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
         if self.process.is_elsewhere:
-            # A forked child has none of the threads, and the store is its parent's.
+            # A forked child has none of the threads, and its parent uses the store.
             return
         with contextlib.ExitStack() as last_first:
-            # Each callback runs also where another one fails.
+            # The callbacks run in reverse order, all of them even if one raises.
             last_first.callback(self.release)
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
@@ -119,13 +126,13 @@ class Resources:
             last_first.callback(self.engine.close)
         if self.temporary and self._unread:
             warn(
-                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
+                "the trained weights were in a temporary store and are gone, as no code read them out: give storage=, "
                 "or save model.state_dict() before close()"
             )
 
 
 def shown(identity: dict[str, Any]) -> str:
-    """A step of a store, for messages."""
+    """Formats the position of a run for messages; `identity` is as `Metadata.identity` returns."""
     return f"step {identity.get('step')} of store {identity.get('store')}"
 
 
@@ -133,51 +140,59 @@ _USER_BYTES_MAX = 64 << 10
 
 
 class Metadata:
-    """What a commit has beside values and state, and the position of the run: its store, and the committed steps."""
+    """The metadata that each commit stores beside values and state, and the position of the run.
+
+    The position is the id of the store and the number of committed steps.
+    """
 
     def __init__(
         self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule, budget: int | None
     ) -> None:
-        """`budget`: of host memory, for a resume to which none is given; None: the smallest good one."""
+        """`budget`: host memory that a resume with `host_memory="auto"` prefers; None: commits store no budget."""
         self._store = store
-        # Known beforehand, as a fork must not ask the store: a thread that is not there may hold its locks.
+        # Read once, because a forked child must not call the store: a thread of the parent may hold its locks.
         self._uuid: str = store.info()["uuid"]
         self.schedule = schedule
         self.step = store.step  # the number of committed steps
-        self.made = 0  # those of them that this run committed
-        # The position of the checkpoint from which the run began, until its first step.
+        self.made = 0  # the number of steps that this run has committed
+        # The position of the checkpoint from which the run began, until the first step; None: it began from none.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
-        # The optimizer's own dicts, which a scheduler changes.
+        # The optimizer's own dicts, which schedulers change in place.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
         self._constant = {**arithmetic.committed(), **({"host_memory": budget} if budget else {})}
         self.scale = scale
         self.user_state: Any = store.user_state
-        # Blocks of doors that ended since the last step: a trainer's resume runs them again.
+        # The number of blocks that changed values outside of a step (`edit()` and others) since the last step. After a
+        # resume, a trainer's program runs these blocks again, and `Edits.repeat` drops their changes.
         self.blocks: int = (store.hyperparameters or {}).get("blocks", 0)
-        # Where a trainer is after the last step, as text; None where none made it.
+        # A trainer's position after the last step, as text; None without a trainer.
         self.position: str | None = (store.hyperparameters or {}).get("position")
         self._positioned: Callable[[], str] | None = None
 
     def follow(self, positioned: Callable[[], str]) -> None:
-        """Commit with each step the position of a trainer, which `positioned` gives within `step()`."""
+        """Makes each step commit a trainer's position; `step()` calls `positioned` for it."""
         self._positioned = positioned
 
     @property
     def is_followed(self) -> bool:
-        """Whether a trainer's position is committed."""
+        """True if steps commit a trainer's position."""
         return self._positioned is not None
 
     def take_position(self) -> None:
-        """Note where the trainer is after the step that is about to be committed."""
+        """Sets `position` to the trainer's position after the step that is about to be committed."""
         self.keep_position(None if self._positioned is None else self._positioned())
 
     def keep_position(self, position: str | None) -> None:
-        """Let commits have this position."""
+        """Sets the trainer's position that the next commits store."""
         self.position = position
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The groups' options, the optimizer's attributes that its steps change, schedulers and loss scale, as JSON."""
+        """Returns the metadata of a commit as JSON.
+
+        It has the options of groups, attributes that the optimizer's steps change, loss scale, schedulers, the position
+        of the trainer and the number of blocks.
+        """
         attributes = self.arithmetic.attributes()
         return {
             "groups": [options_of(group) for group in self.groups],
@@ -190,7 +205,7 @@ class Metadata:
         }
 
     def set_user_state(self, value: Any) -> None:
-        """Set the JSON value of the next commit."""
+        """Sets the user's JSON value, which the next commits store."""
         try:
             size = len(json.dumps(value).encode())
         except (TypeError, ValueError) as error:
@@ -205,30 +220,30 @@ class Metadata:
 
     @property
     def has_new_options(self) -> bool:
-        """Whether options of groups changed since the last step of this run, and not of a scheduler of `schedule`."""
+        """True if options of groups changed since this run's last step, other than by an attached scheduler."""
         if not self.made:
-            # A resume that is refused or ends early has only what making schedulers set.
+            # Before the first step, only the constructors of schedulers have set options.
             return False
         stored = (self._store.hyperparameters or {}).get("groups")
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
         return bool(now != stored and not self.schedule.is_foreign)
 
     def advance(self) -> None:
-        """A step was committed."""
+        """Counts a committed step."""
         self.step += 1
         self.made += 1
         self._origin = None
 
     def identity(self) -> dict[str, Any]:
-        """The position of the last commit, as state dicts and checkpoints have it."""
+        """Returns the position of the last commit, as state dicts and checkpoints contain it."""
         return {"store": self._uuid, "step": self.step}
 
     def is_at(self, identity: Any) -> bool:
-        """Whether this is the present position, or that of the checkpoint from which the run began."""
+        """True if `identity` is the present position or, before the first step, that of the run's checkpoint."""
         return identity is not None and identity in (self.identity(), self._origin)
 
     def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Reject an optimizer's state dict of another position (`UsageError`), or with other groups (`ValueError`)."""
+        """Rejects an optimizer's state dict of another position (UsageError), or with other groups (ValueError)."""
         here, given = self.identity(), state_dict.get("memascend")
         if given is None:
             raise UsageError(
@@ -239,7 +254,7 @@ class Metadata:
             began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
             raise UsageError(
                 f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}. The optimizer's "
-                "state was left as it is, and weights that were loaded into the model before this call stay beside it. "
+                "state was left as it is, and weights that were loaded into the model before this call remain. "
                 "Begin from a checkpoint of the other position, which optimizer.save() writes, "
                 'offload(existing="replace", checkpoint=...); or go on from the storage (existing="resume") with the '
                 "weights and the data of its step"
@@ -249,10 +264,10 @@ class Metadata:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
 
     def facts(self) -> dict[str, Any]:
-        """The description of the run in a checkpoint."""
+        """Returns the description of the run for a checkpoint."""
         return {
             **self.identity(),
-            # A checkpoint may be used on another machine.
+            # The budget fits this machine, and another one may use the checkpoint.
             **{name: value for name, value in self.hyperparameters().items() if name != "host_memory"},
             "user_state": self.user_state,
             "optimizer": self._store.info()["optimizer"],
@@ -261,36 +276,36 @@ class Metadata:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """An offloaded model and optimizer, without their objects."""
+    """The parts of a run that do not refer to the user's model and optimizer."""
 
     resources: Resources  # store, engine and memory
-    residency: Residency  # the parameters
-    frames: Frames  # the modules that are being computed
-    gradients: Gradients  # of the trained parameters
-    buffers: Buffers  # the persistent ones, which are committed with the parameters
-    metadata: Metadata  # of the commits
+    residency: Residency  # brings parameters into memory and evicts them
+    frames: Frames  # the modules that compute at this moment
+    gradients: Gradients  # gradients and updates of the trained parameters
+    buffers: Buffers  # the model's persistent buffers, which are committed with the parameters
+    metadata: Metadata  # metadata of commits
 
     def require_open(self) -> None:
-        """Reject calls after close(); unwind modules that an interrupt left open."""
+        """Raises UsageError after close(); ends the frames of modules whose forward was interrupted."""
         self.resources.require_open()
         self.frames.unwind()
 
     def require_quiet(self, *, loads: bool = False) -> None:
-        """Raise where a step is staged, a unit is in use or a copy was written to; wait for pending writes.
+        """Raises if a step is staged, a unit is in use or a copy was written to; then waits for pending writes.
 
-        `loads`: a state dict may have been written to, since one is loaded.
+        `loads`: the caller loads a state dict, so that a state dict may have been written to.
         """
         self.require_open()
         self.residency.copies.require_unwritten(loads=loads)
         if self.gradients.are_taken_away():
             self.discard()
         if self.gradients.is_staged():
-            raise UsageError("a step is staged, which this would mix with: call step() or zero_grad() first")
+            raise UsageError("a step is staged, and this would mix with it: call step() or zero_grad() first")
         self.residency.require_idle("this")
         self.resources.engine.finish()
 
     def discard(self) -> None:
-        """Drop the gradients, and what they staged."""
+        """Drops the gradients and the updates that they staged."""
         drops_updates = self.gradients.has_updates
         self.gradients.clear()
         if drops_updates:
@@ -298,10 +313,10 @@ class Run:
 
     @contextlib.contextmanager
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
-        """Inside is one commit: afterwards `stands` is called, or `failed` where it failed.
+        """Runs one commit in a `with` block, then calls `stands` if it took effect, or `failed` if not.
 
-        Ctrl-C is raised once the commit has returned, so the store's generation shows whether it failed, and not the
-        exception.
+        A Ctrl-C during the commit is raised only after the commit has returned. So the store's generation tells whether
+        the commit took effect, and an exception does not.
         """
         store = self.resources.store
         generation = store.info()["generation"]
@@ -315,7 +330,7 @@ class Run:
         stands()
 
     def changed(self, names: Iterable[str]) -> None:
-        """Parameters have new values on storage: cached values are stale."""
+        """Evicts cached values and retires copies of parameters that have new values on storage."""
         names = set(names)
         self.residency.units.changed(names)
         self.residency.copies.age(names)

@@ -1,4 +1,10 @@
-"""Advances learning rate schedulers within the commit of each step, and restores them at a resume."""
+"""Advances learning rate schedulers within the commit of each step, and restores them at a resume.
+
+[Note: fresh states] A commit stores two states of each scheduler: the newest state, which a resume loads, and the fresh
+state, which the scheduler had when it was made. `_since` computes the entries in which the fresh state differs from the
+newest one, and a commit stores only these; `_fresh` rebuilds the fresh state. At a resume, the user's scheduler must
+have the stored fresh state, except for entries of its position (`_PLACE`): another one means other arguments.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +31,31 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# A commit holds 128 KiB of options, loss scale, schedulers and position together.
+# The limit for the schedulers of a commit. A commit holds 128 KiB of options, loss scale, schedulers and position.
 _BYTES_MAX = 32 << 10
-# accelerate counts calls that advance nothing.
+# State entries that may change although the scheduler did not advance: accelerate's wrapper counts every call.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
-# Entries of state dicts that tell where a scheduler is, and not with which arguments it was made.
+# State entries that tell how far a scheduler has advanced, in contrast to the arguments that it was made with.
 _PLACE = _COUNTS | {"last_epoch", "_last_lr", "T_cur", "T_i"}
 # Options of groups that torch's schedulers set once, from their arguments or from the learning rate.
 _SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _PAGE = "docs/resume.md"
-# Stands for a missing entry in words, and in a commit.
+# The value of a missing entry, in messages and in a commit.
 _NONE = "none"
 _log = logging.getLogger("memascend")
 
 
 class _Moment:
-    """Copies of schedulers' states, and of the options of groups that they set, at one moment."""
+    """A snapshot of schedulers' states and of the options of all groups, which schedulers set."""
 
     def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
-        """The present one; `ConfigError` names an entry that JSON cannot hold."""
+        """Takes the snapshot; raises a ConfigError that names an entry of a state that JSON cannot hold."""
         self._schedulers, self._groups = schedulers, groups
         self.entries = [_entries(scheduler) for scheduler in schedulers]
         self.options = SharedValues({}, [group_options(group) for group in groups])
 
     def bring_back(self) -> None:
-        """Give schedulers and groups what they had."""
+        """Restores schedulers and groups to the snapshot."""
         for scheduler, entries in zip(self._schedulers, self.entries, strict=True):
             _load(scheduler, entries)
         now = SharedValues({}, [group_options(group) for group in self._groups])
@@ -60,35 +66,31 @@ class _Moment:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedulers that `step()` advances.
+    """Advances the learning rate schedulers of a run in `step()`, stores them in commits, restores them at a resume.
 
-    They are advanced after the updates of a step have begun and before its commit, which holds the new options and
-    their state. So a process killed at any moment leaves updates and schedulers of one step.
-
-    A commit has two states of each scheduler: the newest one, which a resume loads, and the fresh one, as it was made.
-    A scheduler with other arguments differs in the latter.
+    `step()` calls `advance` after the updates of the step have begun and before the commit. The commit holds the new
+    options and the schedulers' new state, so a process killed at any moment leaves updates and schedulers of one step.
     """
 
-    # The optimizer's own dicts, with the stored options in place of those that it had, `_given`.
+    # The optimizer's own dicts, in which a resume has set the stored options; `_given` has the options before that.
     _groups: Sequence[dict[str, Any]]
     _given: Sequence[Mapping[str, Any]]
     _store: Store
-    _resumed: bool  # the store has a run that began in another process
+    _resumed: bool  # True if the store's values come from an earlier process
     _schedulers: tuple[Any, ...] = ()
-    _fresh: list[dict[str, Any]] = field(default_factory=list)
-    _options: set[str] = field(default_factory=set)  # options of groups that steps changed
-    _now: _Moment | None = None
-    _before: _Moment | None = None  # before the last step, where that advanced the schedulers
-    # This run has committed a step, or is about to; and whether it had before the present step.
-    _stepped: bool = False
-    _had_stepped: bool = False
+    _fresh: list[dict[str, Any]] = field(default_factory=list)  # fresh states of `_schedulers`; [Note: fresh states]
+    _options: set[str] = field(default_factory=set)  # names of the group options that schedulers have changed in steps
+    _now: _Moment | None = None  # the snapshot for the next commit; None without schedulers
+    _before: _Moment | None = None  # the snapshot before the last `advance`; None if that advanced no scheduler
+    _stepped: bool = False  # True once this run has called `advance`, unless `take_back` followed
+    _had_stepped: bool = False  # the value of `_stepped` before the present step
 
-    # --- given by the user -----------------------------------------------------------------
+    # --- attaching schedulers --------------------------------------------------------------
 
     def attach(self, given: Sequence[Any], *, restore: bool) -> None:
-        """Advance these schedulers from now on, in place of others; at a resume, `restore` them first.
+        """Takes `given` as the run's schedulers, in place of earlier ones; with `restore`, loads their stored states.
 
-        Where one is rejected, nothing was changed.
+        If one of them is rejected, nothing was changed.
         """
         schedulers = tuple(map(_unwrapped, given))
         own = {id(group) for group in self._groups}
@@ -108,7 +110,7 @@ class Schedule:
                 "schedulers in one call"
             )
         now = _Moment(schedulers, self._groups)
-        # One that is given again is not fresh.
+        # A scheduler that was attached before has advanced, so keep its known fresh state.
         known = dict(zip(map(id, self._schedulers), self._fresh, strict=True))
         fresh = [known.get(id(one), entries) for one, entries in zip(schedulers, now.entries, strict=True)]
         options = self._options if self._stepped else set()
@@ -137,20 +139,21 @@ class Schedule:
         self._schedulers, self._fresh, self._options, self._now, self._before = schedulers, fresh, options, now, None
 
     def _stored(self) -> dict[str, Any] | None:
-        """The entry of the last commit, which another program may have written."""
+        """Returns the schedulers' entry of the last commit; rejects an entry that memascend never writes."""
         stored: dict[str, Any] | None = (self._store.hyperparameters or {}).get("schedule")
         if stored is not None and not _is_schedule(stored):
             raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
         return stored
 
     def _kept_groups(self) -> list[dict[str, Any]]:
+        """Returns the options of all groups in the last commit."""
         groups: list[dict[str, Any]] = (self._store.hyperparameters or {})["groups"]
         return groups
 
     def _require_fits(
         self, schedulers: Sequence[Any], fresh: Sequence[Mapping[str, Any]], now: _Moment, stored: Mapping[str, Any]
     ) -> None:
-        """Reject schedulers of other classes or arguments, and other rates of the optimizer that they begin with."""
+        """Rejects schedulers if their classes or arguments, or the optimizer's initial rates, differ from the run's."""
         instead = (
             "Nothing was changed: give the schedulers that the run had, and the optimizer its rates, or begin with "
             "these, in this one start, by schedule(..., restore=False)"
@@ -161,7 +164,7 @@ class Schedule:
         found = self._other_options(now.options.groups, stored)
         begun = [group.get("initial_lr") for group in self._kept_groups()]
         for entries, one in zip(fresh, stored["schedulers"], strict=True):
-            # One that is made after offload() finds the stored rates in the groups, and not the optimizer's own.
+            # A scheduler made after offload() took its base rates from the groups, which have the stored rates already.
             inherited = {
                 path
                 for path, rates in entries.items()
@@ -175,7 +178,7 @@ class Schedule:
             )
 
     def _other_options(self, groups: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> list[str]:
-        """The options of groups that schedulers set once, and that differ from the run's, in words."""
+        """Describes each group option that a scheduler set once, when it was made, and that differs from the run's."""
         rates = [] if _begins_rates(stored) else stored.get("rates", [])
         found = [
             (number, "initial_lr", *pair)
@@ -184,12 +187,15 @@ class Schedule:
         for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept_groups(), strict=True)):
             for name in kept.keys() & group.keys() - {*stored["options"]} - (given.keys() - _SET_ONCE):
                 now = plain(group[name])
-                # Where it was made before offload(), that set the stored option.
+                # A scheduler made before offload() set its option in `given`; offload() then set the stored option.
                 found.append((number, name, kept[name], given.get(name, now) if now == kept[name] else now))
         return [f"{name} of group {number} {had} -> {now}" for number, name, had, now in found if now != had]
 
     def _restored(self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any]) -> _Moment:
-        """Set what was stored on schedulers that fit, and on the groups."""
+        """Loads the stored states and options into schedulers and groups; returns the new snapshot.
+
+        If that fails, restores the snapshot `now`.
+        """
         try:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
                 _load(scheduler, one["state"])
@@ -204,10 +210,10 @@ class Schedule:
     # --- steps ---------------------------------------------------------------------------------
 
     def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, is_followed: bool) -> None:
-        """Reject a scheduler that something else advanced; warn of schedulers that a resumed run does not restore.
+        """Rejects a scheduler that other code advanced; warns of schedulers that a resumed run does not restore.
 
-        `optimizers` are those for which a scheduler may have been made. `is_followed`: the position of a trainer has
-        its schedulers, so that none is missing here.
+        `optimizers`: the optimizers for which the user may have made schedulers. `is_followed`: a trainer stores and
+        restores its schedulers with its position, so none is missing here.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -216,21 +222,23 @@ class Schedule:
             self._warn_of_others(optimizers)
 
     def _require_own(self) -> None:
+        """Rejects a scheduler that other code advanced since the last step."""
         found = self._changed()
         if found:
             raise UsageError(
-                f"{found}, and step() advances it by itself since optimizer.schedule(), which also restores it at a "
+                f"{found}, and step() advances it since optimizer.schedule(), which also restores it at a "
                 "resume: delete the line scheduler.step(), or load_state_dict()"
             )
 
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warns if the stored run had schedulers, or if a scheduler of `optimizers` was not given to `schedule()`."""
         stored = self._stored()
         if stored is not None:
             words = (
                 f"the run was scheduled by {_stored_titles(stored)}, and this resume has no optimizer.schedule() for it"
             )
         elif any(hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers):
-            # torch marks `step` of each optimizer for which a scheduler was made.
+            # torch's schedulers wrap `step` of their optimizer, and mark the wrapper.
             words = (
                 "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
                 "neither its state nor the learning rate that it set after the last step"
@@ -240,7 +248,7 @@ class Schedule:
         warn(f"{words}: {_PAGE} has the lines that resume exactly")
 
     def _changed(self) -> str | None:
-        """The scheduler that something else advanced since the last step, in words."""
+        """Describes a scheduler that other code advanced since the last step; returns None if there is none."""
         for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
             found = _differences(known, _entries(scheduler), _COUNTS)
             if found:
@@ -248,7 +256,7 @@ class Schedule:
         return None
 
     def advance(self) -> None:
-        """Advance the schedulers by a step that is about to be committed."""
+        """Advances the schedulers for a step that is about to be committed."""
         self._stepped = True
         if not self._schedulers:
             return
@@ -265,16 +273,16 @@ class Schedule:
         self._now = now
 
     def take_back(self) -> None:
-        """The step was not committed: schedulers and groups have what they had before it."""
+        """Undoes `advance` after the commit failed: restores schedulers and groups."""
         self._stepped = self._had_stepped
         if self._before is not None:
             self._before.bring_back()
             self._now, self._before = self._before, None
 
     def committed(self) -> dict[str, Any]:
-        """The entry of each commit and checkpoint."""
+        """Returns the schedulers' entry for a commit or checkpoint, as {"schedule": ...}; {} without schedulers."""
         if self._now is None:
-            # A run that was not told of the schedulers keeps them until it steps without them.
+            # A resumed run to which no scheduler was given keeps the stored entry until its first step.
             stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
             return {} if stored is None else {"schedule": stored}
         self._require_own()
@@ -292,23 +300,26 @@ class Schedule:
     # --- trainers that advance schedulers themselves -------------------------------------------
 
     def rewind(self) -> None:
-        """Let a trainer log the learning rate of the step just made, and advance the schedulers itself."""
+        """Restores schedulers and groups to the state before the last step, which the commit advanced.
+
+        A trainer then logs the learning rate of that step, and advances the schedulers itself.
+        """
         if self._before is not None:
             self._before.bring_back()
 
     def catch_up(self) -> None:
-        """Give schedulers and groups what the last step left, whether a trainer advanced them or not."""
+        """Restores schedulers and groups to the state after the last step, whether a trainer advanced them or not."""
         if self._now is not None and self.is_foreign:
             self._now.bring_back()
 
     @property
     def is_foreign(self) -> bool:
-        """Whether something else advanced a scheduler since the last step."""
+        """True if other code advanced a scheduler since the last step."""
         return self._changed() is not None
 
 
 def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
-    """Options that the schedulers of a commit set, whatever the optimizer is made with."""
+    """Returns the group options that the stored schedulers set, whatever options the optimizer is made with."""
     stored: Any = hyperparameters.get("schedule")
     if not _is_schedule(stored):
         return set()
@@ -316,12 +327,12 @@ def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
 
 
 def _begins_rates(stored: Mapping[str, Any]) -> bool:
-    """Whether a scheduler takes no rate from the optimizer; others multiply its own, so another one counts."""
+    """True if a stored scheduler sets its own initial learning rate; others scale the rate of the optimizer."""
     return any(kind in one["scheduler"] for one in stored["schedulers"] for kind in ("CyclicLR", "OneCycleLR"))
 
 
 def _unwrapped(scheduler: Any) -> Any:
-    """The scheduler in accelerate's wrapper, unless that advances it several times a step."""
+    """Returns the scheduler inside accelerate's wrapper; rejects a wrapper that advances it once for each rank."""
     if type(scheduler).__name__ != "AcceleratedScheduler":
         return scheduler
     own = scheduler.scheduler
@@ -335,20 +346,21 @@ def _unwrapped(scheduler: Any) -> Any:
 
 
 def _require_scheduler(scheduler: Any, number: int) -> None:
+    """Rejects an argument of `schedule()` that is no scheduler, or whose `step()` needs an argument."""
     kind = type(scheduler).__name__
     if not all(hasattr(scheduler, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):
         raise ConfigError(
-            f"schedule() takes schedulers as those of torch.optim.lr_scheduler, and argument {number} is {kind}"
+            f"schedule() takes schedulers like those of torch.optim.lr_scheduler, and argument {number} is {kind}"
         )
     if not steps_alone(scheduler):
         raise ConfigError(
-            f"step() of {kind} needs an argument (a metric or an epoch), which step() of the optimizer has not: call "
-            f"it in the loop, as {_PAGE} has it"
+            f"step() of {kind} needs an argument (a metric or an epoch), which the optimizer's step() does not "
+            f"have: call it in the loop, as {_PAGE} shows"
         )
 
 
 def steps_alone(scheduler: Any) -> bool:
-    """Whether a scheduler's `step()` takes no arguments, such as a metric."""
+    """True if a scheduler's `step()` can be called without arguments, such as a metric."""
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:
@@ -357,7 +369,7 @@ def steps_alone(scheduler: Any) -> bool:
 
 
 def _title(scheduler: Any) -> str:
-    """Its class, and those of the schedulers that it consists of."""
+    """Returns the name of a scheduler's class, with the classes of its parts: "SequentialLR(LinearLR, CosineLR)"."""
     parts = ", ".join(map(_title, getattr(scheduler, "_schedulers", ())))
     return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
 
@@ -371,10 +383,10 @@ def _stored_titles(stored: Mapping[str, Any]) -> str:
 
 
 def _entries(scheduler: Any) -> dict[str, Any]:
-    """The state of a scheduler as flat JSON: "last_epoch", "_schedulers.0.last_epoch" and so on.
+    """Returns a scheduler's state as flat JSON, by paths: "last_epoch", "_schedulers.0.last_epoch" and so on.
 
-    With the arguments of transformers' schedulers: they are bound to the functions of a LambdaLR, whose state leaves
-    them out.
+    It includes arguments that `functools.partial` binds to the functions of a LambdaLR, as transformers' schedulers do:
+    torch's state dict leaves them out.
     """
     found = dict(_leaves(scheduler.state_dict()))
     for place, function in _lambdas(scheduler):
@@ -382,7 +394,7 @@ def _entries(scheduler: Any) -> dict[str, Any]:
             bound = [*enumerate(function.args), *function.keywords.items()]
             found |= {f"{place}({name})": value for name, value in bound if storable(value)}
     for path, value in found.items():
-        # Keys of JSON are texts, and MultiStepLR counts by numbers.
+        # JSON has only text keys, and MultiStepLR's dict has numbers as keys: store it as a list of pairs.
         pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
         if not storable(pairs):
             raise ConfigError(
@@ -394,6 +406,7 @@ def _entries(scheduler: Any) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields path and value of each leaf: descends into dicts with text keys, and into lists that contain dicts."""
     parts: Iterable[tuple[Any, Any]] | None = None
     if isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
         parts = value.items()
@@ -407,7 +420,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The functions of a scheduler and of its parts, by their places."""
+    """Yields path and function of each `lr_lambdas` entry of a scheduler and of its parts."""
     for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
         yield f"{path}lr_lambdas.{number}", function
     for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
@@ -415,7 +428,7 @@ def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
-    """Set the entries that differ; a scheduler's own values keep their classes."""
+    """Loads entries into a scheduler, converted to the types of its own values; equal entries stay as they are."""
     state, now = copied(scheduler.state_dict(), deep=True), _entries(scheduler)
     for path, value in entries.items():
         if path not in now or not same(value, now[path]):
@@ -424,7 +437,7 @@ def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
 
 
 def _set(state: Any, path: Sequence[str], value: Any) -> None:
-    """Set an entry of a state dict that `_leaves` found; one whose container is missing is left out."""
+    """Sets the entry of a state dict at a path from `_leaves`; does nothing if the path does not exist."""
     *parents, name = path
     try:
         for part in parents:
@@ -441,7 +454,7 @@ def _set(state: Any, path: Sequence[str], value: Any) -> None:
 
 
 def _since(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a fresh state that steps have changed since, but for those of its place."""
+    """Returns the entries of `fresh` that differ in `state`, without entries of the position; [Note: fresh states]."""
     return {
         name: fresh.get(name, _NONE)
         for name in dict.fromkeys((*fresh, *state))
@@ -450,16 +463,19 @@ def _since(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _fresh(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The fresh state of a stored scheduler, as far as it is known."""
+    """Rebuilds the fresh state of a stored scheduler: its newest state, with the changed entries from `_since`.
+
+    An earlier version stored only the names of changed entries ("moved"), whose fresh values are unknown.
+    """
     moved = stored.get("moved", ())
     return {**{name: value for name, value in stored["state"].items() if name not in moved}, **stored.get("fresh", {})}
 
 
 def described(scheduler: Any) -> dict[str, Any]:
-    """A scheduler as plain JSON that another process can compare, by `differences`.
+    """Describes a scheduler as JSON, which `differences` compares in another process.
 
-    It has the classes, the state, and the arguments that are bound to functions of LambdaLR. A function is not part of
-    it, nor are arguments that a scheduler keeps in the optimizer's groups.
+    The description has the classes, the state, and arguments that are bound to functions of a LambdaLR. It has neither
+    functions nor arguments that a scheduler keeps in the optimizer's groups.
 
     Raises:
         ConfigError: JSON cannot hold the state.
@@ -468,10 +484,10 @@ def described(scheduler: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The classes or arguments in which two descriptions of schedulers that were just made differ, in words.
+    """Describes how two new schedulers differ in class or arguments, from their descriptions by `described`.
 
-    Entries that tell where a scheduler is are not compared. The base rates are: those of the optimizer's groups when
-    the scheduler was made.
+    It does not compare entries of the position (`_PLACE`). It does compare the base rates, which a scheduler took from
+    the optimizer's groups when it was made.
     """
     if before["scheduler"] != now["scheduler"]:
         return [f"{before['scheduler']} -> {now['scheduler']}"]
@@ -479,11 +495,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignored: Container[str]) -> list[str]:
-    """The entries that differ, in words, but for those `ignored`, by their paths or last names."""
+    """Describes the entries that differ, except those whose path, or last part of the path, is in `ignored`."""
     found = []
     for path in dict.fromkeys((*had, *has)):
         name = path.rpartition(".")[2]
-        # Another version of torch may have other private entries.
+        # A private entry may exist in one version of torch and not in another.
         comes_or_goes = name.startswith("_") and (path in had) != (path in has)
         one, other = had.get(path, _NONE), has.get(path, _NONE)
         if not (comes_or_goes or path in ignored or name in ignored or one == other or same(one, other)):
@@ -492,12 +508,12 @@ def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignored: Contai
 
 
 def _own_rate(given: Mapping[str, Any]) -> Any:
-    """The rate of a group before a scheduler changed it."""
+    """Returns a group's learning rate before a scheduler changed it."""
     return given.get("initial_lr", given.get("lr"))
 
 
 def _is_schedule(value: Any) -> bool:
-    """Whether a value that was read has the form that `Schedule.committed` makes, or that an earlier version made."""
+    """True if a stored value has the form of `Schedule.committed`, of this version or an earlier one."""
     return (
         isinstance(value, dict)
         and _are(str, value.get("options"))

@@ -1,4 +1,11 @@
-"""Sequences one run: the actions of step(), zero_grad(), backward() and close(), in order."""
+"""Implements step(), zero_grad(), backward(), accumulate() and close() of an offloaded optimizer.
+
+[Note: when the norm is known] With a loss scale or `max_grad_norm`, the updates depend on the norm of all gradients, so
+`_step` computes it before them (`_norm_comes_first`). Otherwise the updates measure their gradients as they run, and
+`_norm` adds the measures up: before the commit if gradients were kept until step() (`_norm_precedes_commit`), else
+after it. Only before the commit can a step with a norm that is not finite be dropped (`_drops`); after it, `_committed`
+warns.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +44,18 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# Of a rank without gradients, and of steps whose norm is taken later: nothing is not finite, and no squares.
+# The numbers of a rank without gradients, and of a step whose norm is taken later: all finite, no squares.
 _NOTHING: Numbers = (False, 0)
-# Values in RAM are compared after the commit that made them.
-_PARTED = "the last step has them: move away the store of one, start all again, and it is filled from the other's"
+# The remedy if replicas computed different values in RAM: ranks compare these in the step after their commit.
+_PARTED = (
+    "the last commit has these values, so the replicas' stores differ: move one of them aside and start all ranks "
+    "again; it is refilled from the other"
+)
 
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """A model and an optimizer that are offloaded."""
+    """The run of one offloaded model and optimizer; `OffloadedOptimizer` and the module hooks call its methods."""
 
     run: Run
     newcomers: Newcomers
@@ -56,26 +66,29 @@ class Session:
     measurements: Measurements
     accumulation: Accumulation
     max_grad_norm: float | None
-    # As of `Options`.
+    # The option of `offload()`.
     nonfinite: Literal["raise", "skip", "commit"]
-    # Bytes of the values; 0 where all state is in RAM, and the C library's heap is left as it is.
+    # Bytes of the model's values. 0 if no values are streamed: then the C library's heap is left as it is.
     heap_bytes: int
-    # None for one process.
+    # This rank's shards of the model; None for one process.
     sharding: Sharding | None = None
-    # Of the last step's gradients.
+    # Norm of the last step's gradients; None before the first step.
     grad_norm: float | None = None
     overflowed: bool = False
-    # The last commit is of gradients whose norm is not finite, and the user did not ask for that.
+    # True if the norm of the last commit's gradients is not finite, and the user did not ask for such commits.
     _is_suspect: bool = False
-    # Why the step that is made is rejected, once all ranks know.
+    # The error that `step` raises once all ranks have dropped the step.
     _rejection: UsageError | None = None
 
-    # --- what is done with the model ----------------------------------------------------
+    # --- forwards -------------------------------------------------------------------------
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
-        """A module of the model was entered; the outermost one begins a forward."""
+        """Prepares for a module's forward; `outermost`: the module begins the model's forward.
+
+        A module hook calls it whenever a module of the model is entered.
+        """
         if self.run.resources.units.device is not None:
-            # Only CUDA has graphs.
+            # Only a CUDA device can capture graphs.
             refuse_graphs()
         if outermost:
             self.newcomers.judge()
@@ -91,7 +104,7 @@ class Session:
     # --- the loop --------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        """A backward from the scaled loss."""
+        """Runs `loss.backward(**options)`, with the loss multiplied by the loss scale, if any."""
         self.run.resources.require_open()
         scale = self.run.metadata.scale
         with self.run.gradients.scaled():
@@ -106,7 +119,10 @@ class Session:
         by_layer: bool,
         seeded: bool = True,
     ) -> list[Any]:
-        """Run the backwards of several micro-batches; see `microbatches`."""
+        """Computes the losses and gradients of all micro-batches of a step; see `OffloadedOptimizer.accumulate`.
+
+        `seeded`: each micro-batch computed by layer has a seed of its own; if False, none may draw random numbers.
+        """
         self.run.resources.require_open()
         if self.run.frames.inside:
             raise UsageError(
@@ -125,17 +141,20 @@ class Session:
             with self.run.gradients.scaled():
                 return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer, seeded=seeded)
         except BaseException:
-            # Ctrl-C while torch.no_grad() is entered or left leaves gradients disabled.
+            # A Ctrl-C while torch.no_grad() is entered or left would leave gradients disabled.
             torch.set_grad_enabled(grad)
             raise
 
     def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
-        """Advance these schedulers within each commit from now on."""
+        """Attaches schedulers, which each later commit advances; `restore` loads their stored state."""
         self.run.require_quiet()
         self.run.metadata.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Commit the step, or skip it where gradients overflowed; schedulers may know these `optimizers`."""
+        """Commits the step, or drops it if its gradients are not finite and the options say so.
+
+        A scheduler may have been made for any of `optimizers`.
+        """
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
@@ -144,7 +163,7 @@ class Session:
             committed = self._prepared_step()
         rejection, self._rejection = self._rejection, None
         if rejection is not None:
-            # Of all ranks, which need not be notified.
+            # All ranks have the same norm and raise here, so `preparing` need not notify the others.
             raise rejection
         if committed:
             self.run.residency.units.end_step()
@@ -154,7 +173,7 @@ class Session:
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
-        """Reject a step that cannot be exact; returns whether there was a step."""
+        """Rejects a call at a wrong moment, then makes the step; returns True if it was committed."""
         device = self.run.resources.units.device
         if device is not None:
             device.require_no_capture()
@@ -168,7 +187,10 @@ class Session:
             return self._step()
 
     def _step(self) -> bool:
-        """Make the step; returns False without gradients, and where it is dropped because they are not finite."""
+        """Makes and commits the step; returns False if no gradient exists, or if the step was dropped.
+
+        A step is dropped if its gradients are not finite; see `_drops`.
+        """
         run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
         engine = run.resources.engine
         present = self._present()
@@ -182,9 +204,10 @@ class Session:
             if self._drops(present, norm, bad):
                 return False
             if self.max_grad_norm is not None:
-                # In this order a NaN stays NaN: torch's clipping then makes all gradients NaN.
+                # With these arguments in this order, min() returns NaN for a NaN norm. So all gradients become NaN, as
+                # under torch's clipping.
                 factor = min(self.max_grad_norm / (norm + 1e-6), 1.0)
-                # An fp32 number.
+                # Round to fp32, in which the kernels multiply.
                 factor = torch.tensor(factor, dtype=torch.float32, device="cpu").item()
         gradients.update_all(present, factor)
         of_commit = None if self._norm_comes_first else self._norm(present)
@@ -224,9 +247,10 @@ class Session:
         return None if self.sharding is None else self.sharding.exchange
 
     def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
-        """Whether any rank has gradients (one may have no rows of the parameters that have), and their squares.
+        """Exchanges squares of gradients; returns (True if any rank has gradients, the numbers of all ranks together).
 
-        The figures of the report go along.
+        A rank without rows of the parameters in use has no gradients. The exchange also carries the figures of reports,
+        and compares the gathers and reductions of all ranks.
         """
         if self.sharding is None or self.figures is None:
             return present, own
@@ -244,9 +268,9 @@ class Session:
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
     def _drops(self, present: Present, norm: float, bad: bool = False) -> bool:
-        """Whether the step with this norm is not to be made; its updates are dropped, and its gradients stay.
+        """Decides whether to drop the step because of its norm; if so, drops its updates and returns True.
 
-        `bad`: a gradient is not finite.
+        The gradients stay in `p.grad`. `bad`: a gradient is not finite. (A norm may overflow where no gradient does.)
         """
         gradients, scale = self.run.gradients, self.run.metadata.scale
         self.grad_norm = norm
@@ -263,6 +287,7 @@ class Session:
         return True
 
     def _words_on(self, norm: float, names: Sequence[str]) -> str:
+        """Returns the text of the error for a norm that is not finite; `names` are the parameters that cause it."""
         step = self.run.metadata.step
         found = f" (not finite: {listed(names)})" if names else ""
         where = "weights and optimizer state" if self.run.resources.temporary else "the store, and the weights,"
@@ -274,9 +299,10 @@ class Session:
         )
 
     def _norm(self, present: Present) -> Callable[[], float]:
-        """After the updates: a function that has the norm of the gradients that they used, before `factor`.
+        """Returns a function that computes the norm of this step's gradients, before `factor` was applied.
 
-        Nothing is read for it. Of several ranks, it is to be called after the next message.
+        It uses the squares that the updates measured, and reads no gradient. With several ranks, it may be called only
+        after the next message of `figures`, which adds the squares of all ranks.
         """
         gradients, figures = self.run.gradients, self.figures
         if figures is None:
@@ -286,7 +312,7 @@ class Session:
         return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
     def _present(self) -> Present:
-        """The present gradients; raises where no exact step can be made of them."""
+        """Returns the present gradients; raises if no exact step can be made of them."""
         run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
         copies.require_unwritten()
@@ -306,19 +332,21 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """Whether the updates depend on the norm; else it is taken once they are staged."""
+        """True if the updates need the norm of all gradients first; otherwise the norm is taken after them."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
     @property
     def _norm_precedes_commit(self) -> bool:
-        """Whether the norm is known before the commit: of gradients that were kept until step(), all are measured.
+        """True if `_step` computes the norm before the commit.
 
-        A trainer logs it after the commit, also where it resumes.
+        It may, if gradients were kept until step(), since all are measured then. It must, under `nonfinite="skip"`, and
+        for a trainer, which logs the norm of a committed step even if the process is killed in between.
         """
         kept = self.run.gradients.loop.mode != "fused"
         return kept or self.run.metadata.is_followed or self.nonfinite == "skip"
 
     def _committed(self, present: Present, norm: Callable[[], float] | None) -> None:
+        """Updates the run's records of position, norm, buffers and cached values after the store's commit."""
         self.run.metadata.advance()
         self.overflowed = False
         if norm is not None:
@@ -342,87 +370,89 @@ class Session:
         )
 
     def _refuse_written(self) -> None:
+        """Rejects the step if user code wrote in place to values while the model computed with them."""
         self.run.residency.units.find_written(self.run.residency.units.homes)
         if self.run.residency.units.written:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
-                f"the values of {names} were written to in place while the model computed, and storage does not know: "
-                f"call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
+                f"the values of {names} were written to in place while the model computed, and storage lacks the "
+                f"change: call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Drop or zero the gradients."""
+        """Drops the gradients and their staged updates, or zeroes the gradients with `set_to_none=False`."""
         if self.run.resources.closed:
             return
         self.run.resources.process.require_here()
         self.run.frames.unwind()
         if self.run.gradients.is_staged():
-            # What was written to while this step's forward computed.
+            # Forget in-place writes of this step's forward: only this discarded step has used the written values.
             self.run.residency.units.written.clear()
         if set_to_none:
             self.run.discard()
         else:
             self.run.gradients.zero()
 
-    # --- looking -----------------------------------------------------------------------
+    # --- state and report ----------------------------------------------------------------
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A copy of the state of a parameter."""
+        """Returns a copy of a parameter's optimizer state, read from storage."""
         self.run.resources.require_open()
         rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
         for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is rows:
                 return kept.rule.state(*self.run.resources.store.read(kept.name), kept.step)
         raise ConfigError(
-            "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its own"
+            "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its parameters"
         )
 
     def report(self) -> Report:
-        """The figures so far."""
+        """Returns the figures since `offload()`; after close(), those at the end."""
         self.run.resources.process.require_here()
         return self.measurements.report()
 
     # --- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep the last commit, drop uncommitted changes, free all memory; nothing in a fork, which owns none of it."""
+        """Keeps the last commit, drops uncommitted changes, frees all memory; does nothing in a forked child."""
         if self.run.resources.closed or self.run.resources.process.is_elsewhere:
             return
         self.run.frames.unwind(all_of_it=True)
         module_hooks.let_go()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
+            # While an exception is handled, an error of this check would hide it.
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
             self._commit_rest()
             self._catch_up()
 
     def _commit_rest(self) -> None:
-        """Commit buffers, and options of groups, that changed since the last step.
+        """Commits persistent buffers and options of groups that changed since the last step.
 
-        Not after an exception, in the midst of a step that the loop repeats at a resume; and not where that would drop
-        the commit before one whose norm is not finite.
+        It commits nothing while an exception is handled, since a resumed loop repeats the interrupted step. It commits
+        nothing after a step with a norm that is not finite, since that would overwrite the commit before that step.
         """
         run, metadata, store = self.run, self.run.metadata, self.run.resources.store
         if run.resources.temporary or sys.exc_info()[0] is not None or self._is_suspect:
             return
         has_buffers = self._takes_buffers()
         if self.figures is not None or not (has_buffers or metadata.has_new_options):
-            # Ranks close each at its own time.
+            # A commit needs all ranks, and each closes at its own time.
             return
         run.gradients.skip()
         engine = run.resources.engine
         if has_buffers:
             run.buffers.stage(engine, metadata.step)
-        # What was set since belongs to the next step.
+        # The stored `user_state` stays: a value that was set after the last step belongs to the next one.
         hyperparameters = metadata.hyperparameters() if metadata.has_new_options else None
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
 
     def _catch_up(self) -> None:
-        """Make the updates that the last step left, so that the store has no log.
+        """Makes the deferred updates of the last step, so that the store needs no log.
 
-        Where its log has them, they are left to a resume after an exception, after an error of storage, and where the
-        commit before would be dropped.
+        If the log has their gradients, a resume can make them instead: after an exception, after an error of storage,
+        and after a step with a norm that is not finite, whose previous commit must stay.
         """
         store, engine = self.run.resources.store, self.run.resources.engine
         if not engine.is_behind or self.run.resources.temporary:
@@ -436,10 +466,10 @@ class Session:
         except MemascendError as error:
             if not is_logged:
                 raise
-            _log.info("the updates of the last step stay in the log, and are made at a resume: %s", error)
+            _log.info("the updates of the last step stay in the log, and a resume makes them: %s", error)
 
     def _takes_buffers(self) -> bool:
-        """Whether close() commits buffers; warns of those that changed and are lost, but for those of a staged step."""
+        """True if close() commits the buffers; warns if changed buffers are lost, except those of a staged step."""
         gradients, buffers = self.run.gradients, self.run.buffers
         is_of_step = buffers.may_be_of_step or gradients.backwards.count > 0
         if is_of_step and gradients.is_staged():
@@ -448,9 +478,7 @@ class Session:
             if not buffers.differ(self.run.resources.store):
                 return False
             if self.figures is not None:
-                why = (
-                    "several ranks close each at its own time: enter and leave materialized(model, modify=True) on all"
-                )
+                why = "each rank closes at its own time: enter and leave materialized(model, modify=True) on all ranks"
             elif is_of_step:
                 why = "a forward ran whose step was not made, and a resume repeats it. save() writes them"
             else:
@@ -461,6 +489,7 @@ class Session:
         return False
 
     def _close(self) -> None:
+        """Detaches the model and frees all resources; runs even if the last commits of `close` failed."""
         with contextlib.suppress(MemascendError):
             self.measurements.close()
         self.attachment.leave()

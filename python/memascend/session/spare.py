@@ -1,4 +1,4 @@
-"""Agrees how much memory of a machine a run takes: with its own ranks, with other runs, and with its earlier start."""
+"""Chooses the budget of `host_memory="auto"`: the same on all ranks, and for one run at a time on each machine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
-# A run takes its memory some seconds after it looked at what is free.
+# How long a run waits for the lock of another run. A run holds the lock for some seconds: from reading the free memory
+# until it has allocated its own.
 _TURN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 
 
 class Turn:
-    """A lock of the machine: runs look at its free memory, and take theirs, one after the other.
+    """A lock of the machine, under which one run at a time reads the free memory and allocates its own.
 
-    The lock is of a folder that every user can read. The system releases it when the process ends.
+    It is `flock` on a folder that every user can read. The system releases it when the process ends.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
 
     def wait(self, seconds: float) -> None:
-        """Take the lock; after so many seconds the run goes on without it: another one takes longer than usual."""
+        """Takes the lock; after `seconds`, or without a usable folder, continues without it and warns in the log."""
         folder = next((one for one in ("/dev/shm", tempfile.gettempdir()) if Path(one).is_dir()), "/")  # noqa: S108
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -62,22 +63,22 @@ class Turn:
         _log.warning("another run holds the lock of %s, by which runs take their memory one after the other", folder)
 
     def end(self) -> None:
-        """Release the lock; without one nothing happens."""
+        """Releases the lock; does nothing if it is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # A forked child has the descriptor, too.
+            # Unlock explicitly: close() alone keeps the lock while a forked child has the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host: bool) -> Options:
-    """The options with the budget of each rank, where it is what the machine can spare.
+    """Returns the options with the budget that `host_memory="auto"` stands for; other options are returned as given.
 
-    A resume takes that of its store where it is free. All ranks take the same, the smallest. `turn` is to end once all
-    of them have their memory.
+    A resume takes the budget of its store while so much memory is free. All ranks take the smallest budget of any rank.
+    One rank of each machine holds `turn` afterwards: the caller ends it once the ranks have allocated their memory.
 
     Raises:
-        ConfigError: some ranks are given a budget, and others take what the machine can spare.
+        ConfigError: some ranks have `host_memory="auto"`, and others a budget.
     """
     host = socket.gethostname()
     said = exchange.everyone([host, options.spare is not None])
@@ -88,12 +89,12 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
     hosts = [name for name, _ in said]
     spare = replace(options.spare, processes=max(options.spare.processes, hosts.count(host)))
     if exchange.rank == hosts.index(host):
-        # Other ranks wait for this one.
+        # The other ranks wait at the next exchange, so take at most half of their timeout.
         turn.wait(min(_TURN_SECONDS, (options.timeout or math.inf) / 2))
     exchange.everyone(None)
     holder = next((run for run in list(RUNS) if holds(run, options.paths or ()) is not None), None)
     if holder is not None and spare.machine is None:
-        # A run of this process, which gives its memory back when the store is opened again.
+        # A run of this process has the store open. This call will close it, so its memory counts as free.
         here = HostMemory.here()
         spare = replace(spare, machine=replace(here, available=here.available + session_of(holder).report().total))
     stored = _stored_budget(options, holder) if options.resumes else None
@@ -103,10 +104,10 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
 
 
 def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int | None:
-    """The budget of the last commit of a store; None where there is none, or it does not say."""
+    """Returns the budget in the last commit of the store; None if no store exists, or its commit has no budget."""
     if holder is not None:
         return _budget_in(session_of(holder).run.metadata.hyperparameters())
-    # What is wrong with a store is for its opening to say.
+    # Opening the store raises these errors again, for the user.
     with contextlib.suppress(StorageError):
         found = newest([str(file_of(path)) for path in options.paths or ()])
         return None if found is None else _budget_in(found[0])
@@ -114,5 +115,6 @@ def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int |
 
 
 def _budget_in(hyperparameters: dict[str, Any]) -> int | None:
+    """Returns the budget in a commit's hyperparameters; None if it is missing or invalid."""
     budget = hyperparameters.get("host_memory")
     return budget if isinstance(budget, int) and budget > 0 else None

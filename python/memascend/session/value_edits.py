@@ -1,4 +1,7 @@
-"""Changes values outside of a step: `edit()`, loads, `materialized(modify=True)`, modes of optimizers."""
+"""Commits changes of values outside of a step: `edit()`, `load_state_dict()`, `materialized(modify=True)`, `train()`.
+
+The first three are *doors*: user code can write to weights only through them. A *block* is one use of a door.
+"""
 
 from __future__ import annotations
 
@@ -26,54 +29,54 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 _PART_BYTES = 8 << 20
-# What to do after a change of values that failed on a rank.
+# The advice in the error if a change of values fails on a rank.
 _UNCHANGED = "no rank has changed anything: go on, or try it again on all of them"
 
 
 @dataclass(eq=False)
 class Edit:
-    """One staged change of values."""
+    """A change of values that is staged and not yet committed."""
 
-    # Persistent buffers are committed with the edit, so that new weights never stand beside old statistics.
+    # True commits persistent buffers with the values, so that no commit has new weights beside old statistics.
     with_buffers: bool
-    # Undoes what was changed and staged, until it is committed.
+    # Reverts all changes of the edit, unless it is committed.
     undo: contextlib.ExitStack
-    # The parameters that get other values.
+    # The names of the parameters whose new values are staged.
     names: list[str] = field(default_factory=list)
-    # What is committed with them, as of `Metadata.hyperparameters`; None: what there is stays.
+    # The hyperparameters to commit, as `Metadata.hyperparameters` makes them; None: not set by the edit.
     hyperparameters: dict[str, Any] | None = None
 
 
 @dataclass(eq=False)
 class Edits:
-    """Changes of values outside of a step: each is staged, and becomes live in one commit, or is dropped whole.
+    """Makes the edits of a run: stages the changes of a block, and commits all of them or none.
 
-    The commit of an edit belongs to the last committed step. So none may happen while a step is staged.
+    The commit of an edit belongs to the last committed step. So no edit may begin while a step is staged.
     """
 
     run: Run
-    _exchange: Exchange | None  # between the ranks, where there are several
-    # How many blocks that end after this step are dropped.
-    _repeated: float = 0
-    _repeated_after: int = 0
+    _exchange: Exchange | None  # exchanges messages between the ranks; None for one process
+    _repeated: float = 0  # how many more blocks to drop, see `repeat`
+    _repeated_after: int = 0  # the number of committed steps at which blocks are dropped
 
     def repeat(self, blocks: int | None) -> None:
-        """Drop the changes of so many blocks that end after this step: a trainer's resume runs them again.
+        """Drops the changes of the next `blocks` blocks that end before another step is committed.
 
-        None: of all blocks until the next call, since they come before the step in the program.
+        After a resume, a trainer's program runs blocks again whose changes the store has. None: drop the changes of all
+        blocks until the next call, because they precede the resumed step in the program.
         """
         self._repeated = math.inf if blocks is None else blocks
         self._repeated_after = self.run.metadata.step
 
     def _is_repetition(self) -> bool:
-        """Whether the block that ends is one that a resume runs again; counts it."""
+        """True if the block that ends was committed before the resume, and runs again; counts it."""
         if not self._repeated or self._repeated_after != self.run.metadata.step:
             return False
         self._repeated -= 1
         return True
 
     def _count(self, edit: Edit) -> dict[str, Any]:
-        """Count a block that ends; returns the hyperparameters of its commit."""
+        """Counts a block that ends in `Metadata.blocks`; returns the hyperparameters for its commit."""
         metadata, blocks = self.run.metadata, self.run.metadata.blocks
         edit.undo.callback(setattr, metadata, "blocks", blocks)
         metadata.blocks = blocks + 1
@@ -83,9 +86,10 @@ class Edits:
 
     @contextlib.contextmanager
     def together(self, *, changes_buffers: bool = False) -> Iterator[Edit]:
-        """An edit of all ranks, committed at the end if one of them changed a value; an exception drops it on all.
+        """Makes an edit on all ranks together: commits it at the end of the block if any rank changed a value.
 
-        Buffers that changed since the last commit are a part of it.
+        The edit includes buffers that changed since the last commit; `changes_buffers`: the block itself may change
+        buffers, so an exception restores them. An exception on one rank drops the edit on all.
         """
         with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
@@ -99,7 +103,7 @@ class Edits:
                 edit.undo.close()
                 self.is_any(False)
                 return
-            # A position is committed in any case, and is no block of the program's.
+            # An edit with hyperparameters (a trainer's position) is always committed, and does not count as a block.
             hyperparameters = edit.hyperparameters or self._count(edit)
             changed = bool(edit.names) or edit.hyperparameters is not None or buffers.differ(self.run.resources.store)
             if self.is_any(changed):
@@ -108,39 +112,40 @@ class Edits:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A door of all ranks that changes nothing; an exception on one of them reaches all."""
+        """Runs a block that changes nothing on all ranks together; an exception on one rank reaches all."""
         with self._alike():
             yield
             if not self.run.resources.closed:
                 self.is_any(False)
 
     def _alike(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which an exception on this rank notifies the waiting ranks."""
         return contextlib.nullcontext() if self._exchange is None else self._exchange.part()
 
     def is_any(self, here: bool) -> bool:
-        """Whether it is so on any rank; all ranks call this together.
+        """True if `here` is True on any rank; all ranks call this together.
 
         Raises:
-            RankError: another rank failed, which changed nothing on any.
+            RankError: another rank failed; no rank has changed anything.
         """
         return here if self._exchange is None else any(self._exchange.tell("a door", here, remedy=_UNCHANGED))
 
     @contextlib.contextmanager
     def values(self, parameters: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-        """Real values of parameters, on this rank; what was changed of them is committed at the end."""
+        """Provides copies of this rank's values of `parameters` in a block; commits changed copies at its end."""
         run, residency = self.run, self.run.residency
         with self.together() as edit:
             places = [self._place_of(parameter) for parameter in parameters]
             own = {place.name: residency.copy_of(place) for place in places if place is not None}
             named = {place.name: place for place in places if place is not None}
             begun = {name: checksum(values, named[name]) for name, values in own.items()}
-            # A rank may have no rows of a parameter.
+            # A rank without rows of a parameter gets an empty tensor.
             found = [
                 torch.empty(parameter.to_local().shape, dtype=parameter.dtype) if place is None else own[place.name]
                 for parameter, place in zip(parameters, places, strict=True)
             ]
             given = list(found)
-            # A rank that cannot give them ends the block of all before they wait for it inside.
+            # If a rank failed to read its values, all ranks raise here, before code in the block waits for that rank.
             self.is_any(False)
             yield given
             run.require_quiet()
@@ -148,11 +153,11 @@ class Edits:
                 raise UsageError("edit() gave a list whose tensors were replaced: write into them, by copy_()")
             for name, place in named.items():
                 self._stage_edited(edit, place, own[name], begun[name])
-        # What is written to this memory from now on reaches no weight.
+        # Writes to the copies after the block reach no weight: `copies` rejects them.
         residency.copies.keep([(place, own[name]) for name, place in named.items()], is_snapshot=True)
 
     def _stage_edited(self, edit: Edit, place: Place, values: torch.Tensor, begun: str) -> None:
-        """Stage values that had the checksum `begun`, unless they have it still."""
+        """Stages values if their checksum differs from `begun`, their checksum at the beginning of the block."""
         if values.dtype != place.dtype:
             raise UsageError(
                 f"{place.name!r} is {place.dtype}, and was given {values.dtype}: write into it, by copy_()"
@@ -161,13 +166,13 @@ class Edits:
             return
         if self.run.residency.read_into(place, lambda stored: checksum(stored, place)) != begun:
             raise UsageError(
-                f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose values are "
-                "older; they were dropped: let each edit() end before the next change"
+                f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose own values are "
+                "older and were dropped: let each edit() end before the next change"
             )
         self.stage(edit, place, values)
 
     def _place_of(self, parameter: torch.Tensor) -> Place | None:
-        """The place of a parameter of this run; None where this rank has no rows of it."""
+        """Returns the place of a parameter of this run; None if this rank has no rows of it."""
         known = getattr(parameter, "__dict__", {})
         place: Place | None = known.get("_memascend")
         if "_memascend" not in known or (place is not None and place.source is not self.run.residency):
@@ -179,9 +184,9 @@ class Edits:
 
     @contextlib.contextmanager
     def load(self, position: str | None = None) -> Iterator[None]:
-        """Calls of `load_state_dict()`, which commit all at the end, or change nothing.
+        """Commits all values that `load_state_dict()` calls in the block load, at its end; an exception drops them.
 
-        With a `position` of a trainer, that is committed with them.
+        `position`: a trainer's position, which is committed with the values.
         """
         metadata = self.run.metadata
         with self.together(changes_buffers=True) as edit:
@@ -193,7 +198,7 @@ class Edits:
 
             def load(place: Place, values: torch.Tensor) -> None:
                 if place.name in edit.names:
-                    # The state dict has another name of the same parameter, too.
+                    # The state dict has the parameter under two names; the later values replace the earlier ones.
                     edit.names.remove(place.name)
                     self.run.resources.engine.discard(place.name)
                 self.stage(edit, place, values)
@@ -205,7 +210,7 @@ class Edits:
 
     @contextlib.contextmanager
     def edit(self, *, with_buffers: bool) -> Iterator[Edit]:
-        """Begin an edit, which is committed inside. An exception before that drops it: all values are as before."""
+        """Begins an edit, which code in the block commits; an exception before the commit reverts all its changes."""
         with contextlib.ExitStack() as undo:
             edit = Edit(with_buffers, undo)
             undo.callback(self._discard, edit)
@@ -213,11 +218,12 @@ class Edits:
             undo.pop_all()
 
     def _discard(self, edit: Edit) -> None:
+        """Drops the staged values of an edit."""
         for name in edit.names:
             self.run.resources.engine.discard(name)
 
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
-        """Stage other values of a parameter, and a master that equals them. Where no bit differs nothing is staged."""
+        """Stages new values of a parameter, and a master that equals them, if a bit of the values changed."""
         if tuple(values.shape) != place.shape:
             raise UsageError(
                 f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
@@ -226,17 +232,17 @@ class Edits:
         if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
             if not edit.names:
                 self.run.gradients.catch_up()
-            # The name first: values that an interrupt leaves half staged are dropped, too.
+            # Append the name before staging: after an interrupt in `apply`, `_discard` drops these values, too.
             edit.names.append(place.name)
-            # A master that equals them, too; the moments stay.
+            # `_rewritten` sets values and master; the moments keep their values.
             kept = self.run.gradients.by_name.get(place.name)
             self.run.resources.engine.apply(place.name, _rewritten, step=kept.step if kept else 0, gradient=given)
 
     def commit(self, edit: Edit, *, user_state: Any = None, hyperparameters: Any = None) -> None:
-        """Make the staged values live, all at once.
+        """Commits the staged values of an edit in one atomic write.
 
-        `user_state` is committed with them; None keeps the stored one. The same holds for `hyperparameters`, see
-        `Metadata.hyperparameters`.
+        The commit also has `user_state` and `hyperparameters` (as `Metadata.hyperparameters` makes them); None keeps
+        the stored ones.
         """
         run, buffers = self.run, self.run.buffers
         step = run.metadata.step
@@ -251,7 +257,7 @@ class Edits:
             run.residency.require_idle("this")
             run.residency.copies.require_released(edit.names)
             if edit.with_buffers:
-                # After a write that failed, the engine takes nothing until all is discarded.
+                # After a failed write, the engine rejects every job until `discard`.
                 edit.undo.callback(run.resources.engine.discard)
                 edit.undo.callback(buffers.unstage, run.resources.engine)
                 buffers.stage(run.resources.engine, step)
@@ -259,17 +265,19 @@ class Edits:
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the values of a parameter, which may be on a device, have the bits of other ones."""
+    """True if two tensors, of which one may be on a device, have the same bits; compares them in parts."""
     parts = zip(bytes_of(one).split(_PART_BYTES), bytes_of(other).split(_PART_BYTES), strict=True)
     return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in parts)
 
 
 def _rewritten(chunk: Chunk) -> None:
+    """Sets values and master of a chunk to the new values, which `Edits.stage` passes as the gradient."""
     assert chunk.gradient is not None
     chunk.values.copy_(chunk.gradient)
     if "master" in chunk.state:
         chunk.state["master"].copy_(chunk.gradient)
-    # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
+    # The master equals the values. So clear its low bits ("rest"), and the marks of elements that were rounded up: the
+    # tensor "rounded_up", or the sign bits of the second moment.
     for of in ("rest", "rounded_up"):
         if of in chunk.state:
             chunk.state[of].zero_()
@@ -279,7 +287,7 @@ def _rewritten(chunk: Chunk) -> None:
 
 
 def switch_mode(edits: Edits, mode: str) -> None:
-    """Run the optimizer's `train` or `eval`, and commit its changes as a part of the committed step.
+    """Runs the optimizer's `train` or `eval` (`mode`), and adds its changes to the last committed step.
 
     Raises:
         UsageError: a step is staged.
@@ -291,7 +299,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
         run.gradients.catch_up()
         changed = metadata.arithmetic.switched(mode)
         if not changed:
-            # The optimizer is in that mode.
+            # The optimizer is in that mode already.
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)
@@ -302,7 +310,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
             ]
             edit.undo.callback(metadata.arithmetic.adopt(names, engine.finish, changed))
             if not names:
-                # The next step commits the mode.
+                # No parameter changed: keep the changed attributes, which the next step commits.
                 edit.undo.pop_all()
                 return
             edit.names.extend(names)

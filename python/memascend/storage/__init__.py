@@ -1,12 +1,12 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
-`Store` and `Engine` are the extension's classes. Added are methods that take or return tensors, which needs torch, and
-those that give Python's values, errors and commits of several ranks in place of the extension's tuples and texts.
-`records` describes the contents of a store; `formats` the formats of state on storage, which it converts to float32.
+`Store` and `Engine` subclass the extension's classes. The subclasses add methods that take or return tensors, convert
+the extension's tuples and texts to Python values and errors, and make the commits of several ranks. `records` describes
+the contents of a store; `formats` describes the formats of optimizer state on storage and converts state to float32.
 `memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
-Invariant: every tensor that is passed to Rust was checked against the record's description (device, dtype, shape, order
-of dimensions), and is kept alive until Rust has finished with it.
+Invariant: this package checks every tensor against the record's description (device, dtype, shape, order of dimensions)
+before it passes the tensor to Rust, and keeps the tensor alive until Rust has finished with it.
 
 Never: this package knows no model, module or optimizer of torch, and makes no plan.
 """

@@ -1,4 +1,4 @@
-"""Updates parameters in a pipeline: reads, computes and writes their state in chunks, in the background."""
+"""Updates parameters in a pipeline: a background thread reads state in chunks, computes, and writes the results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """A part of a record, or all of it; valid during the call alone."""
+    """The tensors for one call of a function given to `Engine.apply`; valid only during that call.
 
-    # Writable in place. One-dimensional, in the order in which it is stored; of the record's shape where it is whole.
+    A chunk is a range of the record's elements in stored order, or with `apply(whole=True)` the whole record.
+    """
+
+    # Values of the chunk, writable in place: one-dimensional, or in the record's shape under `apply(whole=True)`.
     values: torch.Tensor
-    gradient: torch.Tensor | None  # alike; None where there is none
-    # By name, writable in place; alike where it has the record's shape, and of a format's tensors with an item for
-    # several elements (8 or 256), the items of these. Tensors of another shape are given as they are, the same memory
-    # in every call, and are written after the last.
+    gradient: torch.Tensor | None  # gradient of the same elements, in the same layout; None if the job has no gradient
+    # State tensors by name, writable in place. A tensor of the record's shape has the layout of `values`. A tensor of a
+    # format that has one item for 8 or 256 elements gives the items of this chunk. Any other tensor is given whole: the
+    # same memory in every call, which the engine writes to storage after the last call.
     state: dict[str, torch.Tensor]
-    start: int  # the first element
-    count: int  # the number of elements; 0 in the one call of a record without elements
-    last: bool  # whether it is the last call
+    start: int  # index of the chunk's first element in the record
+    count: int  # number of elements; 0 in the only call for a record without elements
+    last: bool  # True in the last call for the record
 
 
 def adapter(
@@ -41,9 +44,9 @@ def adapter(
     whole: bool,
     before: Callable[[], None] | None = None,
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
-    """What the extension calls for a record (as `Store.records` has it): it makes tensors of lent memory.
+    """Returns a callback for the extension that wraps the engine's memory in a `Chunk` and calls `function`.
 
-    `before` is called each time before the gradient is read.
+    `record` is an item of `Store.records`. The callback calls `before` each time before it reads the gradient.
     """
     import torch
 
@@ -81,9 +84,10 @@ def adapter(
 
 
 def _take_threads(threads: int) -> None:
-    """Compute with so many threads, as the caller does: LAPACK's last bits depend on how many there are.
+    """Sets the number of threads that torch uses in calls from the current thread.
 
-    Each thread has a number of its own, all processors until torch is asked for it there.
+    LAPACK's last bits depend on that number, so the engine's thread must use the caller's. torch has one number for
+    each thread; a new thread begins with all processors.
     """
     import torch
 
@@ -92,6 +96,7 @@ def _take_threads(threads: int) -> None:
 
 
 def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
+    """Views the memory of a buffer as a one-dimensional tensor; torch rejects a buffer without bytes."""
     import torch
 
     with memoryview(lent) as view:
@@ -101,7 +106,10 @@ def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
 
 
 def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callable[[int, int], torch.Tensor | None]:
-    """Gives so many elements of a gradient from one on, in the order of memory; or all of it."""
+    """Returns a function of (start, count) that slices a gradient in stored order and copies the slice to the CPU.
+
+    With `whole`, the function returns the whole gradient in its own shape.
+    """
     if whole or gradient is None:
         return lambda _start, _count: None if gradient is None else gradient.cpu()
     flat = (gradient if order is None else gradient.permute(tuple(order))).reshape(-1)
@@ -110,25 +118,25 @@ def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """The numbers of an update, those of `memascend.kernels.adamw`, whose bits come out."""
+    """The hyperparameters of one Adam update; its result is bit-identical to that of `memascend.kernels.adamw`."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decoupled: bool = True
-    """False is Adam without the W."""
+    """True: AdamW's decoupled weight decay. False: Adam, which adds the decay to the gradient."""
     step: int
-    """Which update of the record it is, from 1 on."""
+    """The number of this update of the record, from 1."""
     grad_scale: float = 1.0
     maximize: bool = False
     seed: int = 0
-    """What is rounded by chance draws from this, the record's name, `step` and the element's index: 0 to 2**64 - 1."""
+    """The seed of stochastic rounding, 0 to 2**64 - 1. Draws depend on it, the record's name, `step`, and the index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Momentum:
-    """The numbers of an update of SGD with momentum, for a record whose format says how its momentum lies."""
+    """The hyperparameters of one update by SGD with momentum; the record's format tells how its momentum is stored."""
 
     lr: float = 1e-3
     momentum: float
@@ -136,31 +144,34 @@ class Momentum:
     nesterov: bool = False
     weight_decay: float = 0.0
     step: int
-    """Which update of the record it is, from 1 on; the first one begins the momentum with the gradient."""
+    """The number of this update of the record, from 1. Update 1 sets the momentum to the gradient."""
     grad_scale: float = 1.0
     maximize: bool = False
     seed: int = 0
-    """As in `Adam`."""
+    """The seed of stochastic rounding, as in `Adam`."""
 
 
 class Engine(_core.Engine):
-    """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+    """Updates the records of a store on its own thread, which reads, computes and writes their state in chunks."""
 
     __slots__ = ()
 
     def fill(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
     ) -> None:
-        """Queue the first values of a record, and return when they have room in the queue.
+        """Queues the first values and state of a record; returns when the queue has room for them.
 
-        Nothing is read. The tensors are contiguous and on the CPU; they are held until they were used, and must not
-        change meanwhile. State that is not given is zeros, or the values where it is a float32 "master" of the record's
-        shape. What the record's format has otherwise may be given in float32: a "master" in place of the rest, which
-        the values must be rounded from (that is found out as it is written); and moments, which are rounded to nearest.
-        `step` is the record's count of updates, which the state is the result of.
+        The tensors are on the CPU, contiguous in the record's order of dimensions. The engine holds them until they are
+        written; they must not change meanwhile. A missing state tensor is filled with zeros, or with the values if it
+        is a float32 "master" of the record's shape.
+
+        State that the record's format stores in fewer bits may be given in float32. A "master" then takes the place of
+        "rest": its rounding must give `values`, or the job fails when it is written. Moments are rounded to nearest.
+
+        `step` is the number of updates that led to this state.
 
         Raises:
-            ConfigError: a tensor does not fit; nothing was begun.
+            ConfigError: a tensor does not match the record; nothing was begun.
             StorageError: a job of this step failed; the step can only be discarded.
         """
         record = self.store.record(name)
@@ -192,29 +203,30 @@ class Engine(_core.Engine):
         values: torch.Tensor | None = None,
         after_commit: bool = False,
     ) -> None:
-        """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
+        """Queues an update by a Python function; returns when the queue has room for its gradient.
 
-        `function` is called on a thread of the engine's, no two at once, without gradients being recorded, with a
-        `Chunk` of a record after the other, in order; what it writes there is staged. It must not wait for the engine.
-        The tensors stand on the engine's memory: one of them (or a view) that is kept beyond the call fails the step,
-        so keep a `clone()`. `step` is the record's count of updates, this one included. Gradient and values (as in
-        `update`) are held until they were used, and must not change meanwhile; without a gradient, the one that is
-        spilled is taken.
+        The engine's thread calls `function` under `no_grad` with the `Chunk`s of the record in order, and stages the
+        values and state that `function` writes there. It runs one function at a time. `function` must not wait for the
+        engine. The chunk's tensors are views of the engine's memory: a tensor (or view) that is kept beyond the call
+        fails the step, so keep a `clone()`.
 
-        `whole` gives all of the record in one piece, of its shape, in the memory that `Engine(whole=)` set aside. Its
-        state in a format of its own is then given in float32 ("master" of 16-bit values, and moments), unless there is
-        no master. It is written in its format again, and 16-bit values are their master, rounded. While the function
-        computes, other records are read and written.
+        The engine holds `gradient` and `values` (see `update`) until it has used them; they must not change meanwhile.
+        Without `gradient` it uses the spilled one. `step` is the number of this update of the record, from 1.
 
-        `after_commit` calls the function once the step is committed, in memory, if the record is in RAM and the store's
-        durability is "none". Nothing of the record is read or written then. What the function raises ends
-        the run, so it must be one that does not fail.
+        `whole` passes the record in one chunk, of the record's shape, in the memory that `Engine(whole=)` reserves. If
+        the record's format has a master, state in fewer bits is passed in float32 ("master" of 16-bit values, and
+        moments) and encoded again afterwards; 16-bit values then become the rounded master, whatever the function wrote
+        to them. The engine reads and writes other records while the function computes.
+
+        `after_commit` has an effect if the record is kept in RAM and the store's durability is "none": the engine calls
+        the function after the commit, on the record in RAM, without any I/O. An exception there ends the run, so the
+        function must not fail.
 
         Raises:
-            ConfigError: the gradient does not fit, or the record takes more than `Engine(whole=)`; the message has both
-                numbers. Nothing was begun.
-            UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
-                raised is the cause, and the step can only be discarded.
+            ConfigError: the gradient does not match the record, or the record takes more than `Engine(whole=)`; the
+                message has both sizes. Nothing was begun.
+            UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; its
+                exception is the cause, and the step can only be discarded.
         """
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         before = gradient.order if isinstance(gradient, Lent) else None
@@ -224,5 +236,5 @@ class Engine(_core.Engine):
         self.apply_at(name, call, gradient, step, values, how)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
-        """Wait for every update and make the step live, all of it at once. Returns the generation."""
+        """Waits for all queued updates, then commits them as `step` in one atomic write; returns the new generation."""
         return self.store.make_live(self.commit_as, step, user_state, hyperparameters)

@@ -1,4 +1,4 @@
-"""Describes optimizer state in the formats that records are stored in, and converts it to float32."""
+"""Describes the formats in which optimizer state is stored, and converts state from them to float32."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
 
 
 def _rule_of(names: Iterable[str]) -> Rule:
-    """The rule that has state of these names."""
+    """Returns the rule whose state tensors have these names."""
     return "momentum" if "momentum_buffer" in names else "adam"
 
 
-# Parameters with fewer elements keep moments of 32 bits where others have 8.
+# Under `state="8bit"`, parameters with fewer elements keep float32 moments.
 MIN_8BIT_SIZE = 4096
 
 
 def described_state(
     dtype: str, shape: Sequence[int], form: str, rule: Rule = "adam"
 ) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype and shape of each state tensor of a parameter in a form; see `state_tensors`."""
+    """Returns name, dtype and shape of each state tensor that `form` stores for a parameter; see `state_tensors`."""
     return _core.store_state_in(dtype, list(shape), form, rule == "momentum")
 
 
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
-    """The state tensors that a parameter has in a form, on the meta device, in the order of `Record.state`.
+    """Returns the state tensors that `form` stores for a parameter, on the meta device, in the order of `Record.state`.
 
-    Only dtype, shape and strides of `values` count. `form` says how the master is stored ("compact": what its rounding
-    to the values loses; "stochastic": not at all; else in float32), then how the moments are ("bf16", "8bit"; else in
-    float32), such as "compact 8bit". `rule` is "adam" with two moments, or "momentum" (SGD, Muon) with one.
+    Of `values`, only dtype, shape and strides matter. `form` names the format of the master, then that of the moments,
+    such as "compact 8bit". Master: "compact" stores only the bits that rounding to the values loses, "stochastic"
+    stores no master, otherwise it is float32. Moments: "bf16", "8bit", otherwise float32. `rule` is "adam" with two
+    moments, or "momentum" (SGD, Muon) with one.
 
     Raises:
         ConfigError: values of this dtype have no such state.
@@ -55,10 +56,11 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
 
 
 def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """State in float32, from a format: "master" and "exp_avg", "exp_avg_sq" or "momentum_buffer", in new tensors.
+    """Decodes state from the format `form`; returns new float32 tensors.
 
-    Where there is no master, it is the values, which have no gaps. It also takes the parts of one chunk that
-    `Store.scan` shows.
+    The result has "master" and, by the rule of `state`, "exp_avg" and "exp_avg_sq" or "momentum_buffer". "master" is a
+    copy of `values` if the format stores no master. `values` and `state` may also be the parts of one chunk, as
+    `Store.scan` passes them. `values` must have no gaps.
 
     Raises:
         ConfigError: the state is not in that format, or the values have gaps.
@@ -77,7 +79,7 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     }:
         raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not in the format {form!r}")
     strides = values.stride()
-    # The extension borrows these for writing, and leaves them unchanged.
+    # The extension takes mutable pointers to these tensors, but does not change them.
     given = {of: laid_out(state[of], strides) if _is_own(of) else state[of].contiguous() for of in described}
     wide = {
         of: torch.empty_strided(values.shape, strides, dtype=torch.float32, device=values.device)
@@ -101,13 +103,16 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
 def wide_parts(
     record: Mapping[str, Any], state: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Takes float32 tensors out of `state` that a record's format has otherwise: master, first and second moment."""
+    """Removes from `state` the float32 tensors that the record's format stores in fewer bits.
+
+    Returns master, first and second moment, each None if `state` has it in the stored format or not at all.
+    """
     import torch
 
     if not record["format"]:
         return None, None, None
     described = {name: getattr(torch, dtype) for name, dtype, _ in record["state"]}
-    # A master takes the place of the rest. Where there is neither, the values are the master.
+    # A given "master" replaces "rest". With neither, the values are the master.
     has_master = "rest" in described and "rest" not in state
     taken = [state.pop("master", None) if has_master else None]
     for name in _MOMENTS[_rule_of(described)]:
@@ -118,19 +123,23 @@ def wide_parts(
 
 
 def is_widened(record: Mapping[str, Any]) -> bool:
-    """Whether a whole record's state is given in float32: its format is one of its own, and it has a master."""
+    """True if `Engine.apply(whole=True)` passes the record's state in float32.
+
+    It passes state without a format, or of the format "compact", as stored, and also state of the "stochastic" formats,
+    which have no master.
+    """
     return bool(record["format"]) and not record["compact"] and not record["format"].startswith("stochastic")
 
 
 def wide_state(record: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype and shape of the tensors that it is given as."""
+    """Returns name, dtype and shape of the float32 tensors that `Engine.apply(whole=True)` passes for the record."""
     moments = _MOMENTS[_rule_of([name for name, _, _ in record["state"]])]
     wide = moments if record["dtype"] == "float32" else ("master", *moments)
     return [(name, "float32", record["shape"]) for name in wide]
 
 
 def _is_own(name: str) -> bool:
-    """Whether a tensor of a format has an item for each element."""
+    """True if this state tensor has one item for each element of the record; others have one for 8 or 256 elements."""
     return name != "rounded_up" and not name.endswith("_absmax")
 
 

@@ -1,4 +1,4 @@
-"""Describes the contents of a store, and checks tensors that are passed to the Rust extension against it."""
+"""Describes the records of a store, and checks tensors for the Rust extension against these descriptions."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ if TYPE_CHECKING:
 
     import torch
 
-    # A record, as the extension takes it.
+    # What the extension's constructors accept. A tensor is (name, dtype, shape); a record is (is a buffer, index of its
+    # unit, values, state, order, spill dtype, format, first element).
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
 
 class Lent(NamedTuple):
-    """A gradient that the extension cannot reach, and a function that copies parts of it to host memory."""
+    """A gradient in memory that the extension cannot read, with a function that copies parts of it to host memory."""
 
-    tensor: torch.Tensor  # on any device, without gaps in the order in which its parameter is stored
-    # Called with (first byte, bytes) on the engine's thread. Returns an address in host memory, aligned to 8, the first
-    # byte there, and the number of bytes, which contain the range. The memory does not change before the next call of
-    # a window of the same engine.
+    tensor: torch.Tensor  # on any device, without gaps in the stored order of its parameter's dimensions
+    # Called with (first byte, number of bytes) on the engine's thread. Returns (address, first byte, number of bytes)
+    # of a range in host memory that contains the requested one; the address is a multiple of 8. The range keeps its
+    # bytes until the engine calls `window` again, of this or another gradient.
     window: Callable[[int, int], tuple[int, int, int]]
-    order: Callable[[], None]  # makes later work of the calling thread on it wait for the work that computes it
+    order: Callable[[], None]  # makes later work of the calling thread wait until the device has computed the gradient
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
-    """Address, number of bytes, and the object that keeps them valid."""
+    """Returns a tensor's address, its number of bytes, and the storage object that keeps the memory alive."""
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 
 def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The order of dimensions in which a tensor of a record is stored: state of its shape has that of the values."""
+    """Returns the stored order of dimensions of a record's tensor: the record's if it has its shape, else row-major."""
     return record["order"] if list(shape) == record["shape"] else None
 
 
 def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
-    """Reject a tensor that is not on the CPU, has gaps in this order of dimensions, or differs from its description."""
+    """Rejects a tensor that is not on the CPU, has another dtype or shape, or is not contiguous in this order."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
     if order is None and not tensor.is_contiguous():
@@ -53,11 +54,12 @@ def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order
         raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
 
 
-# Bytes of the largest request. Disks are slower with smaller requests, and slightly larger state would need a large and
-# a small one.
+# A chunk's state is one I/O request of at most these bytes. Disks are slower with smaller requests; slightly more state
+# would need a large and a small request.
 _REQUEST_BYTES = 1 << 20
-# Elements of the largest chunk: the staging chunks of an engine, with 16-bit gradients, stay within 16 MiB.
+# The most elements of a chunk: an engine's staging chunks, with 16-bit gradients, stay within 16 MiB.
 CHUNK_ELEMENTS = 98_304
+# The elements of a chunk are a multiple of this.
 _CHUNK_GRAIN = 2_048
 
 
@@ -66,18 +68,18 @@ class Record:
     """The description of a parameter or a persistent buffer in a store.
 
     Attributes:
-        name: its name, which no other record has.
-        values: a tensor of its dtype and shape; one on the meta device is enough.
-        state: tensors alike for its state, by name.
-        unit: the name of its unit; records of a unit follow each other.
-        buffer: a persistent buffer and not a parameter.
-        order: its dimensions from the largest stride to the smallest, as `order_of` returns them; None: row-major.
-            Bytes are stored in that order: values, gradients and state of its shape have these strides, other state is
-            row-major.
+        name: a name that no other record of the store has.
+        values: a tensor with the dtype and shape of the values; it may be on the meta device.
+        state: state tensors by name; they may be on the meta device.
+        unit: the name of the unit that the record belongs to; records of one unit are adjacent in the list of records.
+        buffer: True for a persistent buffer, False for a parameter.
+        order: the dimensions from the largest stride to the smallest, as `order_of` returns them; None: row-major.
+            Values, gradients and state of the record's shape are stored in this order, other state in row-major order.
         spill: the dtype of gradients that may be spilled; None reserves no space for them.
-        format: the format of its state, with the tensors that `state_tensors` describes.
-            None: the tensors are what their names say; a record with the tensors of a compact one is compact.
-        first_element: if the record has rows of a parameter, the number of its first element there; None: it is whole.
+        format: the format of the state; `state` then has the tensors that `state_tensors` describes. None: the store
+            takes each tensor as it is, and finds the compact format by its tensors.
+        first_element: for a shard (rows of a parameter), the index of its first element in the whole parameter; None:
+            the record has the whole parameter.
     """
 
     name: str
@@ -95,14 +97,14 @@ class Record:
 class Sizes:
     """The sizes of a store, in bytes."""
 
-    total_bytes: int  # the whole store on storage
-    slot_bytes: int  # one slot of all values and state
-    index_bytes: int  # memory of an open store that grows with the state
-    buffer_bytes: int  # memory of an open store that does not depend on its contents
-    chunk_bytes: int  # memory of one staging chunk of an `Engine`
-    other_bytes: int  # memory of an `Engine` for state of other shapes than its records'
-    unit_bytes: dict[str, int]  # the values of each unit, as `Store.fetch` returns them
-    # Values and state of each record, the memory that `Store.hold` needs for it.
+    total_bytes: int  # disk space of the whole store
+    slot_bytes: int  # disk space of one of the two slots, for all values and state
+    index_bytes: int  # host memory of an open store for the index, which grows with the state
+    buffer_bytes: int  # host memory of an open store for buffers, which do not depend on its contents
+    chunk_bytes: int  # host memory of one staging chunk of an `Engine`
+    other_bytes: int  # host memory of an `Engine` for state tensors whose shape differs from that of their record
+    unit_bytes: dict[str, int]  # bytes of the values of each unit, as `Store.fetch` reads them
+    # (bytes of values, bytes of state) of each record: `Store.hold` needs that much memory to keep the record in RAM.
     record_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -113,22 +115,22 @@ def sizes(
     chunk_elements: int | None = None,
     devices: int = 1,
 ) -> Sizes:
-    """The sizes of a store that `Store.create` would make. Tensors may be on the meta device; nothing is written.
+    """Computes the sizes of a store that `Store.create` would make; writes nothing.
 
     Raises:
-        ConfigError: they cannot be stored; the message says why.
+        ConfigError: the records cannot be stored; the message gives the reason.
     """
     units, described = description(records)
     chunk = chunk_elements_of(records) if chunk_elements is None else chunk_elements
     found = _core.store_sizes(described, units, optimizer, chunk, devices)
     *_, of_units, of_records = found
     record_bytes = {record.name: nbytes for record, nbytes in zip(records, of_records, strict=True)}
-    # In the order of the fields.
+    # `store_sizes` returns the sizes in the order of the fields of `Sizes`.
     return Sizes(*found[:-2], dict(zip(units, of_units, strict=True)), record_bytes)
 
 
 def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
-    """A function that returns the bytes of a gradient log, for the names of some records and a number of steps."""
+    """Returns a function of (names of records, steps) that computes the bytes of a gradient log for them."""
     units, described = description(records)
     chunk = chunk_elements_of(records)
     numbers = {record.name: number for number, record in enumerate(records)}
@@ -140,14 +142,20 @@ def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
 
 
 def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
-    """The bytes behind a store for second places of gradients, where updates of `deferred` wait for the next step."""
+    """Returns the bytes by which a store grows so that the updates of `deferred` may be deferred.
+
+    Each record that may spill gets a second place for its gradient.
+    """
     units, described = description(records)
     numbers = [number for number, record in enumerate(records) if record.name in deferred]
     return _core.store_places_bytes(described, units, chunk_elements_of(records), numbers)
 
 
 def chunk_elements_of(records: Sequence[Record]) -> int:
-    """The default elements of a chunk: as many as have their state in one request, at most 98,304."""
+    """Returns the default number of elements of a chunk.
+
+    It is the largest multiple of `_CHUNK_GRAIN` whose state fits one I/O request, and at most `CHUNK_ELEMENTS`.
+    """
     widths = [
         sum(tensor.element_size() for tensor in record.state.values() if tensor.shape == record.values.shape)
         for record in records
@@ -156,8 +164,8 @@ def chunk_elements_of(records: Sequence[Record]) -> int:
     def fitting(grain: int) -> int:
         return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
 
-    # A chunk that is not the last must end with a page. Otherwise the finer grain stays: a store is resumed with the
-    # chunks that it was made with.
+    # Each chunk but the last must end at a page boundary. If the finer grain ensures that for all records, keep it: a
+    # resume computes the size of a chunk again, which must equal that of the store.
     chunk = fitting(_CHUNK_GRAIN)
     ends_inside_a_page = any(
         record.values.numel() > chunk and chunk * size % PAGE_BYTES
@@ -168,7 +176,7 @@ def chunk_elements_of(records: Sequence[Record]) -> int:
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a tensor without gaps from the largest stride to the smallest; None where it is row-major.
+    """Returns a tensor's dimensions from the largest stride to the smallest; None if the tensor is row-major.
 
     Raises:
         ConfigError: the tensor has gaps or overlaps itself.
@@ -182,7 +190,7 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def adam_state(values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The initial state of Adam: a float32 master if `values` has 16 bits, and two moments of zeros."""
+    """Returns Adam's initial state: two moments of zeros, and a float32 master unless `values` is float32."""
     import torch
 
     zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
@@ -190,12 +198,12 @@ def adam_state(values: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def description(records: Sequence[Record]) -> tuple[list[str], list[Described]]:
-    """The names of the units, and the records, as the extension takes them."""
+    """Returns the names of the units, and the records as tuples for the extension."""
     numbers: dict[str, int] = {}
     described: list[Described] = []
     for record in records:
         order = list(record.order or ())
-        # Row-major order is left out, so that equal tensors have equal descriptions.
+        # An explicit row-major order is described as None is, so that equal tensors have equal descriptions.
         order = [] if order == list(range(record.values.dim())) else order
         spill = None if record.spill is None else str(record.spill).removeprefix("torch.")
         state = [_described(name, tensor) for name, tensor in record.state.items()]
@@ -210,7 +218,7 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 
 
 def room_for(record: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Tensors for a record's values and state, in the order of dimensions in which they are stored."""
+    """Allocates CPU tensors for a record's values and state, with the strides in which they are stored."""
     import torch
 
     from memascend.tensors import strides_of
@@ -223,8 +231,8 @@ def room_for(record: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.T
 
 
 class Part(NamedTuple):
-    """A part of a tensor of a record, in the order in which it is stored."""
+    """A range of elements of one tensor of a record, in stored order."""
 
-    of: str  # the state tensor's name; "" is the values
-    start: int  # its first element
-    values: torch.Tensor  # the elements
+    of: str  # name of the state tensor; "" for the values
+    start: int  # index of the first element in that tensor
+    values: torch.Tensor  # the elements, one-dimensional

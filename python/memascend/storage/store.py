@@ -32,29 +32,32 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Agreement
 
 
-# Called before a commit takes effect; raises if not all ranks have staged it.
+# A function that the store calls before a commit takes effect; it raises if not all ranks have staged the commit.
 Agree = Callable[[], object]
 # The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks.
 CommitOfRank = tuple[bytes, int, bytes, int, int]
-# The commit of a store or of its engine: step, user value, hyperparameters.
+# `commit_as` of a store or of its engine: takes step, user state and hyperparameters as JSON texts, and for several
+# ranks the two above; returns the generation.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
+# Texts for the error of `Store.lost`, which begins with the path, by the results of `lost_file()`.
 _LOST = {
-    "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
-    "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
-    "truncated": f"was truncated while its store was in use: what was behind its end {_RESCUE}",
-    "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
+    "deleted": f"was deleted while its store was in use: the data in it {_RESCUE}",
+    "moved": "was moved while its store was in use: the file has all committed steps, under its new name",
+    "truncated": f"was truncated while its store was in use: the data behind its new end {_RESCUE}",
+    "replaced": "is now another file than that of the store in use: unless the store's file was moved, the data in it "
+    f"{_RESCUE}",
 }
 _Path = str | os.PathLike[str]
 
 
 def pending_file(file: Path) -> Path:
-    """The file of a new store until its first commit, which gives it the name of `file`."""
+    """Returns the name of a new store's file until its first commit, which renames the file to `file`."""
     return file.with_name(file.name + _core.PENDING_SUFFIX)
 
 
 def not_as_written(path: str, what: str) -> CorruptionError:
-    """The error for a store whose checksums are right and whose contents no version of memascend writes."""
+    """Makes the error for a store with right checksums whose contents no version of memascend writes."""
     return CorruptionError(
         f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy, or "
         "try existing='previous', which opens the commit before",
@@ -63,12 +66,12 @@ def not_as_written(path: str, what: str) -> CorruptionError:
 
 
 class Store(_core.Store):
-    """State on SSD: every commit is all of a step or none of it, and every byte that is read is verified."""
+    """Training state on SSD: commits are atomic, and each read verifies checksums."""
 
     __slots__ = ("_shared",)
 
     def __init__(self, *_: Any) -> None:
-        """See `create` and `open`."""
+        """Begins without other ranks; call `create` or `open` instead, whose arguments `__new__` takes."""
         self._shared: Agreement | None = None
 
     @classmethod
@@ -82,19 +85,21 @@ class Store(_core.Store):
         durability: Literal["step", "none"] = "step",
         chunk_elements: int | None = None,
     ) -> Self:
-        """Make a store, for the caller to fill and commit; or resume an existing store, whose own values then count.
+        """Creates a store, or opens an existing one, as `existing` says.
 
-        A new one (`created`) is at generation 0. Before its first commit it cannot be opened.
+        A new store (`created` is True) is at generation 0: the caller fills all records and commits. Until that first
+        commit no process can open it. An existing store keeps its values.
 
         Args:
-            paths: a folder, a file or a raw block device, or several, over which it is striped.
-            records: its contents, grouped by unit.
-            optimizer: the optimizer's name; a store of another one is rejected.
-            existing: what to do with an existing store: refuse it, resume its last committed step, replace it, or go
-                back to the commit before, which keeps the newest one until `go_back()`; nothing can be staged before.
+            paths: a folder, a file or a raw block device, or several of them, over which the store is striped.
+            records: the contents of the store, grouped by unit.
+            optimizer: the optimizer's name; a store of another optimizer is rejected.
+            existing: what to do with an existing store. "refuse" raises. "resume" opens its last committed step.
+                "replace" creates a new store in its place. "previous" opens the commit before the last; storage keeps
+                the last one until `go_back()`, before which nothing can be staged.
             durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
-            chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where a record of more elements has
-                values of one byte; None: see `chunk_elements_of`.
+            chunk_elements: elements of a chunk, a multiple of 2,048; a multiple of 4,096 if a record has one-byte
+                values and more than one chunk; None: as `chunk_elements_of` returns.
 
         Raises:
             ConfigError: an argument is wrong, or an existing store does not fit or is refused by `existing`.
@@ -113,16 +118,17 @@ class Store(_core.Store):
         existing: Literal["resume", "previous"] = "resume",
         durability: Literal["step", "none"] = "step",
     ) -> Self:
-        """Open the last committed step of an existing store, or the commit before it.
+        """Opens an existing store at its last committed step, or with `existing="previous"` at the commit before it.
 
-        "previous" is for a store whose newest commit is damaged or unwanted. It first verifies every byte of the other
-        commit, and changes nothing if a byte is wrong. Then it drops the newest commit durably. It works until the next
-        step begins, since each step overwrites the commit before the last.
+        "previous" is for a store whose newest commit is damaged or unwanted. `open` first verifies every byte of the
+        other commit, and changes nothing if a byte is wrong. Then it drops the newest commit durably. "previous" works
+        until the next step begins, since each step overwrites the commit before the last.
 
         Raises:
-            ConfigError: "previous", and only one commit was ever made.
-            StorageError: there is no store, or it is unfinished, unclosed, of another version, or misses a device.
-            CorruptionError: it is damaged; the message says where, and whether the other commit may be whole.
+            ConfigError: `existing` is "previous", and the store has only one commit.
+            StorageError: no store exists at `paths`, or the store is unfinished, unclosed, of another version, or lacks
+                a device.
+            CorruptionError: the store is damaged; the message says where, and whether the other commit may be whole.
         """
         if existing not in ("resume", "previous"):
             raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
@@ -135,18 +141,18 @@ class Store(_core.Store):
         return store
 
     def difference(self, records: Sequence[Record], *, optimizer: str) -> str | None:
-        """How the store differs from these records and this optimizer, in words; None if it fits."""
+        """Describes how the store differs from these records and this optimizer; returns None if it fits."""
         units, described = description(records)
         return self.difference_of(described, units, optimizer, chunk_elements_of(records))
 
     @property
     def user_state(self) -> Any:
-        """The JSON value of the last commit; None if it has none."""
+        """The user's JSON value in the last commit; None if the commit has none."""
         return self._committed_json("user")
 
     @property
     def hyperparameters(self) -> Any:
-        """The hyperparameters of the last commit; None if it has none."""
+        """The hyperparameters in the last commit; None if the commit has none."""
         return self._committed_json("hyperparameters")
 
     def _committed_json(self, which: Literal["user", "hyperparameters"]) -> Any:
@@ -158,21 +164,25 @@ class Store(_core.Store):
             raise not_as_written(info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}") from error
 
     def records(self) -> list[dict[str, Any]]:
-        """Each record: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
+        """Returns all records as dicts: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", more.
 
-        Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Record`.
+        "unit_offset" is the offset of the values in the bytes of the unit. "compact" and "state" describe the optimizer
+        state; "order" and "spill" are those of `Record`.
         """
         return list(self.each_record())
 
     def each_record(self) -> Iterator[dict[str, Any]]:
-        """The same one at a time: a list of thousands takes megabytes, which Python does not return to the system."""
+        """Yields the dicts of `records()` one at a time.
+
+        A list of thousands takes megabytes, which Python does not return to the system.
+        """
         return map(self.record_at, range(self.count()))
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A copy of a record as the last commit left it: its values, and its state by name.
+        """Reads a record of the last commit; returns its values, and its state tensors by name.
 
         Raises:
-            CorruptionError: the bytes on storage are not those that were written.
+            CorruptionError: a checksum does not match.
         """
         values, state = room_for(self.record(name))
         tensors = (values, *state.values())
@@ -180,13 +190,14 @@ class Store(_core.Store):
         return values, state
 
     def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
-        """Read records in this order, as the last commit left them, in memory that does not grow with them.
+        """Reads records of the last commit in the order of `names`, chunk by chunk, in a fixed amount of memory.
 
-        `visit` is called with a name and the parts of a chunk: values and state of the same elements. State of another
-        shape is passed in calls of its own. The memory of the parts is reused after the call. `visit` must not commit.
+        `scan` calls `visit` for each chunk, with the record's name and the parts of the chunk: values and state of the
+        same elements. State whose shape differs from the record's comes in separate calls. The memory of the parts is
+        reused after each call. `visit` must not commit.
 
         Raises:
-            CorruptionError: the bytes on storage are not those that were written.
+            CorruptionError: a checksum does not match.
         """
         import torch
 
@@ -207,35 +218,39 @@ class Store(_core.Store):
         self.scan_at(list(records), show)
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
-        """Make all staged records live at once; None keeps the committed value. Returns the generation."""
+        """Commits all staged records as `step` in one atomic write; returns the new generation.
+
+        None for `user_state` or `hyperparameters` keeps the value of the last commit.
+        """
         return self.make_live(self.commit_as, step, user_state, hyperparameters)
 
     def share(self, commits: Agreement) -> None:
-        """Make later commits together with other ranks."""
+        """Makes later commits together with other ranks, through `commits`."""
         self._shared = commits
 
     @property
     def shared(self) -> Agreement:
-        """What makes commits together with other ranks."""
+        """The agreement that `share` set, which makes commits together with other ranks."""
         assert self._shared is not None
         return self._shared
 
     def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
-        """Commit by `commit`, the store's or its engine's, together with the other ranks if there are any."""
+        """Commits by `commit` (`commit_as` of the store or of its engine), together with the other ranks, if any."""
         said = (step, _json_of(user_state), _json_of(hyperparameters))
         if self._shared is None:
             return commit(*said, None, None)
         return self._shared.commit(lambda run, agree: commit(*said, run, agree))
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Around the work before a commit: if it fails, the other ranks are notified instead of waiting."""
+        """Returns a context manager for the work before a commit: an exception inside notifies the waiting ranks."""
         return contextlib.nullcontext() if self._shared is None else self._shared.step()
 
     def close(self) -> None:
-        """Keep commits, drop staged records, and close the devices. A second call does nothing.
+        """Keeps commits, drops staged records, and closes the devices. A second call does nothing.
 
         Raises:
-            StorageError: its file was deleted, moved or replaced meanwhile; all devices are closed nevertheless.
+            StorageError: the store's file was deleted, moved, truncated or replaced while it was open; all devices are
+                closed nevertheless.
         """
         lost = self.lost()
         super().close()
@@ -243,7 +258,7 @@ class Store(_core.Store):
             raise lost
 
     def lost(self) -> StorageError | None:
-        """The error for a file that its path does not name any more; None if all files are in place."""
+        """Returns the error for a deleted, moved, truncated or replaced file; None if all files are in place."""
         found = self.lost_file()
         if found is None:
             return None
@@ -252,7 +267,7 @@ class Store(_core.Store):
 
 
 def _json_of(value: Any) -> str | None:
-    """A value as text; None stays None."""
+    """Serialises a value as JSON; returns None for None, which keeps the committed value."""
     try:
         return None if value is None else json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -261,40 +276,40 @@ def _json_of(value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A commit on storage, with its damage."""
+    """The result of verifying one commit of a store."""
 
-    generation: int | None  # counts commits; None if its root is damaged
-    step: int | None  # committed steps; None if its catalog is damaged
-    extents: int  # the number of extents that are whole
-    nbytes: int  # their bytes
+    generation: int | None  # number of the commit; None if its root is damaged
+    step: int | None  # number of committed steps; None if its catalog is damaged
+    extents: int  # number of extents with a right checksum
+    nbytes: int  # bytes of those extents
     damages: list[str]  # descriptions of the first damages
-    others: int  # the number of further damages
+    others: int  # number of further damages
 
     @property
     def whole(self) -> bool:
-        """Whether every byte of it is as it was written."""
+        """True if the commit has no damage."""
         return not self.damages
 
 
 class NamedCommit(NamedTuple):
-    """A commit as its root names it."""
+    """A commit as its root page describes it."""
 
-    generation: int  # counts commits of this store
-    run: bytes  # the id of its run of several ranks; zeros for a single process
-    number: int  # of this commit, the same on all ranks of that run
-    # Distinguishes it from commits with this number in other continuations of the run, the same on all ranks; zeros for
-    # a single process.
+    generation: int  # number of the commit in this store
+    run: bytes  # id of the run of several ranks that made the commit; zeros for a single process
+    number: int  # number of the commit in that run, the same on all ranks
+    # Hash of the commit's history, the same on all ranks: tells apart commits of this number after the stores were
+    # resumed twice from an earlier commit. Zeros for a single process.
     identity: bytes
-    rank: int  # of the store
-    ranks: int  # 0 for a single process
-    kept: bool  # False while a run with durability "none" continues
+    rank: int  # rank that owns the store
+    ranks: int  # number of ranks of the run; 0 for a single process
+    kept: bool  # False if later commits in memory may have overwritten the commit: durability "none", not closed
 
 
 def commits(paths: _Path | Sequence[_Path]) -> tuple[list[NamedCommit], str | None] | None:
-    """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
+    """Returns the commits that the roots of a store name, newest first, and an error text if a root is damaged.
 
-    Nothing else is read, and nothing is written. The list is empty if the first write did not finish, or if the file is
-    empty. None: there is no store.
+    `commits` reads only labels, roots and description, and writes nothing. The list is empty if the store's first write
+    did not finish, or if the file is empty. The result is None if no store exists at `paths`.
 
     Raises:
         StorageError: the store cannot be opened: a device is missing, or another process uses it.
@@ -308,14 +323,14 @@ def commits(paths: _Path | Sequence[_Path]) -> tuple[list[NamedCommit], str | No
 
 
 def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], object] | None = None) -> list[Commit]:
-    """Read and verify both commits of a store; `progress(done, all)` is called with bytes.
+    """Reads and verifies both commits of a store, and calls `progress(done, all)` with numbers of bytes.
 
     Returns:
-        First the commit that may be the newest: one with a damaged root, else the newer one. Only one if only one was
-        ever made.
+        Both commits, or the only one. The first may be the newest: a commit with a damaged root, else the one with the
+        higher generation.
 
     Raises:
-        StorageError: there is no store, or it cannot be opened.
+        StorageError: no store exists at `paths`, or it cannot be opened.
         CorruptionError: a part that both commits need is damaged.
     """
     found = _core.store_examine(paths_listed(paths), progress)
@@ -323,7 +338,7 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
 
 
 def newest(paths: Sequence[str]) -> tuple[dict[str, Any], int] | None:
-    """The hyperparameters and the step of a store's newest commit; None where there is no store, or no commit yet.
+    """Returns the hyperparameters and the step of a store's newest commit; None if no store or no commit exists.
 
     Raises:
         StorageError, CorruptionError: as `commits` and `look` do.
@@ -333,19 +348,19 @@ def newest(paths: Sequence[str]) -> tuple[dict[str, Any], int] | None:
         return None
     named = commits(paths)
     if named is None or not named[0]:
-        # Blank, or without a first commit.
+        # The paths hold no store, or one whose first write did not finish.
         return None
     with look(paths) as store:
         return store.hyperparameters or {}, store.step
 
 
 def look(paths: _Path | Sequence[_Path]) -> Store:
-    """Open a store for reading, at its newest commit whose catalog is whole, even if `Store.open` would reject it.
+    """Opens a store read-only at its newest commit with an undamaged catalog, even if `Store.open` would reject it.
 
-    Nothing can be staged in it, and closing it changes nothing on storage.
+    `Engine` can stage nothing in this store, and `close()` changes nothing on storage.
 
     Raises:
-        StorageError: there is no store.
-        CorruptionError: no catalog is whole.
+        StorageError: no store exists at `paths`.
+        CorruptionError: the catalogs of both commits are damaged.
     """
     return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step")
