@@ -1,15 +1,15 @@
-"""Parameters whose values are on storage: in memory while modules compute, placeholders between.
+"""Keeps parameters on storage: materializes them while modules compute, and makes them placeholders in between.
 
-`offloaded_param` is one parameter, `unit` the parameters that are read together, with the state of their bytes.
-`cached_units` has the units in memory, `residency` the threads that have them materialized, `module_hooks` the hooks of
-modules, `saved_tensors` those on what autograd saves. `settling` chooses which reads write updates. `weight_access` has
-the copies that user code gets, and a table of where the bytes of a weight can be; `threads` the turns of threads,
-`aliases` the check at offload().
+`offloaded_param` represents one parameter, `unit` the parameters that are read together and the state of their bytes.
+`cached_units` reads and evicts units, `residency` materializes them for threads, `module_hooks` hooks modules, and
+`saved_tensors` hooks the tensors that autograd saves. `settling` chooses which reads write deferred updates.
+`weight_access` gives copies of weights to user code, and has a table of where the bytes of a weight can be. `threads`
+serialises threads, and `aliases` rejects shared memory at offload().
 
-Invariant: a module computes with the values of the last commit. A call that cannot have them raises before anything
-has changed. A graph names the version of the values that it saved, and is not
-walked with others. Memory is the arena's alone, which the plan has sized; a view that user code keeps keeps its bytes.
+Invariant: a module computes with the values of the last commit. A call that cannot have these values raises before it
+changes anything. A graph records the version of the values that it saved; a backward raises if that version is gone.
+Units are stored only in the arena, whose size the plan has set; a slot stays leased while user code has a view of it.
 
-Never here: gradients and updates, which write to storage and report `CachedUnits.changed`; the parts of a step;
-the place of a unit's memory, on the host or on a device.
+Not in this package: gradients and updates (they write to storage and call `CachedUnits.changed`), the phases of a step,
+and the choice of memory for units, on the host or on a device (`device.unit_memory`).
 """

@@ -1,4 +1,4 @@
-"""Refuses tensors whose memory others hold: once it is on storage, these would keep old values in silence."""
+"""Rejects tensors whose memory other objects use: after offload() these objects would silently keep old values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _WEIGHT = "the weight"
-# A refusal names as many.
+# How many tensors an error names at most.
 _NAMED = 3
-# So deep are containers and objects in attributes of modules looked into.
+# How many levels of containers and objects `attributes` searches in an attribute of a module.
 _DEPTH_MAX = 4
 _PLAIN = str | bytes | int | float | complex | None
-# Memory whose other users cannot be counted, in words. torch marks what it loaded itself in the same way.
+# How errors describe memory whose other users torch cannot count. torch flags memory from torch.load() as it does
+# memory from numpy.
 FOREIGN = "memory that torch may not have alone (numpy, also a call of numpy(); torch.load(), DLPack, other processes)"
 
 
@@ -36,16 +37,16 @@ def require_unaliased(
     *,
     what: str = _WEIGHT,
 ) -> None:
-    """Refuse tensors whose memory others reach: once it is on storage, these would keep old values in silence.
+    """Rejects tensors whose memory other objects use: after offload() these objects would silently keep old values.
 
     Args:
-        named: the tensors, by the names that a refusal gives.
-        model: in whose modules what holds them is looked for.
-        known: tensors that may lie in the same memory, as they leave with the others.
-        what: one of the tensors, in words.
+        named: the tensors, by the names that errors give them.
+        model: its attributes are searched for the object that shares memory, so that the error can name it.
+        known: tensors that may share memory with `named`, since offload() replaces them, too.
+        what: how errors call one of the tensors.
 
     Raises:
-        ConfigError: which of them, and what to do.
+        ConfigError: a tensor shares memory; the message names it and the remedy.
     """
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
@@ -53,7 +54,7 @@ def require_unaliased(
         first = named[aliased[0]]
         where = next((where for where, one in attributes(model) if counts.is_alias(first, one)), None)
         raise shared_memory(what, aliased, where)
-    # State that torch.load() made is common, and state that numpy made is not.
+    # Only weights are checked: optimizer state often comes from torch.load(), which torch flags as it does numpy's.
     foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
         raise ConfigError(
@@ -63,22 +64,22 @@ def require_unaliased(
 
 
 def others_hold(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of tensors whose memory anything outside of `tensors` refers to."""
+    """Returns the names of tensors whose memory is also used by an object outside of `tensors`."""
     counts = _Counts(tensors.values())
     return held_for_good(tensors, lambda name: counts.others(tensors[name]))
 
 
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """The names of two tensors, one of them a parameter, that have memory in common; None: there are none."""
+    """Returns the names of two tensors that overlap in memory, one of them a parameter; None if no pair does."""
     spans = []
     for name, tensor in tensors:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
             continue
-        # Other tensors may lie in the gaps of a tensor.
+        # A tensor with gaps is skipped: another tensor may use the gaps.
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    # Where the memory ends that was come to last: of parameters, and of any.
+    # The highest end address so far with its tensor's name: among parameters, and among all tensors.
     parameter = anything = (0, "")
     for begin, end, name, is_parameter in sorted(spans):
         before = anything if is_parameter else parameter
@@ -91,7 +92,7 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
 
 
 def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[str]:
-    """The names of what others hold, unreachable cycles apart, which hold some until they are collected."""
+    """Returns the names for which `is_held` is true even after unreachable cycles, which hold tensors, were freed."""
     held = [name for name in names if is_held(name)]
     if held:
         gc.collect()
@@ -99,53 +100,54 @@ def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[
 
 
 def shared_memory(what: str, names: list[str], where: str | None = None) -> ConfigError:
-    """The refusal of such tensors; `where` says what shares their memory, if that is known."""
+    """Returns the error for tensors that share memory; `where` names the object that shares it, if it is known."""
     return ConfigError(
         f"{_listed(what, names)} shares memory with {where or 'something outside of the model'}, which would "
-        "keep old values during the run, and lose what is written to it: delete it, or take it after "
-        "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
-        "of, or what an earlier forward computed, whose graph holds views"
+        "keep old values during the run, and lose writes: delete it, or take it after "
+        "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that contains the "
+        "tensor, or a result of an earlier forward, whose graph holds views"
     )
 
 
 @dataclass
 class _Memory:
-    """One storage, and how many of the tensors on it are known."""
+    """One torch storage, and the known tensors on it."""
 
-    tensor: torch.Tensor  # one of them
-    tensors: set[int] = field(default_factory=set)
+    tensor: torch.Tensor  # any of the known tensors
+    tensors: set[int] = field(default_factory=set)  # the ids of all known tensors
 
 
 class _Counts:
-    """How many tensors and objects that are not known reach the memory of known ones."""
+    """Detects tensors and objects, other than known tensors, that use the memory of known tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._memory: dict[int, _Memory] = {}
         known = list(tensors)
-        # The bases of views among them lie in the same memory.
+        # The base of a view uses the same memory as the view.
         bases = [base for base in map(_base_of, known) if base is not None]
-        # Known tensors are kept alive, so that no other object gets the address of one.
+        # A reference keeps known tensors alive, so that no other object gets the id of one.
         self._known = known + bases
         for tensor in self._known:
             found = storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
+        # The result of `_holders` for a tensor that only its Python object holds.
         self._one = _holders(torch.empty(1, device="cpu"))
         self._views = Counter(map(id, bases))
 
     def others(self, tensor: torch.Tensor) -> bool:
-        """Whether anything else holds its memory."""
+        """True if an object other than a known tensor uses the memory of `tensor`."""
         memory = self._of(tensor)
         if memory is None:
             return False
         return uses(memory.tensor) > uses_of_one() + len(memory.tensors) - 1 or self._is_exported(tensor)
 
     def _is_exported(self, tensor: torch.Tensor) -> bool:
-        """Whether C++ holds the very tensor, as DLPack does; one that is trained it takes as detach() alone."""
+        """True if C++ code holds the tensor, as DLPack does; DLPack takes a trained tensor only as its detach()."""
         return not tensor.requires_grad and _holders(tensor) > self._one + self._views[id(tensor)]
 
     def is_alias(self, tensor: torch.Tensor, other: Any) -> bool:
-        """Whether something is a tensor in this memory, and not a known one."""
+        """True if `other` is a tensor that shares memory with `tensor` and is not a known one."""
         memory = self._of(tensor)
         return (
             memory is not None
@@ -160,7 +162,7 @@ class _Counts:
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """How many tensors and storages of C++ have its memory, and how many hold the object that is its storage."""
+    """Returns how many C++ tensors and storages use a tensor's memory, plus the references to its Python storage."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
@@ -169,12 +171,12 @@ def uses(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def uses_of_one() -> int:
-    """The uses of memory that one tensor has and no other code; they depend on torch's version."""
+    """Returns `uses` of a tensor whose memory no other code has; the number depends on torch's version."""
     return uses(torch.empty(1, device="cpu"))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Its memory; None where there is none of a plain kind."""
+    """Returns a tensor's storage; None if the tensor is on meta, not strided, or without bytes."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         if tensor.is_meta or tensor.layout != torch.strided or not torch._C._has_storage(tensor):  # noqa: SLF001
             return None
@@ -188,13 +190,13 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many of C++ hold a tensor, and the object that it is in Python."""
+    """Returns the C++ reference count of a tensor; its Python object counts as one."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         return int(tensor._use_count())  # noqa: SLF001
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The `weight` of torch's spectral_norm(): a view of `weight_orig` at first, which each forward replaces."""
+    """Yields the `weight` of torch's spectral_norm(): a view of `weight_orig` until the first forward replaces it."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001
             kept = vars(module).get(str(getattr(hook, "name", None)))
@@ -203,14 +205,14 @@ def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that attributes of modules have, also within containers and objects, each with words that say where.
+    """Yields the tensors in attributes of modules, also within containers and objects, each with words for the place.
 
-    What functions have is left out: hooks collect values of past forwards on purpose.
+    Attributes and closures of functions are skipped: hooks collect values of past forwards on purpose.
     """
     modules = dict(model.named_modules())
     seen = {id(module) for module in modules.values()}
     for name, module in modules.items():
-        # Each of these has its name.
+        # Parameters and buffers are named by their own keys, not by the tables that contain them.
         tables = {"_parameters", "_buffers"} & vars(module).keys()
         own = {key: value for key, value in list(vars(module).items()) if key not in tables}
         for key, value in [*own.items(), *(item for table in tables for item in vars(module)[table].items())]:
@@ -241,13 +243,13 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors in memory whose owner torch does not count, except files of weights that torch maps itself."""
+    """Returns the names of tensors in memory whose owners torch cannot count, except in privately mapped files."""
     addresses: dict[str, int] = {}
     for name, tensor in named.items():
         storage = storage_of(tensor)
         if storage is None or storage.device.type != "cpu" or (storage.resizable() and not storage.is_shared()):
             continue
-        # A copy of an offloaded model is in such memory, which torch has alone.
+        # Copies of offloaded parameters use file memory that only torch owns.
         if not is_file_memory(storage.data_ptr()):
             addresses[name] = storage.data_ptr()
     maps = _private_files() if addresses else []
@@ -255,7 +257,7 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _private_files() -> list[tuple[int, int]]:
-    """Where files lie in memory whose changes are this process's alone, as torch and safetensors map weights."""
+    """Returns the address ranges of privately mapped files; torch and safetensors map files of weights so."""
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, permissions, _, _, _, *path = line.split(maxsplit=5)

@@ -1,4 +1,10 @@
-"""Keeps units' bytes in memory: reads them ahead of their use, and evicts others."""
+"""Caches units in memory: reads a unit before its use, and evicts others for it.
+
+[Note: living bytes] An eviction drops the cache's own reference to a slot. Views that autograd, an update or user code
+has keep the slot leased until the last of them is gone, so its memory may become free later than the eviction.
+`Home.weak` refers to such bytes: as long as they live and are of the current version, `Home.adopt` caches them again
+without a read.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +30,9 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
 
 
+# `Order.next_use` returns this for a unit that is not expected to be used.
 _NEVER = 1 << 60
-# A step that uses more units than this (a long generate()) is not recorded beyond it.
+# How many uses `Order` records in one step at most; a long generate() has more.
 _RECORDED_MAX = 1 << 16
 
 
@@ -33,7 +40,7 @@ class Order:
     """The order in which units are used: recorded in one step, expected in the next.
 
     Attributes:
-        last_used: when each was used last, as the number of the use.
+        last_used: the number of each unit's last use, by the unit's index; uses are counted over the whole run.
     """
 
     __slots__ = ("_clock", "_expected", "_position", "_recorded", "_uses", "last_used")
@@ -47,7 +54,7 @@ class Order:
         self._position = 0
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Expect this order, until a step has shown the true one."""
+        """Expects units to be used in this order, until `end` has recorded the order of a step."""
         self._expected = list(indices)
         self._uses = {}
         for position, index in enumerate(self._expected):
@@ -55,7 +62,7 @@ class Order:
         self._position = 0
 
     def went_to(self, index: int) -> None:
-        """A unit is used now."""
+        """Records that a unit is used now."""
         self._clock += 1
         self.last_used[index] = self._clock
         if self._recorded and self._recorded[-1] == index:
@@ -64,11 +71,12 @@ class Order:
             self._recorded.append(index)
         uses = self._uses.get(index)
         if uses:
-            # Another path than the last step's: continue where this unit is used next, or was used at all.
+            # If this step takes another path than the last one, the position jumps to the next expected use of this
+            # unit, or to its first one.
             self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
-        """The next units that are used, `beside` some, this many at most."""
+        """Returns at most `count` units that are expected next, without those in `beside`."""
         total = len(self._expected)
         found: list[int] = []
         looked = 0
@@ -84,7 +92,7 @@ class Order:
         return found
 
     def next_use(self, index: int) -> int:
-        """How many uses from now a unit is used again."""
+        """Returns how many uses from now a unit is expected to be used again."""
         uses = self._uses.get(index)
         if not uses:
             return _NEVER
@@ -94,12 +102,12 @@ class Order:
         return uses[0] + len(self._expected) - self._position
 
     def is_used_again(self, index: int) -> bool:
-        """Whether the rest of the step uses a unit."""
+        """True if the rest of the step is expected to use a unit."""
         uses = self._uses.get(index, [])
         return bisect_left(uses, self._position) < len(uses)
 
     def end(self) -> None:
-        """The step is over."""
+        """Ends the step: its recorded order is expected in the next step."""
         if self._recorded:
             self.expect(self._recorded)
         self._recorded = []
@@ -107,9 +115,10 @@ class Order:
 
 
 def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
-    """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be.
+    """Returns the unit to evict for `home`: of those with slots of its size, the one whose next use is farthest.
 
-    `current` is the unit that is asked for right now, which stays.
+    Without `must`, returns None rather than a unit that is used before `home`. `current`, the unit of the last
+    `CachedUnits.use`, is never returned.
     """
     stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
     alike = (other for other in homes if other.slot_bytes == home.slot_bytes and other not in (home, current))
@@ -124,7 +133,7 @@ def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | 
 
 
 def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
-    """Whether views still hold the bytes of an evicted unit of the same class."""
+    """True if an evicted unit with slots of the same size has living bytes; see [Note: living bytes]."""
     return any(
         other.slot_bytes == home.slot_bytes
         and other is not home
@@ -136,7 +145,7 @@ def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
 
 
 def holders_beside(home: Home, homes: Iterable[Home]) -> str:
-    """The names of units of the same class whose bytes are held by views or updates."""
+    """Returns the names of the units whose bytes occupy slots of the same size, for an error message."""
     return ", ".join(
         other.name
         for other in homes
@@ -145,33 +154,33 @@ def holders_beside(home: Home, homes: Iterable[Home]) -> str:
 
 
 def is_useless(home: Home, order: Order) -> bool:
-    """Whether the rest of the step does not use a unit, whose values the commit makes old."""
+    """True if a unit's bytes have no more use: this step does not use the unit again, and the commit changes it."""
     return home.trained and not order.is_used_again(home.index)
 
 
 _log = logging.getLogger("memascend")
-# How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
+# How long `_room` waits for a lease: while views keep the slot of an evicted unit, and before it gives up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
-# Units beyond the planned ones that are fetched ahead where memory is free anyway.
+# How many units beyond the planned lookahead are fetched if a slot is free anyway.
 _FARTHER = 3
 
 
 class CachedUnits:
-    """The units of a model, and which of them have their bytes in the arena.
+    """The units of a model, and the cache of their bytes in the arena.
 
     Attributes:
         homes: the units, in the order in which they were added.
         home_of: the unit of each parameter, by the parameter's name.
-        at: the units whose bytes began at an address, and their versions.
-        order: in which units are used.
-        closed: why nothing may be used any more, once that is so.
-        written: parameters that were written to in place while they were materialized.
-        counters: what was done, for reports.
+        at: by address, the unit whose bytes were last stored there, and the version of these bytes.
+        order: the order in which units are used.
+        closed: after `close`, the message of the error that each use raises; None before.
+        written: the names of parameters that user code wrote to in place while they were materialized.
+        counters: the numbers of fetches, hits, adoptions and evictions, for reports.
     """
 
     def __init__(self, memory: UnitMemory, limits: Limits, lock: ProcessLock, engine: Engine) -> None:
-        """See `Residency`."""
+        """Starts without units. `Residency` describes the arguments."""
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
@@ -181,19 +190,19 @@ class CachedUnits:
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
-        # Indices of units in the RAM tier: they are always in memory.
+        # The indices of units in the RAM tier, which are always in memory.
         self._ram_tier: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
-        # At which of a unit's fetches the updates that the last step left are written.
+        # Chooses the fetch of a unit that writes the updates which the last step deferred.
         self.settling = Settling()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self.at: dict[int, tuple[Home, int]] = {}
-        # The unit that is asked for right now: not to be evicted for one that comes later.
+        # The unit of the last `use`, which is not evicted for a unit that is only fetched ahead.
         self._current: Home | None = None
 
     def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, in_ram: bool = False) -> None:
-        """Take charge of a unit of so many bytes."""
+        """Adds a unit of `nbytes` bytes; `in_ram`: its values are in the RAM tier, so the unit needs no slot."""
         fitting = (size for size in sorted(self._limits.slots) if size >= nbytes)
         slot_bytes = 0 if in_ram else next(fitting, nbytes)
         home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
@@ -203,7 +212,7 @@ class CachedUnits:
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
-        """Reject calls after the end, and calls of a forked child."""
+        """Raises UsageError after `close`, and in a forked child."""
         if self.closed:
             raise UsageError(self.closed)
         if self._process.is_elsewhere:
@@ -212,7 +221,7 @@ class CachedUnits:
     # --- reading ------------------------------------------------------------------------
 
     def use(self, home: Home) -> torch.Tensor:
-        """The bytes of a unit, waited for; also begins to fetch the next units."""
+        """Returns the bytes of a unit once they have been read; also begins to fetch the next units."""
         with self._lock:
             self.require_open()
             self._current = home
@@ -231,10 +240,10 @@ class CachedUnits:
             return base
 
     def _bring(self, home: Home) -> None:
-        """Have the bytes of a unit in memory; an interrupt leaves one that is brought again."""
+        """Puts the bytes of a unit into memory; after an interrupt the next `use` calls this again."""
         if home.in_ram:
             store = self._engine.store
-            # Read first: bytes that become stale in between are brought again.
+            # Taken before the values: if an update changes them in between, the next `use` finds the unit stale.
             epoch = store.ram_tier_epoch
             with torch.inference_mode(mode=False):
                 values = store.ram_tier_unit(home.name)
@@ -249,7 +258,7 @@ class CachedUnits:
         home.arrive()
 
     def _start(self, home: Home, *, must: bool) -> bool:
-        """Take memory and begin the read."""
+        """Takes memory and begins the read of a unit; False if there is no memory now and not `must`."""
         settle = self._engine.is_behind and self.settling.settles(home.fetched)
         base = self._room(home, must=must)
         if base is None:
@@ -260,15 +269,15 @@ class CachedUnits:
         return True
 
     def _adopt(self, home: Home) -> bool:
-        """Take living bytes of the current version again."""
+        """Caches living bytes of the current version again; True if there were any. See [Note: living bytes]."""
         adopted = home.adopt()
         self.counters["adopted"] += adopted
         return adopted
 
     def look_ahead(self) -> None:
-        """Begin to fetch the next units, where memory is free now."""
-        # Farther ones, too, where no unit has to leave for them that this step uses again: embeddings and LM heads have
-        # slots of their own. The drive should not wait until they are next.
+        """Begins to fetch the next units into memory that is free now."""
+        # `_FARTHER` more units are fetched if that evicts no unit which this step uses again: embeddings and LM heads
+        # have slots of their own, and the drive should not idle until these units are next.
         near = self._limits.lookahead
         with self._lock:
             if self.closed or len(self._ram_tier) == len(self.homes):
@@ -276,17 +285,17 @@ class CachedUnits:
             for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
                 home = self.homes[index]
                 if home.holders or home.state is not Bytes.OFFLOADED:
-                    # One that is materialized without bytes of ours has copies, within materialized().
+                    # Within materialized(), units have holders and no bytes: their parameters have copies.
                     continue
                 if is_useless(home, self.order) or self._adopt(home):
-                    # One that is useless now is read when the commit has made its values new.
+                    # A useless unit is fetched after the commit that changes its values.
                     continue
                 room = number < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
                 if room and not self._start(home, must=False):
                     return
 
     def _has_useless(self, home: Home) -> bool:
-        """Whether a cached unit of the same class can leave without being read again."""
+        """True if evicting some cached unit with slots of the same size costs this step no further read."""
         return any(
             other.slot_bytes == home.slot_bytes
             and other.base is not None
@@ -298,10 +307,10 @@ class CachedUnits:
     # --- freeing memory -----------------------------------------------------------------
 
     def _room(self, home: Home, *, must: bool) -> torch.Tensor | None:
-        """Memory for a unit; None where no memory is free now and it is not needed yet."""
+        """Returns memory for a unit; None if none is free now and the unit is not needed yet (not `must`)."""
         waited, evicted = 0.0, False
         while True:
-            # A query for free slots comes first: a lease that fails is slower, as an error with its message is made.
+            # Free slots are counted first, since a lease that fails is slower: it makes an error with its message.
             if waited or self._arena.free_slots(home.nbytes):
                 try:
                     return self._memory.take(home.nbytes, waited)
@@ -309,7 +318,7 @@ class CachedUnits:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
                         self._add_room(home)
                         continue
-            # At most one unit is evicted for one that is only fetched ahead.
+            # For a unit that is only fetched ahead, at most one other unit is evicted.
             way = None if evicted and not must else self._way_to_room(home, waited, must=must)
             if isinstance(way, Home):
                 self.evict(way)
@@ -320,23 +329,23 @@ class CachedUnits:
                 return None
 
     def _way_to_room(self, home: Home, waited: float, *, must: bool) -> Home | float | None:
-        """How a unit gets memory, after `waited` seconds for a lease in vain.
+        """Decides how to get memory for a unit, after a lease waited for `waited` seconds in vain.
 
         Returns:
-            A unit to evict; or how long to wait for a lease; or None, where the unit is not needed yet. The next use of
-            any unit tries again: waiting here would stop compute.
+            A unit to evict; or the seconds to wait for a lease; or None if the unit is not needed yet. After None the
+            next use of any unit tries again, since waiting here would stop compute.
         """
         if is_leaving(home, self.homes):
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
-                # Its reader releases it in a moment; an update that works on it, when it is done.
+                # A view that code reads from is released soon, and one that an update reads when the update is done.
                 return _RELEASE_SECONDS
         victim = victim_for(home, self.homes, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
     def holders_of_room(self, home: Home, here: int) -> set[int]:
-        """The other threads whose modules hold all memory for a unit; none where it has memory, or can have some."""
+        """Returns the other threads whose modules occupy all memory for a unit; empty if the unit can get memory."""
         if home.in_ram or home.base is not None or self._arena.free_slots(home.nbytes):
             return set()
         if victim_for(home, self.homes, self.order, None, must=True) is not None:
@@ -345,7 +354,11 @@ class CachedUnits:
         return {thread for other in alike for thread in other.holders if thread != here}
 
     def _add_room(self, home: Home) -> None:
-        """Take memory beside the planned, where no budget was given: a plan cannot know which views code keeps."""
+        """Takes memory for a unit beyond the plan, which cannot know the views that user code keeps.
+
+        Raises:
+            BudgetError: the user gave a budget; the message has a budget that works.
+        """
         limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
         if limits.add is None:
             smallest = limits.larger(home.slot_bytes)
@@ -367,7 +380,7 @@ class CachedUnits:
         )
 
     def evict(self, home: Home) -> None:
-        """Release a unit's bytes; views of other code keep them alive."""
+        """Drops the cache's reference to a unit's bytes; see [Note: living bytes]."""
         with self._lock:
             home.leave()
             self.counters["evictions"] += 1
@@ -375,7 +388,7 @@ class CachedUnits:
     # --- values that change -------------------------------------------------------------
 
     def find_written(self, homes: Iterable[Home]) -> None:
-        """Look for writes in place that torch has counted. Such bytes are no step's: they are read again."""
+        """Evicts units whose parameters code wrote to in place, as `_version` shows: no commit has such bytes."""
         with self._lock:
             for home in homes:
                 written = home.written
@@ -383,20 +396,20 @@ class CachedUnits:
                     continue
                 self.written.update(written)
                 home.note_written()
-                # A write to one through its storage may have reached all of them.
+                # A write through the storage of one parameter may have reached the values of all others in the unit.
                 for place in home.places if home.in_ram else ():
                     self._engine.store.spoil(place.name)
                 self.evict(home)
                 home.forget()
 
     def forget_written(self, but: Collection[str] = ()) -> set[str]:
-        """Forget writes in place `but` some; returns the others."""
+        """Forgets writes in place, except to parameters in `but`; returns the forgotten names."""
         found = self.written - set(but)
         self.written -= found
         return found
 
     def changed(self, names: Iterable[str]) -> None:
-        """Parameters have new values on storage: the cached bytes of their units are old."""
+        """Evicts the units of parameters whose values on storage a commit has changed."""
         with self._lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
@@ -404,7 +417,10 @@ class CachedUnits:
                 self.evict(home)
 
     def read_again(self) -> None:
-        """Release bytes that nothing uses: updates may have been rejected because these are not of the last commit."""
+        """Evicts units that no thread uses, after updates were discarded.
+
+        The engine may have rejected an update because a unit's cached values were not those of the last commit.
+        """
         with self._lock:
             for home in self.homes:
                 if not (home.in_ram or home.holders):
@@ -412,14 +428,14 @@ class CachedUnits:
                     home.forget()
 
     def drop_reads(self) -> None:
-        """Drop what is being read, in parts perhaps: a commit comes, after which parts are of another one."""
+        """Drops reads that are under way, before a commit: parts that are read after it would belong to that commit."""
         with self._lock:
             for home in self.homes:
                 if home.state is Bytes.READING and not home.holders:
                     self.evict(home)
 
     def end_step(self) -> None:
-        """Learn the order in which units were used, and begin to fetch the first of the next step."""
+        """Ends the recorded order of the step, and begins to fetch the first units of the next one."""
         with self._lock:
             leaves = self._engine.is_behind
             if leaves or self.settling.was_left:
@@ -427,17 +443,20 @@ class CachedUnits:
             self.order.end()
             self.look_ahead()
 
-    # --- looking ------------------------------------------------------------------------
+    # --- cached values, and the end ------------------------------------------------------
 
     def values_of(self, place: Place) -> torch.Tensor | None:
-        """The values of a parameter where they are cached, as the last commit left them. They hold the unit."""
+        """Returns the cached values of a parameter, as the last commit left them; None if its unit is not cached.
+
+        The tensor is a view: the unit's slot stays leased while it lives.
+        """
         with self._lock:
             home = self.home_of[place.name]
-            # The engine has the values of the RAM tier.
+            # The engine has the values of the RAM tier itself.
             return None if home.base is None or home.in_ram else home.view(place)
 
     def close(self, why: str) -> None:
-        """Release all bytes; afterwards a use raises `UsageError(why)`."""
+        """Evicts all units; afterwards `use` raises `UsageError(why)`."""
         self.closed = why
         for home in self.homes:
             self.evict(home)

@@ -1,4 +1,9 @@
-"""Hooks modules so that their parameters are loaded while they compute; frees what a failed backward leaves."""
+"""Hooks modules: materializes their units while they compute, and cleans up after interrupts and failed backwards.
+
+[Note: failed backwards] Autograd keeps the unfinished work of a failed backward in a queue of its thread. The
+process crashes if tensors in that queue are freed after Python has shut down. `let_go` empties the queue: `_End` calls
+`let_go` when a thread ends, and `_exit` does when the process ends.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,20 @@ if TYPE_CHECKING:
 
 
 def let_go() -> None:
-    """Free the work that failed backwards left in this thread; nothing while a backward runs in it."""
+    """Frees the work that failed backwards left in this thread, unless a backward runs in it now.
+
+    See [Note: failed backwards].
+    """
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         return
-    # Work that belongs to no backward any more leaves the queue before any other. A forked child may have no autograd,
-    # if its parent had threads of it; torch then raises RuntimeError.
+    # A new backward first drops queued work whose backward has failed. In a forked child torch raises RuntimeError if
+    # the parent had threads of autograd.
     with contextlib.suppress(RuntimeError), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), requires_grad=True, device="cpu").backward()
 
 
 class _End:
-    """Held by a thread, and gone when it ends, in that thread, while it still may use Python."""
+    """Calls `let_go` when it is deleted: by its thread, when the thread ends, while Python still runs."""
 
     def __del__(self) -> None:
         let_go()
@@ -45,18 +53,18 @@ class _Thread(threading.local):
         self._end: _End | None = None
 
     def watch(self) -> None:
-        """A backward may begin in this thread: look after its queue when it ends."""
+        """Makes this thread call `let_go` when it ends; call it in each thread in which a backward may begin."""
         if not _exiting:
             self._end = self._end or _End()
 
     def end(self) -> None:
-        """It is the first one, which ends with the process."""
+        """Deletes this thread's `_End`; the exit handler does so for the main thread, which ends only later."""
         self._end = None
 
 
 _thread = _Thread()
 note_thread = _thread.watch
-# Later than that, nothing of torch can be called.
+# Set by the exit handler; after it, torch must not be called.
 _exiting = False
 
 
@@ -67,12 +75,13 @@ def _exit() -> None:
     _thread.end()
 
 
+# The key of memascend's hooks in the hook tables of a module.
 _KEY = "memascend"
-# What TorchScript calls first.
+# The method of a module that TorchScript calls first.
 _SCRIPT = "__prepare_scriptable__"
 
 
-# A module's own table of parameters, the name there, and the parameter.
+# The `_parameters` of a module, a name in it, and the parameter of that name.
 _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
@@ -81,14 +90,14 @@ class Gate:
     """The state of a module's hooks: the units to materialize, and how often the module is being computed."""
 
     homes: tuple[Home, ...]
-    # The parameters of these units, and where their modules keep them.
+    # The parameters of these units, with the tables of the modules that own them.
     owned: tuple[_Owned, ...]
     residency: Residency
-    root: bool
-    open: int = 0
+    root: bool  # the module is the model that was given to offload()
+    open: int = 0  # how many frames of the module are on the stacks of all threads
 
     def count(self, module: torch.nn.Module) -> None:
-        """Count how often the module is being computed: anew, since an interrupt may have left it behind the stacks."""
+        """Sets `open` to the number of the module's frames; counts anew, as an interrupt may have left a wrong one."""
         with self.residency.lock:
             self.open = sum(frame.module is module for _, stack in self.residency.frames.stacks for frame in stack)
 
@@ -105,16 +114,16 @@ class _Frame:
     __slots__ = ("_homes", "_pushed", "_task", "caller", "module")
 
     def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
-        """`caller`, of the outermost one, is the Python frame that computes it, which is on the stack until then."""
+        """`caller`: the Python frame that called the outermost module of the thread; None for other modules."""
         self.module = module
         self.caller = caller
         self._homes: list[Home] = []
         self._pushed = False
-        # The backward in which they were pushed; see `end`.
+        # The backward in which `begin` pushes the hooks (-1: none); see `end`.
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
 
     def begin(self, gate: Gate) -> None:
-        """Materialize the units of the module, and push the hooks; after an exception `end` undoes it."""
+        """Materializes the module's units, and pushes the saved-tensor hooks; after an exception `end` undoes both."""
         residency = gate.residency
         for home in gate.homes:
             residency.materialize(home)
@@ -123,11 +132,11 @@ class _Frame:
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
-        """Undo `begin`; `holder`: the thread of `begin`, where that is another, which ended, and its hooks with it."""
+        """Undoes `begin`. `holder`: the thread that called `begin`, if that thread has ended, and its hooks with it."""
         if self._pushed:
             self._pushed = False
-            # Autograd itself removes hooks that are pushed within a backward, with each node that it computes: outside
-            # of it, the hooks that are on top are others'.
+            # Autograd removes hooks that were pushed inside a backward after each node. Outside of that backward, the
+            # top hooks belong to other code.
             if holder is None and self._task == torch._C._current_graph_task_id():  # noqa: SLF001
                 residency.hooks.pop()
         while self._homes:
@@ -143,10 +152,10 @@ class _Stack(threading.local):
 
 
 class Frames:
-    """The modules that are being computed, outermost first, of each thread.
+    """The modules that each thread is computing, outermost first.
 
     Attributes:
-        stacks: the stacks of all threads; an interrupted thread may end without having left its modules.
+        stacks: the threads with their stacks; the stack of a thread that ended by an interrupt may have frames left.
     """
 
     def __init__(self, residency: Residency) -> None:
@@ -156,20 +165,20 @@ class Frames:
 
     @property
     def stack(self) -> list[_Frame]:
-        """This thread's."""
+        """The stack of this thread."""
         return self._own.frames
 
     def begin_thread(self, own: list[_Frame]) -> None:
-        """Another thread may compute modules, whose stack this is."""
+        """Registers `own` as the stack of the calling thread."""
         note_thread()
         self.stacks = [(thread, stack) for thread, stack in self.stacks if stack or thread.is_alive()]
         self.stacks.append((threading.current_thread(), own))
 
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
-        """Materialize the units of a module: all of them or, with an exception, none."""
+        """Materializes all units of a module that is about to compute; after an exception, none of them."""
         self._residency.units.require_open()
         if not gate.homes:
-            # Materializing does it otherwise.
+            # With units, `Residency.materialize` notes the thread.
             self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
@@ -187,7 +196,7 @@ class Frames:
             self._residency.stages.arrive(gate.homes)
         self._residency.session.entered(module, outermost=not stack)
         frame = _Frame(module, None if stack else _caller())
-        # First, so that `unwind` finds it after an interrupt between any two lines.
+        # Pushed before `begin`, so that `unwind` finds the frame after an interrupt at any line.
         stack.append(frame)
         try:
             frame.begin(gate)
@@ -199,7 +208,7 @@ class Frames:
             raise
 
     def leave(self, module: torch.nn.Module, gate: Gate, result: Any) -> None:
-        """End what `enter` began, if it began anything; `result` is what the module returns."""
+        """Undoes `enter` if that pushed a frame; `result` is the output of the module."""
         if self._residency.stages is not None and gate.homes:
             self._announce(gate, result)
         stack = self.stack
@@ -210,7 +219,10 @@ class Frames:
         gate.count(module)
 
     def _announce(self, gate: Gate, result: Any) -> None:
-        """Have the backward of a module begin a stage, though none of its nodes may read a weight: an embedding's."""
+        """Makes the backward of the module notify `stages` when it begins.
+
+        Unpacking a saved weight notifies `stages`, too, but the backward of an embedding unpacks none.
+        """
         residency = self._residency
 
         def begin(_: Any) -> None:
@@ -223,18 +235,18 @@ class Frames:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread computes a module now."""
+        """True while this thread computes a module."""
         stack = self.stack
         return bool(stack) and _is_running(stack[0].caller)
 
     def unwind(self, *, all_of_it: bool = False) -> None:
-        """End modules that an interrupt left open; `all_of_it`: also modules that are being computed."""
+        """Ends modules that an interrupt left open; `all_of_it`: also modules that this thread is still computing."""
         if all_of_it or not self.inside:
             self._end(self.stack)
             if works_for_another():
-                # Units that are materialized here are so for all micro-batches of a call.
+                # All micro-batches of a call share the materialized units.
                 return
-            # And units and hooks without a frame: an interrupt came while they were materialized or pushed.
+            # An interrupt in `begin` may leave units and hooks that no frame has recorded.
             self._residency.offload_all(threading.get_ident())
             self._residency.turns.release()
             self._residency.hooks.pop_left()
@@ -256,9 +268,9 @@ def open_gates(
     modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
     residency: Residency,
 ) -> None:
-    """Install module hooks, also on `model` itself."""
+    """Installs the hooks of each module in `modules`, which includes `model` itself, for its units."""
     owners = _owners(model)
-    # Of the modules of a unit it is the same.
+    # All modules of a unit share this tuple.
     owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
     for module, homes in modules:
         if homes not in owned:
@@ -266,23 +278,23 @@ def open_gates(
                 one for home in homes for place in home.places for one in owners.get(id(place.parameter), ())
             )
         if module._modules:  # noqa: SLF001
-            # In others torch stumbles over the hooks.
+            # On modules without children, TorchScript fails at the hooks.
             module.__dict__[_SCRIPT] = _refuse_script
         _hook(module)
-        # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
+        # torch uses only the keys of this table. A separate attribute would cost each module an unshared `__dict__`.
         gate: Any = Gate(homes, owned[homes], residency, root=module is model)
         module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
 
 
 def _hook(module: torch.nn.Module) -> None:
     module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
-    # Before others' hooks: a parametrization computes in its own.
+    # Moved before hooks of other code, which may compute with the parameters.
     module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
     module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
 
 
 def close_gates(modules: Iterable[torch.nn.Module]) -> None:
-    """Remove the module hooks."""
+    """Removes the hooks that `open_gates` installed."""
     for module in modules:
         module.__dict__.pop(_SCRIPT, None)
         module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
@@ -291,7 +303,7 @@ def close_gates(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gated(model: torch.nn.Module) -> bool:
-    """Whether a module, or one in it, is offloaded."""
+    """True if a module, or one inside it, is offloaded."""
     return any(_gate_of(module) is not None for module in model.modules())
 
 
@@ -311,13 +323,15 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook: enters the module, unless its units are materialized already."""
     del args
     gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if gate is None:
         raise _hooks_moved(module, "")
     residency = gate.residency
     if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
-        # The module calls itself, or another thread or micro-batch may have materialized the units.
+        # Here the check of `holders` below is not enough: an open module calls itself, and another thread or
+        # micro-batch may have materialized the units. The root always gets a frame.
         _enter(module, gate)
         return
     for home in gate.homes:
@@ -327,6 +341,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
+    """Forward hook, called also after an exception: leaves the module if `_before` entered it."""
     del args
     gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if gate is not None and gate.open > 0:
@@ -368,9 +383,9 @@ def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
 
 
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Refuse an offloaded parameter in another place of a model, as pruning, parametrizing and tying put it there.
+    """Rejects the registration of an offloaded parameter elsewhere in a model, as pruning, parametrizing and tying do.
 
-    And what takes the place of one that was taken out, as the older `weight_norm` does it.
+    Also rejects a parameter that replaces an offloaded one after its removal, as the older `weight_norm` does.
     """
     if parameter is None:
         return
@@ -379,20 +394,20 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     gone = {} if gate is None else {of: one for where, of, one in gate.owned if where is table and of not in table}
     place: Any = parameter.__dict__.get("_memascend")
     if place is None:
-        # Within materialized() all parameters are plain.
+        # A plain parameter may replace an offloaded one. Within materialized(), no parameter has `_memascend`.
         place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
         if place is None:
             return
     elif gate is None:
-        # Modules of other models may have it, such as an LM head outside of the model.
+        # A module outside of the offloaded model may share the parameter, as a separate LM head does.
         if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
             return
     elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
         return
     elif all(of != name and one is not parameter for _, of, one in gate.owned):
-        # Nothing of this module's own goes, and the parameter stays where it is.
+        # The parameter stays in its own module, and replaces none of this module's parameters.
         return
-    # Some take it from its own place first.
+    # Callers may have removed the module's own parameters first.
     table.update(gone)
     raise UsageError(
         f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}: parametrize, prune, "
@@ -401,9 +416,9 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
 
 
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere.
+    """Rejects an offloaded module in a wrapper for several devices, which may call the module from other processes.
 
-    And modules that were given the hooks of an offloaded module, as fusing modules moves them.
+    Also rejects a module that was given the hooks of an offloaded one, as fuse_modules() moves them.
     """
     if module is None:
         return
@@ -424,7 +439,7 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
 
 
 def _caller() -> FrameType | None:
-    """The Python frame that called the module."""
+    """Returns the Python frame that called the module."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and (frame.f_code.co_filename == __file__ or "torch/_dynamo" in frame.f_code.co_filename):
         frame = frame.f_back

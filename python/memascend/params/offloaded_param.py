@@ -1,4 +1,4 @@
-"""A parameter whose values are on storage: its placeholder reads them for each operation, or raises an error."""
+"""Makes a parameter a placeholder, which reads the values from storage for each operation or raises an error."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def _metadata() -> frozenset[Any]:
+    """Returns the attributes and functions of torch that read a tensor's metadata and no values."""
     attributes = (
         "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu",
         "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn",
@@ -48,11 +49,12 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found)
 
 
+# Placeholders answer these without reading values.
 METADATA = _metadata()
-# Part of errors where an offloaded parameter has no memory to be reached.
+# The end of each error that rejects access to an offloaded parameter's memory.
 _HOW = f"use memascend.materialized(model) to read it; {DOORS}"
-# Methods that hand out a parameter's memory, or write to it, past torch's counters. On a parameter that is real while
-# a module computes, they give a copy: its class is a plain one then, see `session.process_hooks`.
+# Methods that hand out a parameter's memory, or write to it, without raising its `_version`. While a module computes,
+# its parameters have their plain class, whose methods `session.process_hooks` replaces: they return a copy.
 HANDED_OUT = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
@@ -60,11 +62,11 @@ HANDED_OUT = (
 
 
 class Placeholder:
-    """Mixed into a parameter's class while it is offloaded."""
+    """Mixin that a parameter's class has while the parameter is offloaded."""
 
     _memascend: Place
 
-    # Compiled code calls this where a graph ends, and a compiler would go on with the code here.
+    # Compiled code calls `__torch_function__` after a graph break. Without `disable`, Dynamo would trace it, too.
     @classmethod
     @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
     def __torch_function__(
@@ -81,7 +83,7 @@ class Placeholder:
                 return func(*args, **kwargs)
         places = placeholders_in(args, kwargs)
         if all(place.source.holds(place) for place in places):
-            # Of this thread, and real: as a plain parameter does it.
+            # This thread has materialized these parameters: `func` treats them as plain ones.
             if func == _GET_DATA or getattr(func, "__name__", "") in HANDED_OUT:
                 return _stand_in(func, places, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -98,10 +100,10 @@ class Placeholder:
             memo[id(self)] = place.source.copies.duplicate(place)
         return memo[id(self)]
 
-    # torch asks no class before it does these.
+    # The following methods need no values, so they override torch's and skip `__torch_function__`.
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Refused: other memory would be another parameter's."""
+        """Raises UsageError: only `Place` gives a parameter other memory."""
         raise UsageError(
             f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
             "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
@@ -109,11 +111,11 @@ class Placeholder:
         )
 
     def as_subclass(self, _: type) -> Any:
-        """Refused: there is no memory to be seen."""
+        """Raises UsageError: a placeholder has no memory that another class could view."""
         raise _refused(self._memascend, "seen as another class; p.detach() can")
 
     def is_shared(self) -> bool:
-        """Whether other processes see the memory."""
+        """Returns False: a placeholder has no memory that other processes could share."""
         return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -122,24 +124,25 @@ class Placeholder:
         return place.source.copies.stand_in(place).__reduce_ex__(protocol)
 
 
-# Not the methods of plain parameters, which watch materialized ones: here each comes through __torch_function__.
+# `session.process_hooks` replaces these methods of `nn.Parameter`. Placeholders keep torch's own methods, which call
+# `__torch_function__`.
 for _name in HANDED_OUT:
     setattr(Placeholder, _name, getattr(torch.Tensor, _name))
 
 
 @functools.cache
 def placeholder_class(kind: type) -> type:
-    """The class that parameters of a class have while they are offloaded."""
+    """Returns the class that parameters of class `kind` have while they are offloaded."""
     return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__})
 
 
 def placeholders_in(*trees: Any) -> list[Place]:
-    """The offloaded parameters in `trees`."""
+    """Returns the `Place` of each placeholder in `trees`."""
     return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Placeholder)]  # noqa: SLF001
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
+    """Returns the strides in which storage has a tensor: its own if it is dense, else row-major ones."""
     if isinstance(tensor, Placeholder):
         return tensor._memascend.stride  # noqa: SLF001
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
@@ -148,7 +151,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def said(whose: str, how: str) -> str:
-    """The words for an error about values that are not there."""
+    """Returns the message of an error: the values of `whose` cannot be `how`, a participle such as "pickled"."""
     return f"the values of {whose} are on storage and cannot be {how} here: {_HOW}"
 
 
@@ -162,7 +165,7 @@ def _require_outside(place: Place, how: str) -> None:
 
 
 def refused_write(name: str, how: str) -> UsageError:
-    """The error for a write to an offloaded parameter."""
+    """Returns the error for a write to the offloaded parameter `name`; `how` says by which call."""
     return UsageError(f"{name!r} is offloaded, and is not {how}: {DOORS}")
 
 
@@ -170,7 +173,11 @@ def refused_write(name: str, how: str) -> UsageError:
 
 
 def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function on offloaded parameters."""
+    """Calls `func`, whose arguments contain placeholders.
+
+    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `func` does so only if its
+    result has none of that memory (`_borrow`); otherwise `func` gets copies (`_stand_in`).
+    """
     source = places[0].source
     written = _written(func, args, kwargs)
     if written:
@@ -187,20 +194,20 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
         if found is not _NOTHING:
             return found
         if tracked:
-            # A view in a graph: its gradient is the parameter's own.
+            # The result is a view with a graph that must lead to the parameter itself, so `func` gets the parameter.
             with source.copies.materialized(places):
                 return func(*args, **kwargs)
     return _stand_in(func, places, args, kwargs)
 
 
-# A value that no function returns.
+# `_borrow` returns this where it has no result.
 _NOTHING = object()
 
 
 def _borrow(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
 ) -> Any:
-    """The result of a function on values in the arena; `_NOTHING` where it would hand out their memory."""
+    """Returns the result of `func` on values in the arena; `_NOTHING` if the result has their memory."""
     source = places[0].source
     if not source.fits(places):
         return _NOTHING
@@ -210,9 +217,10 @@ def _borrow(
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if any(source.hooks.note_of(tensor) is not None for tensor in given):
-            # A device has no memory for a second copy of values that a graph needs.
+            # On a device a graph gets the arena's memory: the device has no memory for a second copy of the values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
-    # Such as relu(inplace=True), whose name does not say so; the bytes were dropped.
+    # `func` wrote in place though `_written` did not expect it, as relu(inplace=True) does. `find_written` has evicted
+    # the bytes.
     written = source.units.forget_written(before)
     if written:
         raise refused_write(min(written), f"written to by {getattr(func, '__name__', 'a function')}()")
@@ -220,7 +228,7 @@ def _borrow(
 
 
 def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function on copies of the parameters."""
+    """Calls `func` on copies of the parameters; a copy in the result is replaced by its parameter."""
     instead = {place: place.source.copies.stand_in(place) for place in places}
     own = {id(copy): place.parameter for place, copy in instead.items()}
     given, options = tree_map(
@@ -232,7 +240,7 @@ def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ..
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
-    """The parameters that a function writes to."""
+    """Returns the parameters that `func` writes to: those in `out=`, or in the first argument of an in-place one."""
     written = placeholders_in(kwargs.get("out"))
     if is_in_place(func):
         written += placeholders_in(args[0] if args else kwargs)
@@ -240,21 +248,23 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def is_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch writes to its first argument."""
+    """True if a function of torch writes to its first argument, judged by its name."""
     name = getattr(func, "__name__", "")
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__index__", "__int__", "__invert__", "__iter__")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-# The code that calls detach() where a parameter is made of another.
+# `nn.Parameter(p)` calls `p.detach()` in this code.
 _MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 
-# --- functions with an answer of their own -----------------------------------------------
+# --- functions with a handler of their own -----------------------------------------------
 
 
 def _refuse(how: str) -> Callable[..., Any]:
+    """Returns a handler that raises UsageError: the values cannot be `how`, a participle."""
+
     def refuse(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         del func
         places = placeholders_in(tensor, args, kwargs)
@@ -264,11 +274,11 @@ def _refuse(how: str) -> Callable[..., Any]:
 
 
 def _of_storage(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse it; a compiler that traces a use of the parameter ends its graph before it, so that the use loads it."""
+    """Rejects access to the storage. Under Dynamo `Unsupported` breaks the graph, so that the code runs eagerly."""
     if TracingContext.try_get() is not None:
         raise Unsupported(
-            f"{tensor._memascend.name!r} is offloaded, and no part of a graph: code that names it is run as it is, "  # noqa: SLF001
-            "which loads it; leave fullgraph=True out"
+            f"{tensor._memascend.name!r} is offloaded and cannot be in a graph: code that uses it "  # noqa: SLF001
+            "runs eagerly, which loads it; leave fullgraph=True out"
         )
     return _refuse("reached through its storage")(func, tensor, *args, **kwargs)
 
@@ -292,10 +302,10 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     place: Place = tensor._memascend  # noqa: SLF001
     caller = sys._getframe(1).f_back  # noqa: SLF001
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo"):
-        # What keeps compilers out of `__torch_function__` calls it.
+        # Skips the frames of `torch._dynamo.disable`, which wraps `__torch_function__`.
         caller = caller.f_back
     if caller is not None and caller.f_code is _MAKES_PARAMETER:
-        # A parametrization does this, too; torch's own error speaks of detach().
+        # Parametrizations call `nn.Parameter(p)`, too. torch's own error would only mention detach().
         raise ConfigError(
             f"nn.Parameter({place.name}) would be a new trainable parameter on the values of one that is offloaded: "
             "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
@@ -311,24 +321,24 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
 
 
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of `to()` and similar methods: the parameter itself where nothing changes."""
+    """Returns the result of `to()` and similar methods: the parameter itself if dtype, device and layout stay."""
     if not isinstance(tensor, Placeholder):
-        # `other.to(parameter)` asks for its dtype and device alone.
+        # `other.to(parameter)` reads only the parameter's dtype and device.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(tensor, *args, **kwargs)
     place = tensor._memascend  # noqa: SLF001
-    # A tensor of no elements shows the dtype and device of the result.
+    # `func` on an empty tensor shows the dtype and device of the result.
     sample = torch.empty(0, dtype=place.dtype, device=place.device)
     layout = kwargs.get("memory_format", torch.preserve_format)
     asked = func(sample, *args, **{key: value for key, value in kwargs.items() if key != "memory_format"})
     if isinstance(asked, str):
         return asked
     if asked.device == place.device:
-        # It is itself where its elements lie as the memory format has them.
+        # `to()` returns the tensor itself if its strides already have the memory format.
         meta = _on_meta(place)
         if asked is sample and meta.to(memory_format=layout) is meta:
             return tensor
-        # A copy; a module that is cast assigns it to `.data`, which is refused.
+        # `to()` returns a copy. `module.to()` would assign it to `.data`, which `_data_set` rejects.
         return _apply(func, [place], (tensor, *args), kwargs)
     raise UsageError(
         f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: give offload() "
@@ -341,11 +351,12 @@ _GET_DATA: Any = _T.data.__get__  # type: ignore[attr-defined]
 
 
 def _named(names: dict[str, Any]) -> dict[Any, Any]:
-    """By the methods of these names that this torch has."""
+    """Returns `names` with torch.Tensor's methods as keys; methods that this torch lacks are left out."""
     return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
 
 
-# Functions that hand out memory that is not seen in the result, with the words of the error while the model computes.
+# Functions that hand out memory. Outside of a forward and a backward these functions get a copy of the values; inside
+# they raise an error with this participle.
 _MEMORY: dict[Any, str] = {
     _GET_DATA: "reached through .data",
     **_named(
@@ -365,7 +376,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.copy_: _copy,
-    # Addresses outlive the memory, and another shape would not be the one that is stored.
+    # An address would outlive the memory, and a changed shape or layout would differ from the stored one.
     **_named(
         dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))
         | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _of_storage)
@@ -382,29 +393,32 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 _CPU = torch.device("cpu")
-# A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
+# How many results `_nothing` caches. A model has tens of combinations of shape, strides and dtype; parameters beyond
+# this limit get a tensor each.
 _KINDS_MAX = 1024
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Place:
-    """One parameter: where its bytes lie in its unit, and its placeholder while it is offloaded."""
+    """A parameter slot: a parameter, the offset of its bytes in its unit, and its placeholder."""
 
     parameter: torch.nn.Parameter
     name: str
-    offset: int
+    offset: int  # of the values in the unit's bytes
     source: Residency
-    device: torch.device = _CPU  # the one that computes with it
-    # As the parameter had them, and what it has for values while it is offloaded.
+    device: torch.device = _CPU  # computes with the parameter
+    # Shape, dtype, strides and class of the parameter before it was offloaded.
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     kind: type[torch.nn.Parameter] = field(init=False)
+    # Class and data of the parameter while it is offloaded; `nothing` has no memory.
     placeholder: type = field(init=False)
     nothing: torch.Tensor = field(init=False)
-    # The version of the parameter up to which all writes to it are known.
+    # The parameter's `_version` after the last write to it that is known; a higher one means a write in place.
     known_version: int = field(init=False, default=0)
-    # `torch.utils.swap_tensors` rejects a tensor with a weak reference: a swapped parameter would be lost.
+    # `torch.utils.swap_tensors` rejects a tensor that has a weak reference. A swap would give the parameter's
+    # attributes, `_memascend` among them, to another tensor.
     unswapped: weakref.ref[torch.nn.Parameter] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -416,7 +430,7 @@ class Place:
         self.nothing = _nothing(self.shape, self.stride, self.dtype, self.device)
 
     def plain(self, values: torch.Tensor) -> torch.nn.Parameter:
-        """A plain parameter of its class, which has other memory."""
+        """Returns a plain parameter of the same class on `values`."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             wanted = self.parameter.requires_grad
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -424,7 +438,7 @@ class Place:
             return made
 
     def offload(self) -> None:
-        """Make the parameter a placeholder."""
+        """Makes the parameter a placeholder."""
         parameter = self.parameter
         if self.unswapped is None:
             self.unswapped = weakref.ref(parameter)
@@ -433,25 +447,25 @@ class Place:
         self._set_data(self.nothing)
 
     def materialize(self, values: torch.Tensor, *, guarded: bool = False) -> None:
-        """Let the parameter have its values.
+        """Sets the parameter's data to `values`.
 
         Args:
-            values: the values, of its shape and strides.
-            guarded: it keeps the class that calls `Residency.holds` at each use.
+            values: the values, in the parameter's shape and strides.
+            guarded: the parameter keeps its placeholder class, which calls `Residency.holds` at each use.
         """
-        # In this order another thread never finds a plain parameter without its values.
+        # In this order no other thread sees a plain parameter without its values.
         self._set_data(values)
         if not guarded:
             self.parameter.__class__ = self.kind
 
     def _set_data(self, values: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            # Past the property that parameters have while any model is offloaded.
+            # `torch.Tensor.data` bypasses the property that `session.process_hooks` puts on `nn.Parameter`.
             torch.Tensor.data.__set__(self.parameter, values)  # type: ignore[attr-defined]
             self.known_version = self.parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
-        """Make the parameter a plain one, which knows nothing of this, until `offload`."""
+        """Makes the parameter a plain one without a `_memascend` attribute, until `offload` is called again."""
         self.materialize(values)
         self.parameter.__dict__.pop("_memascend", None)
         self.unswapped = None
@@ -460,28 +474,28 @@ class Place:
         raise UsageError(said(repr(self.name), "pickled or copied"))
 
     def note_version(self) -> None:
-        """All writes to the parameter up to here are known."""
-        # Through the class of placeholders the query takes five times as long.
+        """Records that all writes to the parameter so far are known."""
+        # Through `Placeholder.__torch_function__` the query would take five times as long.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.known_version = self.parameter._version  # noqa: SLF001
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
 def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of this shape without memory, one for all parameters that are alike."""
+    """Returns a tensor without memory; parameters of the same shape, strides, dtype and device share it."""
     with torch.inference_mode(mode=False):
         nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
-        # The stride of a dimension of one element says nothing.
+        # The stride of a dimension of length 1 does not matter.
         differ = (
             length != 1 and got != want for length, got, want in zip(shape, stride, strides_of(shape), strict=True)
         )
         if device == _CPU and any(differ):
-            # Autograd compares a gradient's strides with its parameter's, and warns. This takes addresses for a moment
-            # and no memory, which it would take on a device.
+            # Autograd warns if a gradient's strides differ from its parameter's, so `nothing` gets the stored strides.
+            # On the CPU empty_strided() only reserves addresses for a moment; on a device it would take memory.
             nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             nothing.untyped_storage().resize_(0)
-        # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
-        # the parameter materialized a moment ago) gets this error, and no number.
+        # Code that reads this memory through torch's core (DLPack, a custom kernel, a thread that saw the parameter
+        # materialized a moment ago) gets this error instead of a wrong number.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
         torch._C._set_storage_access_error_msg(nothing, said(whose, "read past the parameter's class"))  # noqa: SLF001
     return nothing

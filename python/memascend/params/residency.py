@@ -1,4 +1,4 @@
-"""Materializes the parameters of units for modules, operations and backwards, and offloads them."""
+"""Materializes the parameters of units for modules, operations and backwards, and offloads them afterwards."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _Taken = TypeVar("_Taken")
 
 @dataclass(eq=False, repr=False)
 class Residency:
-    """Materializes the parameters of units, and offloads them. All of it runs under one lock; compute does not.
+    """Materializes the parameters of units, and offloads them. One lock guards both; modules compute outside of it.
 
     Attributes:
-        units: the units and their bytes.
-        frames: the modules that are being computed.
-        turns: of the threads that use parameters.
-        hooks: on the tensors that autograd saves.
-        copies: of weights, which user code was given.
-        stages: is notified of each unit before it is used, while micro-batches are computed; None otherwise.
-        session: of the run.
+        units: the units and the cache of their bytes.
+        frames: the modules that threads are computing.
+        turns: decides which threads may use parameters, and when one may change them.
+        hooks: the hooks on tensors that autograd saves.
+        copies: the copies of weights that user code was given.
+        stages: is notified of each unit before its use while `accumulate()` computes micro-batches; None otherwise.
+        session: the session of the run; set by `serve`.
     """
 
     _memory: UnitMemory
     _limits: Limits
-    engine: InitVar[Engine]  # has the updates, which may hold units until they are done
+    engine: InitVar[Engine]  # reads units; its updates may use a unit's bytes until they are done
     model: torch.nn.Module
-    _scratch: Path | None  # the folder for copies of weights; None: none was named
-    keeper: InitVar[Activations | None]  # keeps saved tensors that lie in no unit
+    _scratch: Path | None  # the folder for copies of weights; None: none was named, and the storage is a raw device
+    keeper: InitVar[Activations | None]  # offloads checkpointed activations; None: none are offloaded
 
     def __post_init__(self, engine: Engine, keeper: Activations | None) -> None:
         self.lock = ProcessLock()
@@ -63,23 +63,22 @@ class Residency:
         self.frames = Frames(self)
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
-        # While micro-batches are computed.
         self.stages: Recorder | PartialSums | None = None
-        # Takes the values that a state dict has for a parameter, while one is being loaded.
+        # While a state dict is loaded: takes its values for a parameter.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     def followed_by(self, stages: Recorder | PartialSums) -> AbstractContextManager[None]:
-        """Inside, `stages` takes the gradients that arrive, and is notified of each unit before it is used."""
+        """Context manager in which `stages` takes arriving gradients and is notified of each unit before its use."""
         return replaced(self, "stages", stages)
 
     def serve(self, session: Session) -> None:
-        """Belong to a session, before the first use; it is made of this object, and so comes later."""
+        """Sets the session, which is made after this object; must be called before a parameter is used."""
         self.session = session
 
     # --- materializing ---------------------------------------------------------
 
     def materialize(self, home: Home) -> None:
-        """Let a unit's parameters have their values in this thread. Every call is ended by `offload`."""
+        """Gives a unit's parameters their values in this thread. `offload` must follow each call."""
         if self._memory.device is not None:
             self._memory.device.require_no_capture()
         here = current()
@@ -89,7 +88,7 @@ class Residency:
                 home.count(here, 1)
                 return
             guarded = self.turns.several or self.turns.others_alive()
-            # Through views that were taken while the model computed.
+            # Code may have written to the parameters through views from an earlier forward.
             self.units.find_written((home,))
             with unseen():
                 self.units.use(home)
@@ -100,11 +99,11 @@ class Residency:
                     raise
 
     def offload(self, home: Home, holder: int | None = None) -> None:
-        """Undo `materialize`; `holder`: its thread, where that is another."""
+        """Undoes one call of `materialize`; `holder`: the thread of that call, if it is not this one."""
         here = current() if holder is None else holder
         with self.lock:
             if here not in home.holders:
-                # close() or `offload_all` have ended it already.
+                # `close` or `offload_all` has undone the call already.
                 return
             is_last = sum(home.holders.values()) == 1
             if is_last:
@@ -115,19 +114,19 @@ class Residency:
                 self.turns.note_release()
 
     def offload_all(self, holder: int) -> None:
-        """Offload all units of a thread: it computes nothing, and interrupts may come between any two lines."""
+        """Undoes all calls of `materialize` by a thread that computes nothing; an interrupt may have left some."""
         with self.lock:
             for home in self.units.homes:
                 while holder in home.holders:
                     self.offload(home, holder)
 
     def holds(self, place: Place) -> bool:
-        """Whether a parameter that asks is materialized in this thread."""
+        """True if this thread has materialized the unit of a parameter."""
         return current() in self.units.home_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
-        """Materialize the units of some parameters for one operation."""
+        """Context manager that materializes the units of some parameters for one operation."""
         self.units.require_open()
         self.session.run.gradients.touched(places)
         with self.turns.touching(), ExitStack() as undo:
@@ -139,40 +138,40 @@ class Residency:
             yield
 
     def _homes(self, places: Iterable[Place]) -> list[Home]:
-        """The units of some parameters, each once."""
+        """Returns the units of some parameters, each once."""
         return list({home.index: home for home in (self.units.home_of[place.name] for place in places)}.values())
 
     def fits(self, places: Iterable[Place]) -> bool:
-        """Whether the units of some parameters fit into memory together."""
+        """True if the units of some parameters fit into memory together."""
         sizes = [home.slot_bytes for home in self._homes(places) if not home.in_ram]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     def loading(self, load: Callable[[Place, torch.Tensor], None]) -> AbstractContextManager[None]:
-        """Inside, `load` gets the values that are copied to a parameter."""
+        """Context manager in which `load` gets the values that code copies to a parameter."""
         return replaced(self, "_load", load)
 
     @property
     def is_loading(self) -> bool:
-        """Whether a state dict is being loaded."""
+        """True while a state dict is loaded."""
         return self._load is not None
 
     def loaded(self, place: Place, values: torch.Tensor) -> bool:
-        """Take values of a state dict that is being loaded; False elsewhere."""
+        """Passes a parameter's values to the load of a state dict that is under way; False if no load is."""
         if self._load is None:
             return False
         self._load(place, values)
         return True
 
     def copy_of(self, place: Place) -> torch.Tensor:
-        """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
+        """Returns a copy of a parameter's values, a tensor on an unlinked file that no other code maps."""
         return self.read_into(place, lambda values: self.filed(place, values))
 
     def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
-        """A copy of such values, which are laid out as the parameter's, in an unlinked file."""
+        """Returns a copy of `values`, which have the parameter's strides, on an unlinked file."""
         return filed_copy(place, values, self._scratch)
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], _Taken]) -> _Taken:
-        """What `take` makes of a parameter's values, which it has for as long as it runs."""
+        """Returns `take(values)` for a parameter's values; `take` must not keep the tensor."""
         home = self.units.home_of[place.name]
         self.materialize(home)
         try:
@@ -181,7 +180,7 @@ class Residency:
             self.offload(home)
 
     def require_idle(self, call: str) -> None:
-        """Refuse a call that may not come while units are in use, in whichever thread."""
+        """Raises UsageError if any thread uses a unit; `call` is the caller's name for the message."""
         with self.lock:
             used = next((home.name for home in self.units.homes if home.holders), None)
         if used is not None:
@@ -190,7 +189,7 @@ class Residency:
             )
 
     def close(self, why: str) -> None:
-        """Release everything; afterwards a use of a parameter raises `UsageError(why)`."""
+        """Offloads and evicts all units; afterwards a use of a parameter raises `UsageError(why)`."""
         with self.lock:
             for holder in {holder for home in self.units.homes for holder in home.holders}:
                 self.offload_all(holder)
@@ -198,7 +197,11 @@ class Residency:
             self.copies.close()
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
-        """The bytes of a unit as they were at `version`."""
+        """Returns the bytes of a unit, after a read unless they are cached.
+
+        Raises:
+            UsageError: the unit's values have changed since `version`.
+        """
         if self.stages is not None:
             self.stages.arrive((home,))
         if self._memory.device is not None:

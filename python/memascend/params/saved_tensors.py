@@ -1,4 +1,9 @@
-"""Packs the tensors that autograd saves: what lies in a unit as a note of where it lies, anything else as it is."""
+"""Packs the tensors that autograd saves: a tensor in a unit's memory as a `Note`, from which the backward reads it.
+
+[Note: saved tensors] A saved weight must not keep its unit's memory. So autograd saves a `Note` (unit, version, offset)
+instead of the tensor, and unpacking the note reads the unit again. Tensors outside of units pass through: to
+`Activations`, to the hooks of user code, or unchanged.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,10 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Note(NamedTuple):
-    """Where a tensor that autograd saved lies: enough to build the same view again."""
+    """The place of a saved tensor in a unit, from which the same view is made again.
+
+    See [Note: saved tensors].
+    """
 
     home: Home
     version: int
@@ -35,19 +43,19 @@ class Note(NamedTuple):
 
 
 class SavedTensorHooks:
-    """One pair of hooks, which are pushed while a unit computes."""
+    """The pair of saved-tensor hooks of a run, pushed while a module with units computes."""
 
     __slots__ = ("_pair", "_residency", "keeper")
 
     def __init__(self, residency: Residency, keeper: Activations | None = None) -> None:
-        """Where there is a keeper, the hooks are pushed for all of a model's forward."""
+        """`keeper` offloads checkpointed activations; with a keeper, the root module pushes the hooks, too."""
         self._residency = residency
         self.keeper = keeper
-        # Bound once, so that they can be distinguished from other hooks.
+        # One pair of bound methods for all pushes.
         self._pair = (self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """A note for what lies in a unit; anything else as it is."""
+        """Returns what autograd saves for `tensor`: a `Note`, the keeper's object, or the tensor with its version."""
         note = self.note_of(tensor)
         if note is not None:
             return note
@@ -55,14 +63,14 @@ class SavedTensorHooks:
         return _Saved(tensor, tensor._version) if kept is tensor else kept  # noqa: SLF001
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again."""
+        """Returns the tensor of an object that `pack` returned."""
         if isinstance(saved, Note):
             return self.tensor_of(saved)
         tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.tensor()
         return tensor
 
     def push(self) -> bool:
-        """Push the hooks where they are needed, which is not where ours are on top; whether they were pushed."""
+        """Pushes the hooks unless these hooks are on top already; True if they were pushed."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
         if top is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
@@ -80,13 +88,13 @@ class SavedTensorHooks:
 
     @staticmethod
     def pop() -> None:
-        """Pop the pushed hooks, if there are any: a user's own hooks, left by an interrupt, may have popped them."""
+        """Pops the top hooks, if there are any: after an interrupt, the user's own context may have popped them."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
 
     def pop_left(self) -> None:
-        """Pop what an interrupt left on top, where this thread computes nothing."""
+        """Pops hooks of this run that an interrupt left on top; does nothing inside a backward."""
         while torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
             if top is None or _owner(top[0]) is not self:
@@ -94,17 +102,17 @@ class SavedTensorHooks:
             self.pop()
 
     def note_of(self, tensor: torch.Tensor) -> Note | None:
-        """Where in a unit a tensor lies; None: it lies elsewhere."""
+        """Returns the place of a tensor in a unit; None if it is outside of units."""
         try:
-            # A parameter that is materialized beside other threads would give a copy's.
+            # Without this guard a parameter with its placeholder class would give the address of a copy.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 address = torch.Tensor.untyped_storage(tensor).data_ptr()
         except (NotImplementedError, RuntimeError):
-            # Sparse, or a subclass without memory of its own: no bytes of ours.
+            # A sparse tensor, or a subclass without memory of its own, is in no unit.
             return None
         found, start = self._residency.units.at.get(address), 0
         if found is None and _is_offloaded(tensor):
-            # It has a copy for a moment, see `WeightCopies.materialized`: the unit has the same values.
+            # The parameter has a copy for a moment (`WeightCopies.materialized`); its unit has the same values.
             place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001
             home = self._residency.units.home_of[place.name]
             found, start = (home, home.version), place.offset
@@ -121,7 +129,7 @@ class SavedTensorHooks:
         )
 
     def tensor_of(self, note: Note) -> torch.Tensor:
-        """The tensor again that a note is of."""
+        """Returns the tensor that a note describes, on the bytes of its unit."""
         storage = self._residency.storage_of(note.home, note.version)
         tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
         if not (note.conjugate or note.negative):
@@ -132,12 +140,13 @@ class SavedTensorHooks:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor that lies in no unit, with its version: torch checks no version of packed tensors."""
+    """A saved tensor outside of units, with its version, since torch does not check versions of packed tensors."""
 
     values: torch.Tensor
     version: int
 
     def tensor(self) -> torch.Tensor:
+        """Returns the tensor; RuntimeError, as torch raises it, if code wrote to the tensor since."""
         values, now = self.values, self.values._version  # noqa: SLF001
         if now != self.version:
             raise RuntimeError(
@@ -149,7 +158,7 @@ class _Saved(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Delegating:
-    """Ours over hooks of user code (such as `save_on_cpu`): tensors outside of units are passed on."""
+    """Hooks that pack tensors in units as notes, and pass other tensors to hooks of user code (`save_on_cpu`)."""
 
     hooks: SavedTensorHooks
     _pack: Callable[..., Any]
@@ -171,15 +180,17 @@ class _Delegating:
 
 @dataclass(eq=False, slots=True)
 class _OverCheckpoint:
-    """Ours over a checkpoint's, which keeps saved tensors as they are: a view keeps its bytes, a parameter does not.
+    """Pack hook that wraps a checkpoint's pack hook, and gives that a view instead of an offloaded parameter.
 
-    Of a tensor that needs a gradient it makes a view itself; a frozen parameter would be offloaded in the backward.
+    A view keeps its memory until the backward, and a parameter would be a placeholder then. The checkpoint's hook
+    itself makes views of tensors that require gradients, but not of frozen parameters.
     """
 
     hooks: SavedTensorHooks
     _pack: Callable[..., Any]
 
-    # So torch finds the hooks of users beneath: tensors that a selective checkpoint caches are not for these.
+    # torch follows these two attributes of a checkpoint's hook to the hooks of user code beneath. Without them, a
+    # selective checkpoint would take this hook for user code's, and pass cached tensors to it.
     _checkpoint_internal = True
 
     @property
@@ -195,7 +206,7 @@ def _is_offloaded(tensor: torch.Tensor) -> bool:
 
 
 def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
-    """Whose a pack hook is, where it is one of this module's."""
+    """Returns the `SavedTensorHooks` that pushed a pack hook; None if other code pushed it."""
     owner = pack if isinstance(pack, _OverCheckpoint) else getattr(pack, "__self__", None)
     if isinstance(owner, (_Delegating, _OverCheckpoint)):
         return owner.hooks

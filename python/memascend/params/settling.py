@@ -1,4 +1,4 @@
-"""Chooses which fetch of a unit writes the updates that the last step left to the next one."""
+"""Chooses, by measured times, which fetch of a unit writes the updates that the last step deferred."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ import time
 from typing import Literal
 
 _log = logging.getLogger("memascend")
-# Steps that are measured of each way, and steps after which both are measured again.
+# How many steps are measured for each way, and after how many steps both ways are measured again.
 _TRIALS = 3
 _AGAIN = 512
-# A step that takes so much more or less than those by which a way was chosen is another kind of step; so many in a row
-# begin new trials.
+# A step is unusual if its time differs by this factor from the median that chose the way; this many unusual steps in a
+# row begin new trials.
 _CHANGE = 1.3
 _CHANGED = 4
-# What reads more has to be so much faster.
+# "backward", which reads more, is chosen only if its median is below this part of the other.
 _GAIN = 0.98
 Way = Literal["forward", "backward"]
 
 
 class Settling:
-    """At which fetch of a unit the updates are written that the last step left.
+    """Decides which fetch of a unit writes the updates that the last step deferred.
 
-    | way | first fetch after the step | second one, or the next gradient | pays where |
+    | way | first fetch after the step | second fetch, or the next gradient | faster where |
     |---|---|---|---|
     | "forward" | reads state and gradient, computes, writes | reads values | the drive bounds the step |
-    | "backward" | reads state and gradient, computes values | the same again, and writes | computation bounds it |
+    | "backward" | reads state and gradient, computes values | does so again, and writes | computation bounds it |
 
-    Both give the same bits. The first steps try both in turn, and the faster one stays until steps become of another
-    kind, as with another size of batches. Time outside of steps, as for an evaluation, counts for its step; so medians
-    decide.
+    Both ways give the same bits. The first steps try both ways in turn. The faster way stays until the time of a step
+    changes, as with another batch size. Medians decide, because the time between two steps, as for an evaluation,
+    counts as a part of the step.
     """
 
     def __init__(self) -> None:
         self.way: Way = "backward"
-        # Steps that left updates to the next one.
+        # How many steps deferred updates.
         self.steps = 0
+        # When the last step was committed, and whether it deferred updates.
         self._last = 0.0
         self.was_left = False
         self._taken: dict[Way, list[float]] = {"forward": [], "backward": []}
-        # Seconds of the steps by which the way was chosen; None while it is being tried.
+        # The median seconds that chose the way; None during trials.
         self._usual: float | None = None
+        # Unusual steps in a row, and steps since the choice.
         self._unusual = self._since = 0
 
     def settles(self, fetched: int) -> bool:
-        """Whether a fetch writes the updates of a unit that was fetched so often since the last step."""
+        """True if the next fetch of a unit, which had `fetched` fetches since the last step, writes its updates."""
         return fetched >= (0 if self.way == "forward" else 1)
 
     def step_ended(self, *, leaves: bool) -> None:
-        """A step was committed, which `leaves` updates to the next one."""
+        """Measures the step that was just committed; `leaves`: it deferred updates."""
         now = time.perf_counter()
         if self.was_left:
             self._took(now - self._last)
@@ -57,7 +59,7 @@ class Settling:
         self._last, self.was_left = now, leaves
 
     def _took(self, seconds: float) -> None:
-        """A step that had updates of the one before took so long."""
+        """Records the time of a step that had deferred updates of the step before."""
         if self._usual is None:
             self._taken[self.way].append(seconds)
             self._choose()
@@ -70,7 +72,7 @@ class Settling:
             self._usual, self._unusual, self._since = None, 0, 0
 
     def _choose(self) -> None:
-        """Try the other way, or choose."""
+        """Switches the way for the next trial, or chooses one after the last trial."""
         if any(len(taken) < _TRIALS for taken in self._taken.values()):
             self.way = "forward" if len(self._taken["forward"]) < len(self._taken["backward"]) else "backward"
             return

@@ -1,4 +1,4 @@
-"""Serialises threads that use parameters with the one that changes them."""
+"""Serialises the threads that use parameters with the thread that changes them; rejects forks of the process."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-# Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
+# Top-level packages whose threads never use a model's parameters: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
 
 
 class _Thread(threading.local):
-    """A thread, and the one that it works for."""
+    """Thread-local state."""
 
-    works_for = 0
+    works_for = 0  # the identifier of the thread that this one computes for; 0: this thread computes for itself
 
 
 _thread = _Thread()
 
 
 def working_for(thread: int) -> AbstractContextManager[None]:
-    """Inside, units that this thread materializes are so for another one, which waits."""
+    """Context manager in which this thread counts as `thread`, which waits meanwhile; see `current`."""
     return replaced(_thread, "works_for", thread)
 
 
 def current() -> int:
-    """The thread that uses parameters here: this one, or the one that it works for, which waits meanwhile."""
+    """Returns the thread under whose identifier this thread uses parameters: `works_for` if it is set, else itself."""
     return _thread.works_for or threading.get_ident()
 
 
 def works_for_another() -> bool:
-    """Whether this thread computes a micro-batch for another one, as others do by turns."""
+    """True if this thread computes a micro-batch for another thread, in turns with others."""
     return bool(_thread.works_for)
 
 
 def is_autograds() -> bool:
-    """Whether this is a thread of autograd's, which computes a backward while the one that began it waits."""
+    """True if autograd made this thread; it computes a backward while the thread that called backward() waits."""
     return bool(torch._C._current_graph_task_id() != -1) and isinstance(  # noqa: SLF001
         threading.current_thread(),
         threading._DummyThread,  # noqa: SLF001
@@ -57,7 +57,7 @@ def is_autograds() -> bool:
 
 
 def _compilers() -> set[threading.Thread]:
-    """The threads that torch.compile keeps: a pool like any other, which runs nothing but compilers."""
+    """Returns the pool threads of torch.compile, which only compile."""
     loaded = sys.modules.get("torch._inductor.async_compile")
     found: set[threading.Thread] = set()
     for name in ("pool", "thread_pool"):
@@ -68,16 +68,16 @@ def _compilers() -> set[threading.Thread]:
 
 
 def _is_helper(thread: threading.Thread) -> bool:
+    """True for threads of `_HELPERS`, and for threads that C++ or Rust started, as autograd and the extension do."""
     if isinstance(thread, threading._DummyThread):  # noqa: SLF001
-        # Begun outside of Python, as autograd's and ours are.
         return True
     module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
     return module.partition(".")[0] in _HELPERS
 
 
-# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
+# How long a thread waits for operations of other threads on parameters, or for memory that their modules occupy.
 _TOUCH_SECONDS = 60.0
-# How often a thread that waits for memory looks whether there is some.
+# The interval in which a thread that waits for memory checks for free memory.
 _LOOK_SECONDS = 0.05
 FORKED = (
     "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
@@ -86,44 +86,45 @@ FORKED = (
 
 
 class OwnProcess:
-    """The process that offloaded a model; its forks have none of the threads, and see zeros where units are."""
+    """Detects forks of the process that offloaded a model: a fork has none of its threads, and zeros for units."""
 
     def __init__(self) -> None:
-        # Whether the process that asks is a fork of it.
+        # True in a fork.
         self.is_elsewhere = False
         _own.add(self)
 
     def refuse(self) -> None:
-        """This is a fork of it."""
+        """Marks this process as a fork; called after the fork, in the child."""
         self.is_elsewhere = True
 
     def require_here(self) -> None:
-        """Reject a call in a fork."""
+        """Raises UsageError in a fork."""
         if self.is_elsewhere:
             raise UsageError(FORKED)
 
 
 class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
-    """A reentrant lock that a fork is refused: it may be held there by a thread that is not there.
+    """A reentrant lock that raises UsageError in a fork, where the thread that holds the lock may not exist.
 
-    Each step takes it some fifty times: in its own process it is a plain lock, without a call of Python.
+    Each step takes the lock some fifty times, so outside of forks it is a plain lock that runs no Python code.
     """
 
     def __init__(self) -> None:
         _own.add(self)
 
     def refuse(self) -> None:
-        """In a fork, taking the lock raises an error from now on."""
+        """Makes the lock raise an error from now on; called after a fork, in the child."""
         self.__class__ = _ForksLock
 
 
 class _ForksLock(ProcessLock):
-    """A lock of the process that this one is a fork of."""
+    """A lock of the parent process; taking it raises UsageError."""
 
     def __enter__(self) -> NoReturn:
         raise UsageError(FORKED)
 
 
+# The objects to notify in the child of a fork.
 _own: weakref.WeakSet[OwnProcess | ProcessLock] = weakref.WeakSet()
 
 
@@ -136,26 +137,26 @@ os.register_at_fork(after_in_child=_refuse_forks)
 
 
 class Turns:
-    """Which threads use parameters now, and which one waits to change them; all under the residency's lock."""
+    """Lets many threads use parameters, or one thread change them; `Residency.lock` guards all fields."""
 
     def __init__(self, lock: ProcessLock) -> None:
         self.lock = lock
-        # Notified of every change of the following attributes.
+        # Notified when a field below changes.
         self._turn = threading.Condition(lock)
-        # The thread that changes values or waits to, and whether the others have stopped; see `alone`.
+        # The thread in `alone`, and whether the other threads' operations have ended, so that it changes values.
         self._changer: int | None = None
         self._changing = False
-        # Threads that carry out one operation on a parameter.
+        # The threads in `touching`.
         self._touching: set[int] = set()
-        # More than one thread has materialized units: a unit that one has materialized is not so for another.
+        # True once a second thread used parameters: then each thread must materialize units for itself.
         self.several = False
-        # The first one that used them.
+        # The first thread that used parameters.
         self._first: int | None = None
-        # Threads that wait for memory that others hold.
+        # The threads that wait in `wait_to_read` for memory of other threads.
         self._waiting: set[int] = set()
 
     def note_thread(self) -> None:
-        """A thread is about to use parameters: it must not rely on units that another has materialized."""
+        """Records that this thread is about to use parameters; sets `several` for the second thread."""
         thread = current()
         if self._first is None:
             self._first = thread
@@ -163,45 +164,46 @@ class Turns:
             self.several = True
 
     def others_alive(self) -> bool:
-        """Whether a thread runs beside this one that is not known to be a library's helper."""
+        """True if another thread runs that may use parameters; threads known as helpers of libraries do not count."""
         if threading.active_count() == 1:
             return False
         here = {threading.get_ident(), current()}
         if self._first is not None and is_autograds():
-            # It waits for this one.
+            # The first thread called this backward, and waits for it.
             here.add(self._first)
         others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]
         return bool(others) and not _compilers().issuperset(others)
 
     def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
-        """Under the lock: let another thread that changes values end, and others release the memory that is needed."""
+        """Waits until no other thread changes values, and memory is free; see `wait_to_read`. Needs the lock."""
         self.note_thread()
         self.wait_to_read(holders)
         if self._changing and self._changer != current():
             self._turn.wait_for(lambda: not self._changing)
 
     def wait_to_read(self, holders: Callable[[], set[int]]) -> None:
-        """Under the lock: let the threads that hold the memory that is needed release it, unless they wait themselves.
+        """Waits until the threads that `holders` returns release their memory. Needs the lock.
 
-        After some time, memory is made or there is an error.
+        Threads that wait here themselves are not waited for. The wait ends after `_TOUCH_SECONDS`: then the caller
+        evicts a unit, takes more memory, or raises an error.
         """
         here, deadline = current(), time.monotonic() + _TOUCH_SECONDS
         while self.several and holders() - self._waiting and time.monotonic() < deadline:
             self._waiting.add(here)
             try:
-                # What a view holds comes back without a notice.
+                # The last view of a slot releases it without a notification, so the wait is short.
                 self._turn.wait(_LOOK_SECONDS)
             finally:
                 self._waiting.discard(here)
 
     def note_release(self) -> None:
-        """Under the lock: a thread has ended a module, whose memory another one may wait for."""
+        """Notifies waiting threads that a unit was released. Needs the lock."""
         if self.several:
             self._turn.notify_all()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
-        """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
+        """Context manager for one operation on parameters; first waits until no other thread is in `alone`."""
         here = current()
         with self.lock:
             is_outermost = here not in self._touching
@@ -217,21 +219,21 @@ class Turns:
                     self._turn.notify_all()
 
     def release(self) -> None:
-        """End operations of this thread that an interrupt left open."""
+        """Ends operations of this thread that an interrupt left in `touching`."""
         with self.lock:
             self._touching.discard(current())
             self._turn.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the operations of other threads on parameters end, and no other thread materialize anything inside."""
+        """Context manager in which only this thread may materialize units; first waits for others' operations."""
         here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
             is_outermost, self._changer = self._changer is None, here
         try:
             with self.lock:
-                # An operation that has begun continues, also where it materializes more; no other begins.
+                # Operations in `touching` may go on and materialize more units; `_changer` keeps others from starting.
                 self._turn.wait_for(lambda: not self._touching - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield

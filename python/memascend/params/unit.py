@@ -1,4 +1,9 @@
-"""Tracks one unit: its parameters, where its bytes are, and which threads have it materialized."""
+"""Tracks the state of one unit: its parameters, its bytes, and the threads that have materialized it.
+
+[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `Home` changes `state` last: an interrupted
+change leaves the old state, and the next use of the unit makes the change again. `holders` is changed before parameters
+are materialized, and after they are offloaded, so that a cleanup finds every thread that may have materialized a unit.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +22,23 @@ if TYPE_CHECKING:
     from memascend.storage import Fetch
 
 
-# The holder of units that are materialized for all threads; no thread has this number.
+# The holder of units whose parameters are plain within materialized(); no thread has this identifier.
 NOBODY = 0
 
 
 class Bytes(Enum):
     """Where the bytes of a unit are."""
 
-    # On storage. A view may keep the last bytes in memory alive: `Home.adopt` finds them.
+    # On storage. Views may keep the last bytes in memory; `Home.adopt` finds them.
     OFFLOADED = auto()
-    # Being read into memory of the arena.
+    # Being read into a slot of the arena.
     READING = auto()
-    # In memory of the arena.
+    # In a slot of the arena.
     CACHED = auto()
-    # In memory for the whole run, where the engine updates them: the model computes with them where they lie.
+    # In the RAM tier for the whole run. The engine updates the bytes there, and the model computes with them in place.
     IN_PLACE = auto()
 
-    # As in `GradientState`: asked for many times in a step.
+    # `Enum` hashes in Python, which is slow for a dict key that each step looks up many times.
     __hash__ = object.__hash__
 
 
@@ -49,43 +54,40 @@ _MOVES: dict[Move, dict[Bytes, Bytes]] = {
 
 @dataclass(eq=False, slots=True)
 class Home:
-    """One unit at run time: its parameters, where its bytes are now, and which threads have it materialized.
+    """One unit at run time: its parameters, the state of its bytes, and the threads that have materialized it.
 
-    Only its methods write its attributes, each of which is one of `_MOVES`, a change of its values or a use. In each
-    the state comes last: an interrupt in it leaves the unit as it was, to be brought again.
+    Only methods of `Home` write the attributes; see [Note: interrupts].
     """
 
     index: int
     name: str
     nbytes: int
-    # The size of the arena's places that it may have.
+    # The size of the arena's slots for this unit; 0 in the RAM tier.
     slot_bytes: int
     _: KW_ONLY
-    pinned: bool
-    # Its values are in memory for the whole run, so that it has no place in the arena.
+    pinned: bool  # small, and never evicted to make room
+    # The unit's values are in the RAM tier, so the unit needs no slot.
     in_ram: bool = False
-    # Its parameters.
-    places: Sequence[Place] = ()
-    # Where its bytes are.
+    places: Sequence[Place] = ()  # the parameters
     state: Bytes = Bytes.OFFLOADED
     # The bytes in memory; None while they are on storage or being read.
     base: torch.Tensor | None = None
-    # The read that is under way, None in other states; and what it fills.
+    # The read that is under way, and the memory that it fills; None in states other than READING.
     read: Fetch | Staged | None = None
     _into: torch.Tensor | None = None
-    # The values of the parameters in `base`.
+    # A view into `base` for each parameter, made at the first `materialize`.
     _views: list[torch.Tensor] | None = None
-    # The storage that was leased last, which views that others hold may keep alive, and the version there.
+    # The slot that was leased last, which views may keep alive after an eviction, and the version of its bytes.
     weak: tuple[StorageWeakRef, int] | None = None
-    # The epoch of the store from which it was taken, where it is in the RAM tier.
+    # In state IN_PLACE: the store's `ram_tier_epoch` when `base` was taken.
     _epoch: int = -1
-    # Counts the values that it had.
+    # How often a commit has changed the values.
     version: int = 0
-    # Reads that were begun of these.
+    # How many reads of the current version were begun.
     fetched: int = 0
-    # A step has changed its values, so the next one will.
+    # A commit has changed the values, so the next commit is expected to change them again.
     trained: bool = False
-    # The threads that have it materialized, with how often.
+    # How often each thread has materialized the unit, by thread identifier.
     holders: dict[int, int] = field(default_factory=dict)
 
     def _move(self, move: Move) -> None:
@@ -96,21 +98,21 @@ class Home:
     # --- its bytes ---------------------------------------------------------------------
 
     def begin_read(self, read: Fetch | Staged, into: torch.Tensor) -> None:
-        """Note that the bytes are being read into leased memory."""
+        """Records that `read` reads the bytes into the leased memory `into`."""
         self.weak = None
         self.read, self._into = read, into
         self.fetched += 1
         self._move("read")
 
     def arrive(self) -> None:
-        """Wait for the read, which verifies it."""
+        """Waits for the read, which verifies the bytes, and caches the bytes."""
         into = self._into
         assert self.read is not None, f"nothing of unit {self.name!r} is read"
         assert into is not None, "a read has memory"
         try:
             self.read.wait()
         except BaseException:
-            # After an error a traceback may hold the memory of the read.
+            # The traceback of this error may refer to the memory: release all other references.
             self.leave()
             raise
         self.weak = (StorageWeakRef(into.untyped_storage()), self.version)
@@ -118,7 +120,7 @@ class Home:
         self._move("arrive")
 
     def adopt(self) -> bool:
-        """Take living bytes of the current version again; whether there are any."""
+        """Caches bytes of the current version that views kept alive; True if there are any."""
         if self.state is not Bytes.OFFLOADED or self.weak is None or self.weak[1] != self.version:
             return False
         storage = alive(self.weak[0])
@@ -129,45 +131,46 @@ class Home:
         return True
 
     def stand(self, base: torch.Tensor, epoch: int) -> None:
-        """The bytes are where they are in RAM, as the last commit of this epoch of the store left them."""
+        """Records that the bytes are `base`, in the RAM tier, taken at this epoch of the store."""
         self.base, self._epoch = base, epoch
         self._move("stand")
 
     def leave(self) -> None:
-        """Release the bytes; views of other code keep them alive."""
+        """Releases the bytes; views of other code keep their memory."""
         if self.state is Bytes.READING:
-            # Dropping a read waits for it; its memory is released after it, and was never verified.
+            # Dropping a read waits for its end, so its memory is released after that. `weak` must not refer to bytes
+            # that were never verified.
             self.read = None
             self._into = self.weak = None
         self._views = self.base = None
         self._move("leave")
 
     def is_stale(self, epoch: int) -> bool:
-        """Whether a step alone has changed the bytes where they are in RAM, as of an epoch of the store."""
+        """True if the bytes are in the RAM tier and were taken in another epoch of the store than `epoch`."""
         return self.state is Bytes.IN_PLACE and self._epoch != epoch
 
     # --- its values --------------------------------------------------------------------
 
     def view(self, place: Place) -> torch.Tensor:
-        """The values of one of its parameters, in its bytes."""
+        """Returns the values of a parameter of this unit, as a view into `base`."""
         assert self.base is not None, f"unit {self.name!r} has no bytes"
         storage, size = self.base.untyped_storage(), place.dtype.itemsize
         return view_of(storage, place.dtype, place.offset // size, place.shape, place.stride)
 
     def train(self) -> None:
-        """A commit has changed the values on storage: the bytes in memory are old."""
+        """Records that a commit has changed the values on storage, so that the bytes in memory are stale."""
         self.version += 1
         self.fetched = 0
         self.trained = True
 
     def forget(self) -> None:
-        """Release bytes that are no step's: they are not adopted again."""
+        """Releases bytes that no commit wrote, so that `adopt` does not use them."""
         self.leave()
         self.weak = None
 
     @property
     def written(self) -> list[str]:
-        """The parameters written to in place since they were last given memory, or none: views outlive both."""
+        """The names of parameters that code wrote to in place since their data was last set, perhaps through a view."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name
@@ -176,14 +179,14 @@ class Home:
             ]
 
     def note_written(self) -> None:
-        """Writes in place were reported: count from now on."""
+        """Marks the writes in place so far as reported."""
         for place in self.places:
             place.note_version()
 
     # --- its users ---------------------------------------------------------------------
 
     def count(self, holder: int, more: int) -> None:
-        """Count how often a thread has it materialized. An interrupt in here leaves a holder that is found."""
+        """Adds `more` to the number of times that a thread has materialized the unit."""
         counted = self.holders.get(holder, 0) + more
         if counted > 0:
             self.holders[holder] = counted
@@ -191,10 +194,11 @@ class Home:
             self.holders.pop(holder, None)
 
     def materialize(self, holder: int, *, guarded: bool) -> None:
-        """Let the parameters have their values, for a thread; `guarded`: they ask each thread whether it holds them.
+        """Gives the parameters their values, for a thread.
 
-        What an interrupt leaves half done is counted, and so found.
+        `guarded`: the parameters keep their placeholder class, so that each use checks whether its thread is a holder.
         """
+        # The holder is counted first; see [Note: interrupts].
         if self._views is None:
             self._views = [self.view(place) for place in self.places]
         self.count(holder, 1)
@@ -202,13 +206,13 @@ class Home:
             place.materialize(values, guarded=guarded)
 
     def offload(self) -> None:
-        """Make the parameters placeholders; a repeated call after an interrupt completes it."""
+        """Makes the parameters placeholders; call it again after an interrupt."""
         for place in self.places:
             place.offload()
 
 
 def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if it lives."""
+    """Returns the storage of a weak reference; None if it is gone."""
     if weak.expired():
         return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001
@@ -217,18 +221,18 @@ def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
 def view_of(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor on memory, which is a view of no other tensor; `offset` counts elements."""
+    """Returns a tensor on `storage` that is a view of no other tensor; `offset` is in elements."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of units in the plan."""
+    """The limits that the plan sets for units in memory."""
 
     lookahead: int  # how many units ahead of the one in use are fetched
     slots: dict[int, int]  # the arena's classes, {bytes: count}
-    option: str  # what the user sets the budget by
-    larger: Callable[[int], int]  # a budget that suffices where a unit of so many bytes finds no memory
-    # Takes memory for one more unit of so many bytes, and returns how many; None where a budget was given.
+    option: str  # the user's option for the budget, "host_memory" or "device_memory"
+    larger: Callable[[int], int]  # returns a budget that suffices if a unit of so many bytes finds no memory
+    # Takes memory for one more unit of so many bytes, and returns the bytes taken; None if the user gave a budget.
     add: Callable[[int], int] | None

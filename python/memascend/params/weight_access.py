@@ -1,22 +1,23 @@
-"""Hands out copies of weights, and refuses what is written to them: a weight has one truth, the last commit.
+"""Gives user code copies of weights, and rejects writes to the copies.
 
-Where the bytes of a weight can be. No row but the first is ever read back, except for the door's at its end.
+[Note: places of a weight] The last commit is the only true value of a weight. Its bytes can be in these places. Values
+return from memory to the store only at the end of a door.
 
-| where | whose memory | who may write | what ends it |
+| place | memory | may be written by | ends with |
 |---|---|---|---|
-| `Bytes.OFFLOADED` | the store's slots, on storage | the engine, into the slot that is not valid | its commit |
-| `Bytes.READING` | a lease of the arena | the read | its end, verified (`CACHED`), or an error (`OFFLOADED`) |
-| `Bytes.CACHED` | a lease of the arena | nobody: torch's counter tells, `step()` refuses | eviction, a commit |
-| `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; nobody else, as above | `close()` |
-| `HandedOut`, a view (`.data`, `detach()`) | a file | nobody: its checksum tells | user code, before a commit |
-| `HandedOut`, a snapshot (`state_dict()`) | a file | nobody, as above | user code |
-| a door: `materialized()`, `edit()` | a file | user code | its end, which commits what was changed |
-| a deep copy of the model | a file | user code: it is another model's | user code |
+| `Bytes.OFFLOADED` | the store's slots, on storage | the engine, into the slot that is not valid | the next commit |
+| `Bytes.READING` | a lease of the arena | the read | the read: verified (`CACHED`), or failed (`OFFLOADED`) |
+| `Bytes.CACHED` | a lease of the arena | no code: `_version` shows a write, and `step()` raises | eviction, a commit |
+| `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; no other code, as above | `close()` |
+| `HandedOut`, a view (`.data`, `detach()`) | a file | no code: a checksum shows a write | release, before a commit |
+| `HandedOut`, a snapshot (`state_dict()`) | a file | no code, as above | release |
+| a door: `materialized()`, `edit()` | a file | user code | the end of the block, which commits changes |
+| a deep copy of the model | a file | user code: the copy is another model's | release |
 
-A copy that is taken inside of a forward or a backward is a snapshot, too.
+A copy that is made inside a forward or a backward is a snapshot, too.
 
-Here are the files, and what was handed out. What is in units is in `unit` and `cached_units`; the doors are in
-`session.value_edits` and `session.materialize`.
+This file makes the files and keeps track of the copies. `unit` and `cached_units` handle bytes in units;
+`session.value_edits` and `session.materialize` are the doors.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ if TYPE_CHECKING:
     from memascend.params.residency import Residency
     from memascend.params.unit import Home
 
-# --- where copies lie --------------------------------------------------------------------
+# --- copies in files ---------------------------------------------------------------------
 
+# Bytes of one write to a file.
 _WRITE_BYTES = 8 << 20
 
 
 def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch.Tensor:
-    """A copy of values of a parameter, laid out as it is, in a file that nothing else sees and that ends with it.
+    """Returns a copy of a parameter's values, with the parameter's strides, on an unlinked file.
 
-    `folder` is where the file lies; None where none was named and the storage is no folder.
+    `folder` gets the file; None: the user named no folder, and the storage is a raw device.
     """
     if folder is None:
         raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
@@ -73,7 +75,7 @@ def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch
                 file.write(memory_of(on_host))
             file.flush()
             if nbytes > _WRITE_BYTES:
-                # The page cache goes behind it.
+                # Drop the file's pages from the page cache: the copy may be larger than free memory.
                 os.fdatasync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return file_memory(file.fileno(), nbytes).view(place.dtype).as_strided(place.shape, place.stride)
@@ -85,27 +87,27 @@ def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch
             path=str(folder),
         ) from error
     finally:
-        # The traceback of an error would hold them, and with them their unit's place in memory.
+        # The traceback of an error would keep these tensors, and with them the unit's slot.
         del values, part, on_host
 
 
-# --- what was handed out -----------------------------------------------------------------
+# --- copies that user code has -----------------------------------------------------------
 
 DOORS = (
     "write to weights within optimizer.edit(parameter) or memascend.materialized(model, modify=True), or by "
     "model.load_state_dict()"
 )
-# Where a forward writes to its own weights, which a door does not allow.
+# Added to an error if a forward may have written to its own weights, where no door can be opened.
 BEFORE_FORWARD = (
     "if a forward does it, as nn.Embedding(max_norm=) and normalised weights do: let the loop do it before the "
     "forward, within optimizer.edit(), as docs/limits.md shows"
 )
-# What gets a copy: user code, which may hold it until the next commit; the same inside of a forward or a backward, or a
-# state dict, which both keep the values of their moment.
+# The reader of a copy. A "view" must be released before a commit changes the weight. A "state dict", or a read "inside"
+# a forward or backward, is a snapshot.
 For = Literal["view", "inside", "state dict"]
-# So many copies are looked at whenever another one is handed out; all of them where they have doubled.
+# How many recent copies `of` compares at each call; it compares all of them whenever their number has doubled.
 _FEW = 16
-# How often, and after which pause, a view is looked for again that another thread may have.
+# How often `require_released` looks again for views that another thread may have, and the pause before each look.
 _LOOKS, _PAUSE_SECONDS = 20, 0.005
 
 
@@ -113,43 +115,43 @@ class HandedOut:
     """A copy of a weight that user code may have.
 
     Attributes:
-        seen: the checksum of its values when it was handed out.
+        seen: the checksum of the copy's values when they were last compared, at first when the copy was made.
     """
 
     __slots__ = ("_alike", "is_snapshot", "place", "seen", "values")
 
     def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, alike: int = 1) -> None:
-        """`is_snapshot`: it may outlive a commit that changes the weight; `alike`: so many of these have its memory."""
+        """`is_snapshot`: the copy may outlive a change of the weight; `alike`: the number of copies in its memory."""
         self._alike = alike
         self.place = place
         self.is_snapshot = is_snapshot
         self.seen = checksum(values, place)
-        # No view of another tensor, which would count as an owner of the memory.
+        # `view_of` makes a tensor without a base: a base would count as another user of the memory.
         self.values = view_of(
             values.untyped_storage(), values.dtype, int(values.storage_offset()), values.shape, values.stride()
         )
 
     @property
     def is_held(self) -> bool:
-        """Whether other code has the memory, too."""
+        """True if other code has the memory, too."""
         return uses(self.values) > uses_of_one() + self._alike - 1
 
     def compare(self) -> bool:
-        """Whether its values are others now, which is said once."""
+        """True if the values changed since the last call, which makes a change reported once."""
         before, self.seen = self.seen, checksum(self.values, self.place)
         return before != self.seen
 
 
 class _Stale(NamedTuple):
-    """Memory with values from before a commit, which other code has."""
+    """Memory that other code has, with the values of a weight before a commit."""
 
     home: Home
-    place: Place | None  # None: it has the values of all parameters of the unit
+    place: Place | None  # None: the memory has all parameters of the unit
     memory: StorageWeakRef
-    last_used: int  # the unit's last use before the commit
+    last_used: int  # the number of the unit's last use before the commit
 
     def name_of(self, view: torch.Tensor) -> str:
-        """The name of the parameter whose values a view of this memory begins with."""
+        """Returns the name of the parameter in whose values a view of this memory begins."""
         if self.place is not None:
             return self.place.name
         begin = int(view.storage_offset()) * view.element_size()
@@ -157,30 +159,31 @@ class _Stale(NamedTuple):
 
 
 class WeightCopies:
-    """The copies of one model's weights that were handed out, each until it was compared and nobody has it."""
+    """The copies of one model's weights that user code has; a released copy is dropped at its next comparison."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        # Copies of present values, which are handed out again; and others that somebody still has.
+        # Copies of the present values, by name of the weight and reader, which `of` returns again.
         self._now: dict[tuple[str, For], HandedOut] = {}
+        # Copies of earlier values that user code still has.
         self._older: list[HandedOut] = []
-        # Memory of a forward that was still held when a commit changed its weights.
+        # Memory from a forward that other code still had when a commit changed its weights.
         self._stale: list[_Stale] = []
-        # How many are there when all of them are looked at, and not the last few alone.
+        # At this length of `_now`, `of` compares all copies and not only recent ones.
         self._many = _FEW
 
     @property
     def computes(self) -> bool:
-        """Whether this thread is inside of a forward or a backward."""
+        """True if this thread is inside a forward or a backward."""
         return bool(torch._C._current_graph_task_id() != -1) or self._residency.frames.inside  # noqa: SLF001
 
-    # --- handing out ----------------------------------------------------------------------
+    # --- making copies --------------------------------------------------------------------
 
     def of(self, place: Place) -> torch.Tensor:
-        """A copy of a weight for user code.
+        """Returns a copy of a weight for user code; repeated calls return the same memory until the weight changes.
 
         Raises:
-            UsageError: an earlier copy was written to.
+            UsageError: code wrote to an earlier copy.
         """
         residency = self._residency
         of: For = "state dict" if state_dicts.being_made else "inside" if self.computes else "view"
@@ -195,18 +198,18 @@ class WeightCopies:
             one = self._now.get((place.name, of))
             if one is None:
                 values = residency.copy_of(place)
-                # State dicts need not fit the device.
+                # A state dict stays on the host: it may be larger than the device's memory.
                 values = values if of == "state dict" else values.to(place.device)
                 one = self._now[place.name, of] = HandedOut(place, values, is_snapshot=of != "view")
             return one.values.detach()
 
     def stand_in(self, place: Place) -> torch.nn.Parameter:
-        """A plain parameter on such a copy, for a function that is called on the offloaded one."""
+        """Returns a plain parameter on the copy from `of`, for a function that was called on the offloaded one."""
         return place.plain(self.of(place))
 
     @contextlib.contextmanager
     def materialized(self, places: list[Place]) -> Iterator[None]:
-        """Let parameters have such copies inside, for a function whose graph leads to them."""
+        """Context manager in which parameters have copies from `of` as data, so that a graph can lead to them."""
         residency = self._residency
         values = [self.of(place) for place in places]
         with residency.turns.alone(), contextlib.ExitStack() as undo:
@@ -223,28 +226,32 @@ class WeightCopies:
             yield
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
-        """A plain parameter of another model, with a copy of the values in a file of its own."""
+        """Returns a plain parameter for another model, on a copy in a file of its own."""
         self._residency.units.require_open()
         with torch.inference_mode(mode=False), torch.no_grad():
             return place.plain(self._residency.copy_of(place).to(place.device))
 
     def keep(self, kept: Sequence[tuple[Place, torch.Tensor]], *, is_snapshot: bool) -> None:
-        """User code keeps memory that parameters had while they were real, which may be parts of one vector."""
+        """Records memory that parameters had inside a door and that user code keeps after the door has ended.
+
+        Several of these tensors may be parts of one vector.
+        """
         alike = Counter(values.untyped_storage()._cdata for _, values in kept)  # noqa: SLF001
         with self._residency.lock:
             for place, values in kept:
                 count = alike[values.untyped_storage()._cdata]  # noqa: SLF001
                 self._older.append(HandedOut(place, values, is_snapshot=is_snapshot, alike=count))
 
-    # --- looking --------------------------------------------------------------------------
+    # --- checking -------------------------------------------------------------------------
 
     def require_unwritten(self, *, loads: bool = False) -> None:
-        """Before a step, a save, a change of values or the end: refuse what was written to copies.
+        """Rejects writes to copies; call it before a step, a save, a change of values, and the end.
 
-        `loads`: a state dict is loaded, which may be one that was changed for that.
+        `loads`: a state dict is about to be loaded. User code may have changed it for that, so writes to snapshots
+        are accepted.
 
         Raises:
-            UsageError: once for each write; nothing was changed.
+            UsageError: code wrote to a copy; raised once for each write. Nothing was changed.
         """
         with self._residency.lock:
             if loads:
@@ -256,19 +263,26 @@ class WeightCopies:
             self._look(list(self._now), older=True)
 
     def forward_begins(self) -> None:
-        """The same before a forward, for copies of the present values; not where a backward computes a part again."""
+        """Rejects writes to copies of the present values, before a forward that no backward recomputes."""
         if (self._now or self._stale) and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             self.require_followed()
             with self._residency.lock:
                 self._look(list(self._now))
 
     def _look(self, keys: Iterable[tuple[str, For]], *, older: bool = False, but: Place | None = None) -> None:
-        """Compare copies, and free those that nobody has, but those of the weight `but` that were not written to."""
+        """Compares the copies of `keys`, and drops copies that user code has released or written to.
+
+        `older`: also compares copies of earlier values. `but` is the weight that is about to be read: copies of other
+        weights that user code still has are not compared, and unwritten copies of `but` are not dropped.
+
+        Raises:
+            UsageError: code wrote to a copy.
+        """
         written: set[str] = set()
         from_forward = False
         for key in keys:
             one = self._now[key]
-            # Examined first: code that has it now may write to it later.
+            # Taken before `compare`: code that still has the copy could write after the comparison, then release it.
             is_held = one.is_held
             if is_held and but not in (None, one.place):
                 continue
@@ -278,7 +292,7 @@ class WeightCopies:
             if is_written:
                 written.add(one.place.name)
                 from_forward |= key[1] == "inside"
-                # A view in a graph shares the parameter's counter.
+                # A view in a graph shares the parameter's `_version`, so the write has raised that, too.
                 one.place.note_version()
                 self._older += [one] if is_held else []
         for one in self._older if older else ():
@@ -289,31 +303,31 @@ class WeightCopies:
         if written:
             raise UsageError(
                 f"{', '.join(sorted(written))} of an offloaded model was written to through .data, detach(), a view, "
-                f"numpy() or a state dict, which have copies of weights; what was written is not in the model: {DOORS}"
+                f"numpy() or a state dict, which have copies of weights; the write is not in the model: {DOORS}"
                 f"{f' ({BEFORE_FORWARD})' if from_forward else ''}"
             )
 
     def require_released(self, names: Collection[str]) -> None:
-        """Before a commit that changes these weights: refuse views that would keep the old values in silence.
+        """Rejects views of weights that a commit is about to change: they would silently keep the old values.
 
         Raises:
-            UsageError: user code has one; nothing was changed.
+            UsageError: user code has a view; nothing was changed.
         """
         held = self._views_of(names)
         if held:
-            # Cycles that nobody can reach hold some until they are collected.
+            # Unreachable cycles keep views until they are collected.
             gc.collect()
             held = self._views_of(names)
         for _ in range(_LOOKS):
             if not held or threading.active_count() == 1:
                 break
-            # A view within an expression of another thread is gone in a moment.
+            # A view inside an expression of another thread is soon released.
             time.sleep(_PAUSE_SECONDS)
             held = self._views_of(names)
         if held:
             raise UsageError(
                 f"{', '.join(sorted(held))} is about to change, and your code holds a view of it that would keep "
-                "the values of before: .data, detach(), a slice, numpy(), or a graph that saved one. Release it "
+                "the old values: .data, detach(), a slice, numpy(), or a graph that saved one. Release it "
                 "before step(), or take a snapshot: p.detach().clone()"
             )
 
@@ -323,13 +337,14 @@ class WeightCopies:
         return {one.place.name for one in every if not one.is_snapshot and one.place.name in names and one.is_held}
 
     def require_followed(self) -> None:
-        """Refuse views from a forward that a module keeps beyond its next one: in memory they would follow the weight.
+        """Rejects views of a weight that a module keeps from an earlier forward, after the weight has changed.
 
-        A view that a module takes anew in each forward is gone by then, and so is one that autograd had. Each is looked
-        for once, in attributes of modules: what else keeps memory may be a graph.
+        In memory, such a view would follow the weight. Views that a module takes in each forward, and views of
+        autograd, are gone by the next forward. Each memory is looked for once, in attributes of modules only, since its
+        other users may be graphs.
 
         Raises:
-            UsageError: a module has one.
+            UsageError: a module has such a view.
         """
         if not self._stale:
             return
@@ -349,10 +364,10 @@ class WeightCopies:
                         "a copy, weight.detach().clone()"
                     )
 
-    # --- what becomes of them -------------------------------------------------------------
+    # --- commits and the end --------------------------------------------------------------
 
     def age(self, names: Collection[str]) -> None:
-        """These weights have other values: copies of them are handed out no more."""
+        """Retires the copies of weights that a commit has changed; `of` makes new ones."""
         units = self._residency.units
         with self._residency.lock:
             for key in [key for key in self._now if key[0] in names]:
@@ -369,7 +384,7 @@ class WeightCopies:
         self._stale.append(_Stale(home, place, memory, last_used))
 
     def close(self) -> None:
-        """Release them."""
+        """Drops all copies."""
         with self._residency.lock:
             self._now.clear()
             self._older.clear()
@@ -377,14 +392,18 @@ class WeightCopies:
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
-    """Out of sight of dispatch modes: a selective checkpoint counts operations, and ours depend on what is cached."""
+    """Context manager that hides operations from dispatch modes.
+
+    A selective checkpoint counts operations; those of a read depend on the units that are cached.
+    """
     is_any = torch._C._len_torch_dispatch_stack()  # noqa: SLF001
     return _disable_current_modes() if is_any else contextlib.nullcontext()
 
 
 class _StateDicts(threading.local):
-    """Whether this thread makes a state dict, for which a weight that is detached is copied: no step changes these."""
+    """Thread-local state."""
 
+    # This thread is in `state_dict()`: copies that detach() returns are snapshots, which no step changes.
     being_made = False
 
 
@@ -392,7 +411,7 @@ state_dicts = _StateDicts()
 
 
 def checksum(values: torch.Tensor, place: Place) -> str:
-    """Of a parameter's values, wherever they are and however they are laid out."""
+    """Returns the checksum of a parameter's values in their stored order, on any device and with any strides."""
     with torch.no_grad():
         if tuple(values.stride()) != place.stride and values.numel() > 1:
             laid_out = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=values.device)
@@ -401,7 +420,11 @@ def checksum(values: torch.Tensor, place: Place) -> str:
 
 
 class Outlived:
-    """Memory that user code keeps, for as long as it does."""
+    """A weak reference to a parameter's values in memory that user code keeps.
+
+    Attributes:
+        seen: the checksum of the values when this object was made.
+    """
 
     __slots__ = ("_memory", "place", "seen")
 
@@ -412,7 +435,7 @@ class Outlived:
         self._memory = (weak, values.dtype, int(values.storage_offset()), values.shape, values.stride())
 
     def checksum(self) -> str | None:
-        """Of its values now; None where the memory is gone."""
+        """Returns the checksum of the present values; None if the memory is gone."""
         weak, dtype, offset, shape, stride = self._memory
         storage = alive(weak)
         return None if storage is None else checksum(view_of(storage, dtype, offset, shape, stride), self.place)
