@@ -1,4 +1,4 @@
-"""Estimates the seconds of a step on a machine, and the lifetime of a drive: arithmetic alone."""
+"""Estimates the seconds of a step on a machine, and the lifetime of a drive; only does arithmetic."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """The bytes that one rank receives from the others, and sends to them, for one forward and backward."""
+    """The bytes that one rank receives from the other ranks in one forward and backward; each rank sends as many."""
 
     forward: int  # values that are gathered for the forward
-    backward: int  # values that are gathered again; parameters outside of blocks stay from the forward
+    backward: int  # values that are gathered again; parameters outside of blocks stay gathered from the forward
     gradients: int  # shards of gradients
-    # Whole parameters and gradients in torch's memory at once: parameters outside of blocks, the values of two blocks,
-    # and the gradients of one block with the received shards.
+    # The most bytes of whole parameters and gradients in torch's memory: parameters outside of blocks, the values of
+    # two blocks, and the gradients of one block with the received shards.
     gathered: int
 
     @property
     def total(self) -> int:
-        """All received bytes."""
+        """Bytes that a rank receives in one forward and backward."""
         return self.forward + self.backward + self.gradients
 
 
@@ -39,14 +39,14 @@ _DAY_SECONDS = 86_400
 class Drive:
     """The speed of storage, all devices together, in bytes a second."""
 
-    read: float  # of reads alone
-    write: float  # of writes alone
-    # Of alternating reads and writes, counted together; None: they alternate at their own speeds.
+    read: float  # while nothing is written
+    write: float  # while nothing is read
+    # While reads and writes alternate, the bytes of both together; None: reads and writes keep their own speeds.
     mixed: float | None = None
-    processor_seconds: float = 0.0  # of one processor for a byte; 0 where it was not measured
+    processor_seconds: float = 0.0  # seconds of one processor to move a byte; 0: not measured
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """The seconds to move both."""
+        """Returns the seconds to read and write so many bytes."""
         if self.mixed is None or not read_bytes or not written_bytes:
             return read_bytes / self.read + written_bytes / self.write
         # The larger transfer continues alone when the smaller one is done.
@@ -59,34 +59,34 @@ class Drive:
 class Work:
     """The computation of the model, in seconds of the device that computes."""
 
-    forward: float  # of one forward
-    backward: float  # of one backward, with activation checkpointing
-    backwards: int = 1  # number of backwards for each step
-    # Each unit computes all backwards before the next one: values come once, and gradients leave once.
+    forward: float  # seconds of one forward
+    backward: float  # seconds of one backward, with activation checkpointing
+    backwards: int = 1  # the number of backwards in a step
+    # Each unit computes all micro-batches before the next unit, so a step reads values and writes gradients only once.
     by_layer: bool = False
-    # Seconds of the network in a forward and in a backward, where several ranks share the model.
+    # Seconds of the network in a forward and in a backward; None: one rank has the whole model.
     exchanged: tuple[float, float] | None = None
-    # Bytes of checkpointed activations of a step that leave a device in its forwards and return in its backwards, and
-    # those that files hold in between.
+    # Bytes of checkpointed activations that leave a device in the forwards of a step and return in its backwards.
     carried: int = 0
+    # Bytes of checkpointed activations that the forwards of a step write to files and its backwards read.
     stored: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The work of the processors beside the model, in seconds of one of them."""
+    """The work of the host's processors beside the model, in seconds of one processor."""
 
-    update: float  # the arithmetic of a step
-    check: float  # the checksum of a byte that is read or written
-    # Whether the model computes on all of the same processors: work on one of them delays the model, whose threads wait
-    # for each other at the end of each operation.
+    update: float  # seconds for the arithmetic of all updates of a step
+    check: float  # seconds for the checksum of one byte that is read or written
+    # The model computes on the same processors, all of them. Then work on one processor delays the model, whose threads
+    # wait for each other at the end of each operation.
     shared: bool
-    link: float | None = None  # bytes a second between host and device, each way; None where the host computes
-    ram_tier_threads: int = 1  # that share the update of the RAM tier; one alone updates what streams
+    link: float | None = None  # bytes a second between host and device, each way; None: the host computes
+    ram_tier_threads: int = 1  # threads that update the RAM tier; a single thread updates streamed state
 
 
-# Defaults of one thread's seconds for AdamW on a parameter, and for the checksum of a byte. Measured on a server's
-# processor of 2023 in training: 1.9 ns a parameter for both.
+# Default seconds of one thread for AdamW on a parameter, and for the checksum of a byte. In training on a server
+# processor of 2023, both together took 1.9 ns a parameter.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
 # The default number of threads that share the update of the RAM tier. The update moves 26 bytes for a parameter; more
 # threads would wait for the memory of a desktop.
@@ -94,7 +94,7 @@ _IN_RAM_THREADS = 4
 
 
 def assumed_host(link: float | None, *, shared: bool = False) -> Host:
-    """A processor with default speeds: one updates, beside a device that computes unless it is shared."""
+    """Returns a host with default speeds. `shared`: the model computes on the same processors."""
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
@@ -106,34 +106,34 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step, whose parts overlap: it takes as long as the longest of them."""
+    """A phase of a step. Its parts run at the same time, so the longest part determines the seconds."""
 
-    name: str  # forward and backward, each with the update that runs beside it, and what step() does
+    name: str  # names the computation and the update that runs beside it, as "backward and update"
     parts: Mapping[str, float]  # seconds by kind: compute, PCIe, disk, update, network
-    tail: float = 0.0  # the non-overlapped seconds of storage and update, for the first unit or the last gradient
+    tail: float = 0.0  # seconds of storage and update, for the first unit or the last gradient, that nothing overlaps
 
     @property
     def seconds(self) -> float:
-        """The longest part, or the longest part before the tail, and the tail."""
+        """The longest part; or the longest part other than disk and update, plus the tail, if that is more."""
         before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
         return max(*self.parts.values(), before + self.tail)
 
     @property
     def bound(self) -> str:
-        """The longest part."""
+        """The name of the longest part."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
 def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Phase]]:
-    """The phases of one step, one after the other, for each way in which its updates may run.
+    """Returns the phases of one step, in order, for each way in which its updates may run.
 
-    A run takes the fastest; early updates stand while no gradient is clipped or changed.
+    A run takes the fastest way. Updates of the way "early" are valid only if no gradient is clipped or changed.
     """
     if plan.gradients not in ("ssd", "ram"):
         return {"fused": _Step(plan, work, drive, host, "fused").fused()}
     if plan.spared is None:
         return {"at once": _Step(plan, work, drive, host, "at once").at_once()}
-    # The first of equally fast ones is taken: it moves fewer bytes.
+    # Of equally fast ways `fastest` takes the first: "next forward" moves fewer bytes than "next backward".
     return {
         "next forward": _Step(plan, work, drive, host, "next forward").next_forward(),
         "next backward": _Step(plan, work, drive, host, "next backward").next_backward(),
@@ -142,26 +142,29 @@ def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Pha
 
 
 def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
-    """The way of the shortest step; "early", which depends on the gradients, only where there is no other."""
+    """Returns the fastest way; "early", whose updates are valid for some gradients only, if there is no other."""
     return min(found, key=lambda way: (way == "early", seconds(found[way])))
 
 
 class _Step:
-    """The phases of a step whose updates run in one way."""
+    """The phases of a step; one method for each way in which the updates may run."""
 
     def __init__(self, plan: Plan, work: Work, drive: Drive, host: Host, way: Way) -> None:
         self._plan, self._work, self._drive, self._host = plan, work, drive, host
         self._into, self._back, self._out = through_link(plan)
         traffic = Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part, plan.spared)
         moved = traffic.by(way, evicted=plan.window < RESIDENT_WINDOW)
-        # Bytes that each micro-batch reads of values, and what an update reads and writes.
+        # Bytes of values that a micro-batch reads, in its forward and in its backward; `_first` is for the micro-batch
+        # that computes beside the updates.
         self._values = plan.read_bytes.get("values, forward", 0), plan.read_bytes.get("values, backward", 0)
         self._first = moved.read.get("values, forward", 0), moved.read.get("values, backward", 0)
+        # Bytes of gradients that a backward spills; bytes that the forward of "next backward" reads for the last step's
+        # updates; and all other bytes that the updates read and write.
         self._spilled = moved.written.get("gradients", 0)
         self._again = moved.read.get(LAST_UPDATE, 0)
         self._read = sum(moved.read.values()) - sum(self._first) - self._again
         self._written = sum(moved.written.values()) - self._spilled
-        # The RAM tier waits for step() in every mode, and all threads share its update.
+        # Seconds of streamed updates. The RAM tier is updated in step(), whatever the way.
         self._update = host.update * (1 - plan.ram_tier_part)
         late = 0
         if plan.ram_tier_part and plan.spared is not None:
@@ -169,23 +172,23 @@ class _Step:
         elif plan.ram_tier_part and not moved.written.get("log", 0):
             late = int(self._written * plan.ram_tier_part)
         self._written -= late
-        # Without a log step() writes it, too. A log is written before the commit.
+        # step() writes the `late` bytes: before the commit as the gradient log, or after it as records of the RAM tier.
         self._log, self._through = (late, 0) if moved.written.get("log", 0) else (0, late)
 
     def fused(self) -> list[Phase]:
-        """Each gradient's update runs as it appears."""
+        """Returns the phases if the update of each gradient runs as soon as the gradient appears."""
         disk = self._values[1] * self._rounds + self._read, self._written
         last = self._backward("backward and update", disk, update=self._update)
         return [self._forward("forward"), self._last_update(last), *self._at_step()]
 
     def at_once(self) -> list[Phase]:
-        """All updates run in step()."""
+        """Returns the phases if all updates run in step()."""
         disk = self._read, self._written
         update = self._phase("update", 0.0, (0, 0), disk, self._update)
         return [self._forward("forward"), self._kept_backward("backward"), update, *self._at_step()]
 
     def next_forward(self) -> list[Phase]:
-        """The first fetch of a unit in the next step makes its update."""
+        """Returns the phases if the first fetch of a unit in the next step makes the unit's updates."""
         first, others = self._divided
         name = "forward and last step's update" if not others else "first forward and last step's update"
         disk = self._first[0] + self._read, self._written
@@ -195,7 +198,7 @@ class _Step:
         return [*parts, self._kept_backward("backwards" if others else "backward"), *self._at_step()]
 
     def next_backward(self) -> list[Phase]:
-        """A forward computes the values of the last step's updates, and the backward after it makes them."""
+        """Returns the phases if the next forward computes the updated values, and its backward makes the updates."""
         first, others = self._divided
         which = "first " if others else ""
         disk = self._first[0] + self._again, 0
@@ -209,7 +212,7 @@ class _Step:
         return [*parts, *self._at_step()]
 
     def early(self) -> list[Phase]:
-        """Each update runs as its gradient, which is stored with it, is whole."""
+        """Returns the phases if each update runs once its gradient is complete; the gradient is stored, too."""
         last, others = self._divided
         parts = [self._forward("forward")]
         if others:
@@ -221,19 +224,19 @@ class _Step:
 
     @property
     def _rounds(self) -> int:
-        """How often each unit is read for the micro-batches of a step."""
+        """How often the micro-batches of a step read each unit."""
         return 1 if self._work.by_layer else self._work.backwards
 
     @property
     def _divided(self) -> tuple[int, int]:
-        """The number of micro-batches that compute beside an update, and of the others."""
+        """Two numbers: of micro-batches that compute while updates run, and of other micro-batches."""
         others = self._rounds - 1
         return self._work.backwards - others, others
 
     def _kept_backward(self, name: str, *, added: int | None = None, count: int | None = None) -> Phase:
-        """Backwards whose gradients are kept; `added` of them read the spilled ones, and add to them.
+        """Returns the phase of the backwards of `count` micro-batches that spill their gradients; None: of all.
 
-        `count` is the number of micro-batches; None: all, each of which adds but the first.
+        `added` of these backwards read spilled gradients and add to them; None: all but the first.
         """
         rounds = self._rounds if count is None else count
         added = rounds - 1 if added is None else added
@@ -243,7 +246,10 @@ class _Step:
     def _forward(
         self, name: str, disk: tuple[int, int] | None = None, *, update: float = 0.0, count: int | None = None
     ) -> Phase:
-        """The forwards of some micro-batches, or all; `disk` has the bytes of all of them; None: they read values."""
+        """Returns the phase of the forwards of `count` micro-batches; None: of all.
+
+        `disk` has the bytes that these forwards read and write, without activations; None: they read values.
+        """
         work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
         count = work.backwards if count is None else count
         read, written = (self._values[0] * rounds, 0) if disk is None else disk
@@ -253,7 +259,10 @@ class _Step:
         return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
 
     def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
-        """The backwards of some micro-batches, or all; `disk` has the bytes of all of them."""
+        """Returns the phase of the backwards of `count` micro-batches; None: of all.
+
+        `disk` has the bytes that these backwards read and write, without activations.
+        """
         work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
         count = work.backwards if count is None else count
         disk = disk[0] + int(work.stored * count / work.backwards), disk[1]
@@ -262,16 +271,16 @@ class _Step:
         return phase if work.exchanged is None else _beside(phase, work.exchanged[1] * rounds)
 
     def _first_update(self, phase: Phase) -> Phase:
-        """The phase with a unit that waits for its own update, before it computes."""
+        """Returns the phase with a tail: the first unit waits for its own update before it computes."""
         return self._apart(phase, self._drive.seconds((self._again or self._read) * self._first_part, 0))
 
     def _last_update(self, phase: Phase) -> Phase:
-        """The phase with an update when it has computed all else: that of the forward's first unit."""
+        """Returns the phase with a tail: the gradient of the first unit comes last, and its update overlaps nothing."""
         part = self._first_part
         return self._apart(phase, self._drive.seconds(self._read * part, self._written * part))
 
     def _apart(self, phase: Phase, disk: float) -> Phase:
-        """The phase whose update of the first unit, `disk` seconds of storage, no computation overlaps."""
+        """Returns the phase with a tail for the update of the first unit, which takes `disk` seconds of storage."""
         update = self._update * self._first_part
         if self._host.shared:
             phase = replace(phase, parts={**phase.parts, "compute": phase.parts["compute"] - update})
@@ -279,18 +288,18 @@ class _Step:
 
     @property
     def _first_part(self) -> float:
-        """The part of the first unit of a forward in all updates that stream."""
+        """The first unit's share, from 0 to 1, in all streamed updates."""
         kept = set(self._plan.ram_tier if self._plan.ram_tier_part else ())
         streams = [0.0 if kept.issuperset(unit.parameters) else _trained(unit) for unit in self._plan.units]
         return streams[0] / sum(streams) if any(streams) else 0.0
 
     def _at_step(self) -> list[Phase]:
-        """The log of kept gradients of the RAM tier, and after the commit its update."""
+        """Returns the phases of step(): the gradient log, and after the commit the update of the RAM tier."""
         plan, host = self._plan, self._host
         if not plan.ram_tier_part:
             return []
         log = self._phase("gradient log", 0.0, (0, 0), (0, self._log))
-        # Its values are checked before the update, and have new checksums after it.
+        # Values in the RAM tier are verified before the update, and get new checksums after it.
         checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
         parts = {"update": (host.update - self._update + checked) / host.ram_tier_threads}
         if self._through:
@@ -300,22 +309,23 @@ class _Step:
     def _phase(
         self, name: str, compute: float, link: tuple[int, int], disk: tuple[int, int], update: float = 0.0
     ) -> Phase:
-        """A phase that moves bytes in both directions of the link, and reads and writes bytes."""
+        """Returns a phase that moves `link` bytes to and from the device, and reads and writes `disk` bytes."""
         host, drive = self._host, self._drive
         busy = update + sum(disk) * (host.check + drive.processor_seconds)
         parts = {"disk": drive.seconds(*disk)}
         if host.shared:
-            # The model's threads are on the same processors, and wait for each other.
+            # Update and model share the processors, and the model's threads wait for each other: the times add up.
             parts["compute"] = compute + busy
         else:
             parts |= {"compute": compute, "update": busy}
         if host.link is not None:
-            # The link moves both ways at once.
+            # The link moves bytes in both directions at once.
             parts["PCIe"] = max(link) / host.link
         return Phase(name=name, parts=parts)
 
 
 def _trained(unit: Unit) -> float:
+    """Returns about how many elements of a unit are trained, from its bytes."""
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
@@ -324,7 +334,7 @@ def _beside(phase: Phase, network: float) -> Phase:
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:
-    """The bytes that a forward and a backward copy to the device, and those of gradients from it."""
+    """Returns three numbers of bytes: values to the device in a forward, in a backward, and gradients from it."""
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)
     back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
@@ -332,24 +342,24 @@ def through_link(plan: Plan) -> tuple[int, int, int]:
 
 
 def seconds(parts: Sequence[Phase]) -> float:
-    """The seconds of a whole step."""
+    """Returns the seconds of a whole step."""
     return sum(part.seconds for part in parts)
 
 
 def update_seconds(plan: Plan, a_parameter: float) -> float:
-    """The seconds of one processor for the whole update."""
+    """Returns the seconds of one processor for all updates of a step; `a_parameter` is the seconds of one element."""
     return sum(map(_trained, plan.units)) * a_parameter
 
 
 def drive_days(written: int, step_seconds: float, endurance: float) -> float | None:
-    """Days of continuous training until `endurance` bytes are written; None where a step writes nothing."""
+    """Returns the days of training until `endurance` bytes are written; None if a step writes nothing."""
     if not written or not step_seconds:
         return None
     return endurance / written * step_seconds / _DAY_SECONDS
 
 
 def moves(plan: Plan) -> str:
-    """One line about the RAM tier, and the bytes of a step with this and with more memory."""
+    """Returns a line for the log: the RAM tier, and the bytes of a step with this budget and with larger ones."""
     moved = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.ram_tier:
         moved = (

@@ -27,32 +27,33 @@ if TYPE_CHECKING:
     from memascend.storage import Record
 
 
-# Chunks between a device and storage, {bytes: count}, of units and of gradients. Large enough that a thread of Python
-# keeps up with several drives.
+# Host chunks, {bytes: count}, through which units go from storage to a device. With chunks of this size, a Python
+# thread keeps up with several drives.
 UNIT_CHUNKS = {4 << 20: 4}
-# One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so 3,400 windows
-# of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
+# Host windows, {bytes: count}, through which gradients come from a device: the engine reads one while the other is
+# filled. Each window costs a call of Python: with 7 B parameters, a step has 14 GB of gradients, so 3,400 windows of
+# this size, or 13,600 of 1 MiB. A larger window would delay the first chunk of each gradient.
 GRADIENT_WINDOWS = {4 << 20: 2}
-# Chunks of checkpointed activations, {bytes: count}. One request of a storage device each, and as many as keep it busy
-# (docs/measurements.md).
+# Chunks, {bytes: count}, of checkpointed activations. A chunk is one request to a drive, and this many chunks keep it
+# busy (docs/measurements.md).
 ACTIVATION_CHUNKS = {1 << 20: 8}
-# Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.
+# activations="host" takes further chunks in groups of this size. Without a budget it may take this many groups: 1 GiB.
 ACTIVATION_GROUP, ACTIVATION_GROUPS = 64, 16
 
 
 def file_of(path: str) -> Path:
-    """The store's file in a folder (or a folder to be made: "runs/first/"); of any other path, the path itself."""
+    """Returns the path of the store's file: inside `path` if that is a folder or ends in "/", else `path` itself."""
     place = Path(path)
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
 def nearest(place: Path) -> Path:
-    """The path, or its nearest parent that exists."""
+    """Returns `place` if it exists, else its nearest parent that does."""
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
 
 def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
-    """Free bytes on storage beside a store of `total_bytes`, made or not; None where the system does not say."""
+    """Returns the free bytes on storage beside a store of `total_bytes`, which may exist already; None if unknown."""
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
         systems = [nearest(place).stat().st_dev for place in places]
@@ -64,7 +65,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 continue
             # Several shards on one file system share its free space.
             free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            # A new store takes over the bytes of a store's file, whether or not it was ever filled.
+            # The bytes of an existing file of the store count as free: a new store replaces that file.
             there = (file.stat().st_size for file in (place, pending_file(place)) if file.is_file())
             rooms.append(free + next(there, 0))
     except OSError:
@@ -73,7 +74,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
 
 
 def folders_of(options: Options) -> list[Path]:
-    """The folders of temporary files: beside each shard of the store, as far as that is known."""
+    """Returns the folders for temporary files: `scratch=`, or the folders of the store's files."""
     if options.scratch is not None:
         return [Path(expanded(options.scratch))]
     files = [path for path in options.paths or () if not Path(path).is_block_device()]
@@ -82,19 +83,19 @@ def folders_of(options: Options) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a plan depends on, of the model, its optimizer and the options."""
+    """The facts about model, optimizer and options on which a plan depends."""
 
     options: Options
     units: tuple[Unit, ...]
     records: list[Record]  # the records of the store
-    optimizer: str  # its class, or its classes
-    gradient_bytes: Mapping[str, int]  # by the names of the trained parameters
+    optimizer: str  # the name of the optimizer's class, or of several classes
+    gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
     replayed: frozenset[str]  # the trained parameters whose updates can be replayed from their gradients
     durability: Literal["step", "none"]
-    staged: bool  # units reach a device through chunks
-    unplaced: bool = False  # the path of the store is not known yet, nor the free space beside it
-    streamed: Collection[str] = field(default_factory=frozenset)  # the trained parameters that no budget keeps in RAM
-    # See `Requirements`.
+    staged: bool  # a device computes: units reach it through chunks of host memory
+    unplaced: bool = False  # the path of the store, and so its free space, is not known yet
+    streamed: Collection[str] = field(default_factory=frozenset)  # trained parameters that are never kept in RAM
+    # `Requirements` describes the following fields.
     whole_bytes: int = 0
     whole_next_bytes: int = 0
     update_values: Literal["resident", "read", "never"] = "resident"
@@ -102,17 +103,17 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The layout of a run."""
+    """The layout of a run's store, and the plan of its memory."""
 
-    records: list[Record]  # the parameter records of the store
-    sizes: engines.Sizes  # their sizes there
-    plan: Plan  # of memory
-    network: Network | None = None  # the planned traffic of one of several ranks
+    records: list[Record]  # the records of the store
+    sizes: engines.Sizes  # the sizes of the store and its parts
+    plan: Plan  # the memory plan
+    network: Network | None = None  # the planned network traffic of this rank; None: a single rank
 
 
 @dataclass(frozen=True)
 class TorchBytes:
-    """Bytes that the same training takes without offloading, but for activations, which are the same."""
+    """The bytes that the same training takes without offloading, apart from activations."""
 
     values: int
     state: int
@@ -120,11 +121,12 @@ class TorchBytes:
 
     @classmethod
     def of(cls, decision: Decision) -> TorchBytes:
-        """Those of a run, which reserves space for the gradients of trained parameters."""
+        """Computes the bytes from the records of a decided run."""
         own = [record for record in decision.records if not record.buffer]
+        # `spill` is set in the records of trained parameters.
         gradients = sum(record.values.nbytes for record in own if record.spill is not None)
         state = sum(
-            # "rest" is one half of a compact master, which counts whole.
+            # "rest" is half of a compact master; torch would store all 4 bytes of the master.
             tensor.numel() * (4 if name == "rest" else tensor.element_size())
             for record in decision.records
             for name, tensor in record.state.items()
@@ -133,12 +135,17 @@ class TorchBytes:
 
     @property
     def total(self) -> int:
-        """The sum, at the end of a backward."""
+        """The sum, as it is at the end of a backward."""
         return self.values + self.state + self.gradients
 
 
 def decided(facts: Facts) -> Decision:
-    """Size the store, and plan the memory of the run."""
+    """Computes the sizes of the store and the memory plan of a run.
+
+    Raises:
+        ConfigError: an option does not fit the storage, or a unit has no elements.
+        BudgetError: a budget is too small.
+    """
     options, records = facts.options, facts.records
     moves = options.moves_activations(staged=facts.staged)
     if moves and options.paths and not folders_of(options):
@@ -149,12 +156,12 @@ def decided(facts: Facts) -> Decision:
     empty = next((unit for unit in facts.units if sizes.unit_bytes[unit.name] == 0), None)
     if empty is not None:
         raise ConfigError(
-            f"{', '.join(empty.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
+            f"{', '.join(empty.parameters)} has no elements, and is a unit alone: leave it out of the model, or put it "
             "into a module that has other parameters"
         )
     plan = _planned(facts, _requirements(facts, sizes))
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
-        # Only a number that was asked for is rejected; by default the log is as long as the space allows.
+        # Without `log_steps=` the log is as long as the space allows.
         fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
         raise ConfigError(
             f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
@@ -203,7 +210,7 @@ def _log(facts: Facts, sizes: engines.Sizes) -> Log | None:
     if facts.durability == "none":
         return None
     nbytes = engines.log_bytes(facts.records)
-    # A raw device is the store's alone.
+    # Only the store uses a raw device; on a file system the log shares the free space with other files.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if facts.unplaced else room_beside(options.paths, sizes.total_bytes)
     return Log(facts.replayed, nbytes, options.log_steps, room, shares=shares)

@@ -1,4 +1,4 @@
-"""Knows hardware: GPUs by their names, kinds of drives, the GPU of this machine, and its speed in products."""
+"""Lists the specifications of GPUs and drives; finds this machine's GPU; measures its processor's matrix products."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from pathlib import Path
 from memascend.plan.cost import Drive
 
 _GB, _GIB, _TB = 10**9, 1 << 30, 10**12
-# The part of a GPU's dense 16-bit peak, or of a processor's speed in one product, that training of large blocks
-# reaches: large products alone reach 0.7 and more of a GPU's peak, but operations between them are bound by memory.
+# The part of a GPU's dense 16-bit peak, or of a processor's speed in one matrix product, that training of large blocks
+# reaches. Large products alone reach 0.7 and more of a GPU's peak, but memory limits the operations between them.
 REACHED = 0.5
-# Memory of a card that CUDA, its libraries and gaps of the allocator take.
+# Bytes of a card's memory that CUDA, its libraries and the allocator's gaps take.
 _CONTEXT = 1 << 30
-# Bytes a second of 16 lanes in one direction; the specification has 15.8, 31.5 and 63 GB/s.
+# Assumed bytes a second of 16 lanes in one direction; the specification allows 15.8, 31.5 and 63 GB/s.
 _PCIE_3, _PCIE_4, _PCIE_5 = 12e9, 25e9, 50e9
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The figures of a GPU."""
+    """The specification of a GPU."""
 
     name: str
     tflops: float  # peak, in 10**12 operations a second
-    nbytes: int  # memory
-    link: float  # bytes a second, each way
-    bf16: bool = True  # whether its peak is one of bf16, too
+    nbytes: int  # bytes of memory
+    link: float  # bytes a second between host and GPU, each way
+    bf16: bool = True  # whether bf16 reaches the peak, too; else only fp16
 
     @property
     def usable(self) -> int:
-        """Memory for tensors."""
+        """Bytes of memory for tensors."""
         return max(0, self.nbytes - _CONTEXT)
 
     @property
     def flops(self) -> float:
-        """Operations a second in training."""
+        """Operations a second that training reaches."""
         return self.tflops * _TB * REACHED
 
 
-# The peak is of dense bf16 products with sums in fp32: half of the figure with sparsity. On GeForce cards since Ampere
-# it is twice the peak of fp32 (cores x 2 x boost clock).
+# Each peak is for dense bf16 products with sums in fp32: half of the data sheet's number with sparsity. On GeForce
+# cards since Ampere this peak is twice that of fp32 (cores x 2 x boost clock).
 _CARDS = (
-    # NVIDIA T4, V100 and Turing GPU Architecture: data sheets and whitepaper. Peaks of fp16: none has units for bf16.
+    # NVIDIA T4, V100 and Turing GPU Architecture: data sheets and whitepaper. Peaks are of fp16: no units for bf16.
     Gpu("T4", 65, 15 * _GIB, _PCIE_3, bf16=False),  # 16 GiB, of which error correction takes one
     Gpu("V100 16 GB", 125, 16 * _GIB, _PCIE_3, bf16=False),
     Gpu("V100 32 GB", 125, 32 * _GIB, _PCIE_3, bf16=False),
     Gpu("RTX 2080 Ti", 53.8, 11 * _GIB, _PCIE_3, bf16=False),
-    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2; others by their cores and clocks
+    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2; cards missing there: computed from cores and clocks
     Gpu("RTX 3060", 25.5, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3060 Ti", 32.4, 8 * _GIB, _PCIE_4),
     Gpu("RTX 3070", 40.6, 8 * _GIB, _PCIE_4),
@@ -57,7 +57,7 @@ _CARDS = (
     Gpu("RTX 3080 Ti", 68.2, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
     Gpu("RTX 3090 Ti", 80, 24 * _GIB, _PCIE_4),
-    # NVIDIA Ada GPU Architecture, whitepaper V2; others by their cores and clocks. The smaller ones have 8 lanes.
+    # NVIDIA Ada GPU Architecture, whitepaper V2; cards missing there: computed. The smaller cards have 8 lanes.
     Gpu("RTX 4060", 30.2, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 8 GB", 44.1, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 16 GB", 44.1, 16 * _GIB, _PCIE_4 / 2),
@@ -68,7 +68,7 @@ _CARDS = (
     Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4080 Super", 104.4, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
-    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1; others by their cores and clocks
+    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1; cards missing there: computed from cores and clocks
     Gpu("RTX 5060", 38.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 8 GB", 47.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 16 GB", 47.4, 16 * _GIB, _PCIE_5 / 2),
@@ -103,20 +103,21 @@ _CARDS = (
 
 
 def short_name(name: str) -> str:
-    """A name as it is looked up: "RTX 4060 Ti 16 GB" as "4060ti16"."""
+    """Returns the key of a GPU's name in `CARDS`: "4060ti16" for "RTX 4060 Ti 16 GB"."""
     plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|rtx|\s|-)*", "", name.lower())
     return re.sub(r"[\s_-]+|gi?b$", "", plain)
 
 
+# The GPUs by `short_name`.
 CARDS = {short_name(card.name): card for card in _CARDS}
-# Of cards with several sizes of memory or plugs, the one that a name without them means: drivers name some 8 and 16 GB
-# cards alike, and no owner of the smaller one should be told that a model fits.
+# For a name without a size of memory or a plug: the key of the card that it means. Drivers give some 8 and 16 GB cards
+# the same name; the smaller one is assumed, so that `plan` promises its owner nothing that does not fit.
 USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
-# Warranted terabytes written of consumer drives, for each terabyte of size; server drives have 2 to 10 times as much.
+# Terabytes written that consumer drives are warranted for, per terabyte of size; server drives: 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
-# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). They are somewhat
-# below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO
-# (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
+# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). These speeds are
+# somewhat below the sequential ones in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450
+# PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
 DRIVES = {
     "gen3": Drive(read=3e9, write=2e9),
     "gen4": Drive(read=5e9, write=4e9),
@@ -124,17 +125,17 @@ DRIVES = {
 }
 
 
-# The kind of drive that is assumed where none is named or measured.
+# The drive that `plan` assumes if none is named or measured.
 ASSUMED_DRIVE = "gen4"
 
-# What drivers add to the name of a card: its plug, its memory, its edition. A laptop's is another card.
+# Suffixes that drivers add to a card's name: plug, memory, edition. "Laptop" is missing, since that is another card.
 _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
 
 
 def gpu_here() -> Gpu | None:
-    """The GPU of this machine by the name that its driver gives; None without one, or where its figures are not known.
+    """Returns the specification of this machine's GPU, by its driver's name; None without a GPU, or for an unknown one.
 
-    Whether there is one is seen without torch, whose import takes seconds.
+    Imports torch, which takes seconds, only if the machine has a GPU.
     """
     if not has_device_file():
         return None
@@ -149,26 +150,26 @@ def gpu_here() -> Gpu | None:
 
 
 def has_device_file() -> bool:
-    """Whether the system has a GPU; a driver may be missing."""
+    """True if the system has a device file of a GPU; its driver may be missing."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
-# The side of the measured product, as large as those of a block, and the seconds of its repetitions.
+# `product_flops` multiplies matrices of this side, which is typical of a block, for this many seconds.
 _SIDE, _SECONDS = 1024, 0.3
 
 
 def product_flops(dtype: str) -> float:
-    """Operations a second of this processor in a product of matrices of this type, on all threads of torch."""
+    """Measures the operations a second of this processor in a matrix product of `dtype`, on all threads of torch."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
 
-    # As layers compute: of some types the product with a matrix that is not transposed is many times slower.
+    # linear() multiplies as layers do. For some dtypes a product without the transposition is many times slower.
     product = torch.nn.functional.linear
-    # The program's own random numbers stay where they are.
+    # A separate generator leaves the program's random numbers unchanged.
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.rand(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
-    # The first one loads and maps what the others find.
+    # The first product loads libraries and maps memory, so it is not measured.
     product(first, second)
     shortest, began = float("inf"), time.perf_counter()
     while shortest == float("inf") or time.perf_counter() - began < _SECONDS:

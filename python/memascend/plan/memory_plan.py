@@ -1,4 +1,10 @@
-"""Plans a run within a budget: units in memory, sizes of slots, the RAM tier, bytes that a step moves."""
+"""Plans the memory of a run within a budget: units in memory, sizes of slots, the RAM tier, bytes that a step moves.
+
+[Note: order of the budget] A budget pays for the working minimum first: slots for one unit at a time, two chunks for
+updates, the largest gradient. More budget pays, in this order, for two more chunks, slots for a second unit, a longer
+queue of gradients, more chunks, the next whole parameter, activations, the RAM tier, and at last more slots. On a
+device, slots and gradients have a budget of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +27,24 @@ if TYPE_CHECKING:
     from memascend.storage import Sizes
 
 
-# Bytes of an arena on the heap beside its slots: for itself, for each class, for each slot.
+# Heap bytes of an arena beside its slots: for the arena itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The cheapest classes ({bytes: count}) of an arena that holds each of `windows`, one after another.
+    """Returns the cheapest classes ({bytes: count}) of an arena in which each of `windows` fits, one after another.
 
     A window is the sizes in bytes of leases that must be in memory at once. Similar sizes that are never in one window
-    (an embedding and an LM head, say) may share slots of the larger size; the choice minimizes the whole arena. As an
-    arena never leases a larger class than needed, each window is granted in every order.
+    (an embedding and an LM head, say) may share slots of the larger size; the choice minimizes the whole arena. An
+    arena never leases a larger class than needed, so the leases of a window fit in any order.
     """
-    # Without their order: a model of a hundred equal blocks has only a few different windows.
+    # Windows are compared without their order: a model of a hundred equal blocks has only a few different windows.
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
         raise ConfigError(f"host_memory= must be at least 1 byte, not {sizes[0]}")
-    # best[count]: the cost of the `count` smallest sizes; how many of them are below their largest class; its slots.
+    # best[count]: the bytes for the `count` smallest sizes; how many of these sizes are in classes below the largest
+    # class; the slots of the largest class.
     best = [(0, 0, 0)]
     for count in range(1, len(sizes) + 1):
         bound = sizes[count - 1]
@@ -58,17 +65,17 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def arena_bytes(classes: Mapping[int, int]) -> int:
-    """The bytes of an arena of these classes, with its own tables."""
+    """Returns the bytes of an arena with these classes, including its tables."""
     if not classes:
         return 0
     tables = _ARENA_BYTES + _CLASS_BYTES * len(classes) + SLOT_BYTES * sum(classes.values())
     return memory.layout(classes).reserved + tables
 
 
-# Each record is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
-# many would save three eighths of a byte, and take twice the space and twice as long to replay.
+# The default length of the gradient log: each record is written whole once in this many steps. Of 12 bytes a parameter,
+# 3/4 byte is written per step. A log of twice the length would save 3/8 byte, and double its space and its replay.
 _STEPS = 16
-# Without a given number of steps, a log takes this part of the free space at most: 1 / 2.
+# Without `log_steps=`, a log takes at most 1/2 of the free space.
 _SHARE = 2
 
 
@@ -76,19 +83,19 @@ _SHARE = 2
 class Log:
     """The options of a gradient log."""
 
-    names: Collection[str]  # of the records whose updates can be replayed
-    # The bytes of a log for some of these, by the number of its steps, from 1 on.
+    names: Collection[str]  # the records whose updates can be replayed
+    # Returns the bytes of a log of these records with so many steps, at least 1.
     nbytes: Callable[[Sequence[str], int], int]
-    asked: int | None = None  # number of steps; None: the default
-    room: int | None = None  # free bytes for the log; None where they are not known
-    shares: bool = True  # whether other files share this space
+    asked: int | None = None  # the steps that the user asked for; None: the default
+    room: int | None = None  # free bytes for the log; None: unknown
+    shares: bool = True  # other files share the free space
 
     def wanted(self, names: Sequence[str]) -> int:
-        """The number of steps that it would keep of these records with enough space."""
+        """Returns how many steps of these records the log would keep with enough space."""
         return (_STEPS if self.asked is None else self.asked) if names else 0
 
     def plan(self, names: Sequence[str]) -> tuple[int, int]:
-        """The number of steps that it keeps of these records, and its bytes; 0 where no step fits."""
+        """Returns how many steps of these records the log keeps, and its bytes; zeros if not even one step fits."""
         wanted = self.wanted(names)
         if not wanted:
             return 0, 0
@@ -102,62 +109,63 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The needs of a run."""
+    """The facts about a run from which `make_plan` divides its memory."""
 
     units: Sequence[Unit]  # in the order of the forward
-    sizes: Sizes  # of the store that holds them
-    # The mode of gradients: "ram" needs memory for all of them, the others for the largest.
+    sizes: Sizes  # the sizes of the store and its parts
+    # The mode of gradients: "ram" needs memory for all gradients, the other modes for the largest one.
     gradients: Literal["auto", "fused", "ssd", "ram"]
-    gradient_bytes: Mapping[str, int]  # by the names of the parameters that a step changes
-    whole_bytes: int = 0  # what an optimizer needs that updates whole parameters
-    whole_next_bytes: int = 0  # what reading the next one takes, or writing the last one, while one is updated
+    gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
+    whole_bytes: int = 0  # bytes for an optimizer that updates whole parameters
+    # Further bytes with which such an optimizer reads the next parameter, or writes the last, while it updates one.
+    whole_next_bytes: int = 0
     # {bytes: count} of the chunks through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)
-    activation_group: int = 0  # further chunks, as many at a time, in which activations stay in memory; 0: none stay
-    activation_groups: int = 0  # the estimated number of such groups that avoids storage
-    # Where a device computes, the chunks, {bytes: count}, between it and storage, by owner; units and gradients are
-    # then in the device's memory. None: the host computes.
+    activation_group: int = 0  # how many further chunks for activations are added at a time; 0: none are added
+    activation_groups: int = 0  # the number of such groups with which, by estimate, no activation goes to storage
+    # The chunks, {bytes: count}, between a device that computes and storage, by owner; units and gradients are then in
+    # the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
-    # Whether an update reads the values: "resident" where their unit was evicted (the compact state), "read" always
-    # (values of 32 bits), "never" (the state has a master of its own).
+    # When an update reads the values: "resident": if their unit was evicted (compact state); "read": always (32-bit
+    # values); "never": the state has a master of its own.
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
-    # The parameters whose updates may be deferred to the next step, where gradients wait for the norm of all.
+    # The parameters whose updates may be deferred to the next step, if gradients wait for the norm of all.
     deferrable: Collection[str] = ()
-    # The bytes behind the store for second places of the gradients of some of these; None: there are none.
+    # Returns the bytes behind the store for second places of the gradients of these parameters; None: no such places.
     places: Callable[[Collection[str]], int] | None = None
-    # The parameters whose updates in the RAM tier are applied in memory, and written only at the end.
+    # The parameters that the RAM tier updates only in memory, and writes at the end of the run.
     applied: Collection[str] = ()
-    # The options of their gradient log, where each step is durable; None: there is no log.
+    # The options of the gradient log of the RAM tier; None: no log, as steps are not durable.
     log: Log | None = None
 
     @property
     def largest_gradient(self) -> int:
-        """Bytes of it."""
+        """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
     @property
     def all_gradients(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all gradients."""
         return sum(self.gradient_bytes.values())
 
     @property
     def group_bytes(self) -> int:
-        """The bytes of one further group of chunks for activations."""
+        """Bytes of one further group of chunks for activations."""
         return arena_bytes(
             {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
         )
 
     def bytes_of(self, unit: Unit) -> int:
-        """The values of a unit on storage, and in a lease."""
+        """Returns the bytes of a unit's values, on storage and in a lease."""
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
 
     def record_bytes(self, name: str) -> tuple[int, int]:
-        """The values and the state of a record."""
+        """Returns the bytes of a record's values, and of its state."""
         return self.sizes.record_bytes.get(name, (0, 0))
 
     def sum_records(self, names: Iterable[str]) -> tuple[int, int]:
-        """The values of these records, and their state."""
+        """Returns the bytes of the values of these records, and of their state."""
         sizes = [self.record_bytes(name) for name in names]
         return sum(values for values, _ in sizes), sum(state for _, state in sizes)
 
@@ -166,12 +174,12 @@ class Requirements:
 class RamTier:
     """The RAM tier: records whose values and state are read once, and whose gradients wait in memory."""
 
-    names: tuple[str, ...] = ()  # of the records
-    nbytes: int = 0  # of their values and state
-    gradients: int = 0  # bytes of their gradients that wait for `step()`
-    # The units whose values are all in the RAM tier: modules compute with them in place, without a slot.
+    names: tuple[str, ...] = ()  # the records
+    nbytes: int = 0  # bytes of values and state
+    gradients: int = 0  # bytes of gradients that wait for `step()`
+    # The units whose values are all in the RAM tier: modules compute with these values in place, without a slot.
     units: frozenset[str] = frozenset()
-    # By unit, bytes of values that a forward does not read.
+    # By unit, the bytes of values that a forward does not read.
     values: Mapping[str, int] = field(default_factory=dict)
     update: int = 0  # bytes of values that an update does not read
     state: int = 0  # bytes of state that an update does not read
@@ -181,7 +189,7 @@ class RamTier:
 
     @property
     def room(self) -> int:
-        """The bytes of the RAM tier, gradients included."""
+        """Bytes of the RAM tier, including gradients."""
         return self.nbytes + self.gradients
 
 
@@ -189,10 +197,10 @@ _NOTHING = RamTier()
 
 
 def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[str]:
-    """Names of records in the order in which they get `room` bytes, as far as that goes.
+    """Returns the names of all records in the order in which the RAM tier takes them until its `room` is used up.
 
-    The first unit comes first, since nothing overlaps its fetch; then whole units at equal distances, so that storage
-    works for others while these compute; then all that is left.
+    The first unit comes first, since nothing overlaps its fetch. Then come whole units at equal distances: while these
+    compute, storage reads the others. All other units follow. `needs` has the bytes of each record.
     """
     members = [[name for name in unit.parameters if name in needs] for unit in units]
     whole = [sum(needs[name] for name in names) for names in members]
@@ -209,10 +217,10 @@ def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[
 
 
 def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
-    """Choose whole records for the RAM tier within `room` bytes; None: all of them."""
+    """Chooses whole records for the RAM tier within `room` bytes; None: all records."""
 
     def waits(name: str) -> int:
-        # In "ram" mode all gradients have memory already.
+        # In "ram" mode the plan has memory for all gradients already.
         return 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
 
     needs = {
@@ -229,7 +237,7 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
             left -= needs[name]
     names = [name for name in needs if name in chosen]
     by_unit = {unit.name: run.sum_records(chosen.intersection(unit.parameters))[0] for unit in run.units}
-    # A device computes with units in its own memory.
+    # A device computes with units in its own memory, and not in place.
     here = [] if run.staging is not None else run.units
     update, state = run.sum_records(name for name in names if name in run.gradient_bytes)
     logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
@@ -248,7 +256,7 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes of values that forward and backward read, and the units that a step reads once at most."""
+    """The bytes of values that forward and backward read, and the units that a step reads at most once."""
 
     forward: int
     backward: int
@@ -256,25 +264,25 @@ class Reads:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Bytes that forward and backward read together."""
         return self.forward + self.backward
 
 
 class MemoryPlanner:
-    """Makes splits of memory for one run."""
+    """Makes `MemorySplit`s for one run."""
 
     def __init__(self, run: Requirements, ram_tier: RamTier = _NOTHING) -> None:
-        """`ram_tier` comes beside the memory of units, updates and gradients; its whole units need no slot."""
+        """`ram_tier` is added to the memory of units, updates and gradients; its whole units need no slot."""
         self.run = run
         self.ram_tier = ram_tier
         self.order = forward_order(run.units)
-        # The comfortable queue: the largest gradient is in its update while those of one block arrive.
+        # The comfortable queue has room for the gradients of one block while the largest gradient is in its update.
         counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
         self.queue_bytes = min(run.largest_gradient + block, run.all_gradients)
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
-        """The smallest split with this window, these chunks and this queue."""
+        """Returns the smallest split with this window, number of chunks and queue."""
         windows = list_windows(self.run.units, window)
         contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in windows]
         return self._split(window, chunks, queue_bytes, arena_classes(contents))
@@ -282,14 +290,14 @@ class MemoryPlanner:
     def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
         run, sizes = self.run, self.run.sizes
         if run.gradients == "ram":
-            # Updates wait in the memory that all gradients have already.
+            # Queued updates use the memory that the plan has for all gradients.
             queue_bytes = run.all_gradients
         staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
         if run.staging is None:
             device = {}
             host = {"units": arena_bytes(classes), "update staging": staging, "gradients": queue_bytes}
         else:
-            # Slots on the device begin on pages, and its arena has no other memory there.
+            # On the device, slots begin on pages, and the arena has no tables.
             units = sum(whole_pages(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
             host = {owner: arena_bytes(passed) for owner, passed in run.staging.items()}
@@ -304,7 +312,7 @@ class MemoryPlanner:
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
-        """For each class its units in the order of the forward, and the number of slots without pinned units."""
+        """Returns for each class its units, in the order of the forward, and its slots that pinned units leave free."""
         bounds = sorted(classes)
         members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
         left = dict(classes)
@@ -321,12 +329,12 @@ class MemoryPlanner:
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
     def count_reads(self, classes: Mapping[int, int]) -> Reads:
-        """The reads of a step with these slots."""
+        """Returns the reads of a step with these slots."""
 
         def bytes_of(unit: Unit) -> int:
             return max(0, self.run.bytes_of(unit) - self.ram_tier.values.get(unit.name, 0))
 
-        # A pinned unit is read again after a commit that changed it.
+        # The forward reads a pinned unit again after a commit has changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
         forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
@@ -341,7 +349,7 @@ class MemoryPlanner:
         return Reads(forward, backward, frozenset(resident))
 
     def widened(self, split: MemorySplit, budget: int | None) -> MemorySplit:
-        """Add slots as long as they save reads, within the budget; None: all that save reads."""
+        """Returns the split with more slots, within the budget, as long as slots save reads; None: no budget."""
         classes = split.classes
         options = []
         for bound, (members, slots) in self._by_class(classes).items():
@@ -349,7 +357,8 @@ class MemoryPlanner:
             if wanted > 0:
                 gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
                 options.append((gain, bound, members, slots, wanted))
-        # The largest gain for each byte first (frozen units stay from step to step), then the largest class.
+        # Slots with the largest gain per byte come first (those of frozen units, which stay from step to step), then
+        # those of the largest class.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
             each = bound + SLOT_BYTES if self.run.staging is None else whole_pages(bound)
             room = wanted if budget is None else (budget - split.units_peak) // each
@@ -357,7 +366,7 @@ class MemoryPlanner:
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
             wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
-            # Alignment may take a percent more than the slots themselves.
+            # With alignment, the slots may take a percent more than `room` assumed.
             while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
                 wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
@@ -370,6 +379,8 @@ class MemoryPlanner:
         return other.with_activations(split.activation_groups, self.run.group_bytes)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
+        """Returns the bytes of reads that `more` slots save a step, compared with `slots`, for units of one class."""
+
         def total(count: int) -> int:
             ahead, back = count_reads(members, count)
             kinds = {unit.name: unit for unit in members}.values()
@@ -383,12 +394,16 @@ def _ram_tier_owners(ram_tier: RamTier) -> dict[str, int]:
     return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
 
 
-# Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
+# Numbers of chunks for updates. With two, the minimum, reads and arithmetic do not overlap. With four they overlap, but
+# the drive idles while a chunk is computed. More than twelve gain nothing.
 _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 
 
 def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
-    """From the smallest split to the comfortable one, in the order of what it gains: two chunks more cost little."""
+    """Returns splits from the smallest to the comfortable one; see [Note: order of the budget].
+
+    The first addition is two chunks, which cost little.
+    """
     run = planner.run
     comfortable = planner.smallest(2, _CHUNKS, planner.queue_bytes).with_next(run.whole_next_bytes)
     return [
@@ -401,9 +416,9 @@ def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
 
 
 def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, device_budget: int | None) -> MemorySplit:
-    """The best split within `budget` on the host and, where units lie there, `device_budget` on a device.
+    """Returns the best split within `budget` on the host and `device_budget` on a device; None: the host computes.
 
-    Both are at least those of the smallest of `steps`, the rungs. None: units lie on the host.
+    `steps` is the result of `rungs`. The budgets must suffice for its smallest split. See [Note: order of the budget].
     """
     comfortable = steps[-1]
     limit = budget if device_budget is None else device_budget
@@ -412,26 +427,26 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return split.host_peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
-        # The rest of the host's budget goes to the RAM tier first.
+        # `make_plan` gives the rest of a host's budget to the RAM tier before it adds slots.
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
-        # The host's budget is for chunks, the device's for all else: a small one does not limit the use of the other.
+        # The host's budget pays for chunks, the device's for units and gradients, so each is used up on its own.
         for step in steps:
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # Gradients get the rest, up to the comfortable queue; in "ram" mode they have memory already.
+        # The queue gets the rest, up to its comfortable length; in "ram" mode gradients have memory already.
         spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
-    # And then chunks.
+    # More chunks for updates come next.
     for chunks in range(comfortable.chunks, chosen.chunks, -1):
         more = planner.smallest(chosen.window, chunks, chosen.queue_bytes)
         if fits(more):
             chosen = more
             break
-    # And then memory for the next whole parameter.
+    # Memory for the next whole parameter comes last.
     more = chosen.with_next(comfortable.whole_next_bytes)
     chosen = more if fits(more) else chosen
     if device_budget is not None and device_budget >= comfortable.device_peak:
@@ -439,15 +454,17 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# A plan has the traffic of so many larger budgets, in equal steps up to the one that keeps all records in RAM.
+# A plan lists the traffic of this many larger budgets, in equal steps up to the one that keeps all records in RAM.
 _PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
-    """Divide the memory of a run; `BudgetError.smallest` is the smallest budget that works, to the byte.
+    """Divides the memory of a run; see [Note: order of the budget].
 
-    Without budgets they are the smallest that keep disk and compute busy. More memory on the host keeps records in RAM,
-    and units resident.
+    A budget that is not given is the smallest that keeps disk and compute busy.
+
+    Raises:
+        BudgetError: a budget is too small; `smallest` is the smallest budget that works, to the byte.
     """
     planner = MemoryPlanner(run)
     steps = rungs(planner)
@@ -457,7 +474,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     device_budget = comfortable.device_peak if device_budget is None else device_budget
     chosen = choose(planner, steps, budget, None if run.staging is None else device_budget)
     if run.group_bytes:
-        # Activations get the rest of the budget first.
+        # Activations get the rest of the budget before the RAM tier.
         more = (budget - chosen.host_peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
     ram_tier, everything = choose_in_ram(run, budget - chosen.host_peak), choose_in_ram(run, None)
@@ -506,6 +523,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
 
 
 def _traffic_with(run: Requirements, comfortable: MemorySplit, ram_tier: RamTier) -> Traffic:
+    """Returns the bytes that a step moves with the comfortable split and this RAM tier."""
     reads = MemoryPlanner(run, ram_tier).count_reads(comfortable.classes)
     return _traffic(run, comfortable, reads, ram_tier)
 
@@ -513,7 +531,11 @@ def _traffic_with(run: Requirements, comfortable: MemorySplit, ram_tier: RamTier
 def _require_room(
     run: Requirements, steps: Sequence[MemorySplit], budget: int | None, device_budget: int | None
 ) -> tuple[int, int]:
-    """The smallest budgets that work, on the host and on the device; smaller given ones raise."""
+    """Returns the smallest budgets that work, on the host and on the device.
+
+    Raises:
+        BudgetError: a given budget is smaller.
+    """
     smallest = min(step.host_peak for step in steps)
     if budget is not None and budget < smallest:
         largest = max(run.units, key=run.bytes_of)
@@ -570,7 +592,7 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
 
 
 def _spared(run: Requirements, reads: Reads, ram_tier: RamTier) -> tuple[int, int] | None:
-    """See `Traffic.spared`: the values whose updates stream, and those of them that a backward reads again."""
+    """Returns `Traffic.spared`: bytes of values whose updates stream, and how many a backward reads again."""
     streaming = run.gradient_bytes.keys() - set(ram_tier.names)
     if run.gradients != "ssd" or not streaming or not streaming <= set(run.deferrable):
         return None

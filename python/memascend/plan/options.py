@@ -1,4 +1,4 @@
-"""Validates the options of `offload()`, each by itself and against the others."""
+"""Validates the options of `offload()`, each alone and against the others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-# No memory needs an exponent of more than two digits.
+# A percentage, and a number of bytes, as text. No size needs an exponent of more than two digits.
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-# The words for `host_memory=`: the bytes that the machine can spare; or, as without the option, the smallest budget
-# that keeps disk and compute busy.
+# Words for `host_memory=`. AUTO: the memory that the machine can spare. DEFAULT, as without the option: the smallest
+# budget that keeps disk and compute busy.
 AUTO, DEFAULT = "auto", "default"
 # More steps would take too long to replay, and too much space.
 _LOG_STEPS_MAX = 4096
@@ -47,7 +47,10 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def parse_bytes(size: float | str, name: str = "a size") -> int:
-    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20)."""
+    """Returns the bytes of a size such as 8 << 30, 8e9, "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
+
+    Errors call the size `name`.
+    """
     if isinstance(size, int) and _is_integer(size):
         nbytes = size
     elif isinstance(size, float) and size.is_integer():
@@ -57,7 +60,7 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
         if match is None or match[3].lower() not in _UNITS:
             raise ConfigError(f'{name} is a number of bytes, or text such as "8GiB" or "500MB", not {size!r}')
         whole, _, fraction = match[1].partition(".")
-        # In integers: a float would lose bytes from 8 PiB on, and "1.1GB" is meant exactly.
+        # Integers are exact: a float would lose bytes from 8 PiB on, and would round "1.1GB".
         nbytes = int(whole + fraction) * 10 ** int(match[2] or 0) * _UNITS[match[3].lower()] // 10 ** len(fraction)
     if nbytes < 1:
         raise ConfigError(f"{name} is at least 1 byte, not {size!r}")
@@ -66,7 +69,7 @@ def parse_bytes(size: float | str, name: str = "a size") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` are their parsed forms."""
+    """The options of `offload()` as the user gave them; properties such as `paths` and `host_bytes` parse them."""
 
     storage: _Path | Sequence[_Path] | None = None
     existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"
@@ -77,7 +80,7 @@ class Options:
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
     loss_scale: float | Literal["dynamic"] | None = None
-    master_dtype: torch.dtype | Literal["float32"] | None = "float32"  # without torch, the dtype by its name
+    master_dtype: torch.dtype | Literal["float32"] | None = "float32"  # the dtype's name where torch is not imported
     units: Sequence[str] | None = None
     weights: Any = None
     checkpoint: _Path | None = None
@@ -182,17 +185,17 @@ class Options:
 
     @property
     def resumes(self) -> bool:
-        """Whether the call resumes an existing store, at its last commit or at the one before."""
+        """True if the call resumes an existing store, at its last commit or at the commit before."""
         return self.existing in ("resume", "previous")
 
     @property
     def paths(self) -> tuple[str, ...] | None:
-        """The paths of the store; None for a temporary file."""
+        """The paths of the store; None: a temporary file."""
         return None if self.storage is None else tuple(paths_listed(self.storage))
 
     @property
     def where(self) -> torch.device:
-        """The device that computes; without the option, CUDA if there is one."""
+        """The device that computes: `device=`, else CUDA if torch finds a device, else the CPU."""
         import torch
 
         if self.device is not None:
@@ -201,30 +204,30 @@ class Options:
 
     @property
     def computes_on(self) -> str:
-        """The type of that device, "cpu" or "cuda"; loads torch only where the option does not name one."""
+        """The type of `where`, "cpu" or "cuda"; imports torch only if `device=` is neither of these words."""
         return self.device if self.device in ("cpu", "cuda") else self.where.type
 
     def moves_activations(self, *, staged: bool) -> bool:
-        """Whether checkpointed activations are offloaded; "host" offloads only those of a device (`staged`)."""
+        """True if checkpointed activations are offloaded; "host" offloads them only from a device (`staged`)."""
         return self.activations == "ssd" or (self.activations == "host" and staged)
 
     @property
     def master(self) -> torch.dtype | None:
-        """The dtype of master weights of 16-bit parameters; None: they have none."""
+        """The dtype of master weights for 16-bit parameters; None: no master weights."""
         import torch
 
         return None if self.master_dtype is None else torch.float32
 
     @property
     def spare(self) -> Spare | None:
-        """The machine whose spare memory is the budget; None: the budget is given, or the smallest good one."""
+        """The machine whose spare memory is the budget; None: the user gave a budget, or the default is used."""
         if self.host_memory == AUTO:
             return Spare()
         return self.host_memory if isinstance(self.host_memory, Spare) else None
 
     @functools.cached_property
     def host_bytes(self) -> int | None:
-        """The budget of host memory in bytes; a percentage is taken at the first call; None: none was given."""
+        """The budget of host memory in bytes; None: none was given. The first access resolves a percentage."""
         if self.host_memory in (None, DEFAULT) or self.spare is not None:
             return None
         part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
@@ -241,17 +244,17 @@ class Options:
 
     @property
     def device_bytes(self) -> int | None:
-        """The budget of the device's memory in bytes; None where the plan chooses."""
+        """The budget of the device's memory in bytes; None: the plan chooses."""
         return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
 
     @property
     def keeps(self) -> bool:
-        """Whether the options need kept gradients, so that "auto" has nothing to detect."""
+        """True if other options require that gradients are kept until step(): "auto" has nothing to detect then."""
         return self.max_grad_norm is not None or self.accumulation_steps > 1
 
     @property
     def unit_names(self) -> tuple[str, ...] | None:
-        """The modules that are one unit each; None where units are found."""
+        """The names of modules that the user made one unit each; None: `find_units` chooses all units."""
         if self.units is None:
             return None
         if isinstance(self.units, str) or not all(isinstance(name, str) for name in self.units):
@@ -260,6 +263,7 @@ class Options:
 
 
 def _require_possible(name: str, path: object) -> None:
+    """Raises ConfigError if no file can have this path; `name` is the option."""
     why = refusal_of(path) if isinstance(path, (str, os.PathLike)) else None
     if why is not None:
         raise ConfigError(f"{name} is no path that a file can have ({why}), give another: {os.fspath(path)!r:.80}")  # type: ignore[call-overload]

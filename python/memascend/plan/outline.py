@@ -1,4 +1,4 @@
-"""Describes a model by the names and shapes of its parameters, as a tree of modules that needs no torch."""
+"""Describes a model, without torch, as a tree of modules with the names and shapes of its parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Dtype(str):
-    """The name of a dtype, which knows the bytes of an element."""
+    """The name of a dtype, with the size of an element."""
 
     __slots__ = ()
 
@@ -25,26 +25,26 @@ class Dtype(str):
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """What a plan reads of a tensor without gaps, by torch's names."""
+    """A dense tensor without values: the attributes and methods of torch's tensors that a plan reads."""
 
     shape: tuple[int, ...]
     dtype: Dtype
     requires_grad: bool = True
 
     def numel(self) -> int:
-        """Its elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     def dim(self) -> int:
-        """Its dimensions."""
+        """Returns the number of dimensions."""
         return len(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of an element."""
         return self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        """Always."""
+        """Returns True: a sketch has row-major strides."""
         return True
 
     @property
@@ -55,19 +55,19 @@ class Sketch:
 
 @dataclass(eq=False)
 class Outline:
-    """What a plan reads of a module, by torch's names."""
+    """A module without code: the methods of torch's modules that a plan calls."""
 
-    own: dict[str, Sketch] = field(default_factory=dict)  # parameters that it owns directly
+    own: dict[str, Sketch] = field(default_factory=dict)  # the parameters that the module owns directly
     children: dict[str, Outline] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """The name of torch's class, of containers: modules whose children are numbered are lists."""
+        """The name of the torch class to assume: "ModuleList" if the children are numbered, else "Module"."""
         return "ModuleList" if any(name.isdecimal() for name in self.children) else "Module"
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> Outline:
-        """The tree of parameters with these names."""
+        """Returns the tree of modules that own parameters of these names and shapes."""
         root = cls()
         for name, shape in shapes.items():
             *path, last = name.split(".")
@@ -78,7 +78,7 @@ class Outline:
         return root
 
     def named_modules(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Outline]]:
-        """This module and all below it, each before those that it contains; none has two names."""
+        """Yields this module and all below it with their names, each before its children; no module has two names."""
         del remove_duplicate
         yield "", self
         for name, child in self.children.items():
@@ -86,11 +86,11 @@ class Outline:
                 yield f"{name}.{below}" if below else name, module
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
-        """The modules directly below it."""
+        """Yields the modules directly below this one, with their names."""
         yield from self.children.items()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Sketch]]:
-        """All parameters; tied ones have several names, of which the first counts where duplicates are removed."""
+        """Yields all parameters with their names; `remove_duplicate` yields a tied parameter only by its first name."""
         met: set[int] = set()
         for name, module in self.named_modules():
             for last, parameter in module.own.items():
@@ -100,5 +100,5 @@ class Outline:
                 yield f"{name}.{last}" if name else last, parameter
 
     def get_output_embeddings(self) -> Outline | None:
-        """The module of the LM head."""
+        """Returns the LM head; None if no child is named "lm_head"."""
         return self.children.get("lm_head")

@@ -1,4 +1,4 @@
-"""Computes the host memory that a run takes where no budget is given: as much as its machine can spare."""
+"""Computes how much host memory a machine can spare for a run without a given budget."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from memascend.plan.table import Plan
 
 _GIB = 1 << 30
-# The margin that stays free of RAM, or of a cgroup's limit, for the system and for programs that start later.
+# The part of RAM, or of a cgroup's limit, that stays free for the system and for programs that start later; and the
+# least bytes of that margin.
 _MARGIN_PART, _MARGIN_MIN = 1 / 8, 2 * _GIB
-# The part of RAM that is registered with CUDA at most: the system can neither move nor swap such pages.
+# The part of RAM that may be registered with CUDA: the system can neither move nor swap registered pages.
 _REGISTERED_PART = 0.8
-# The part that memascend takes of a CPU's memory where torch's need there is not known.
+# The part of the spare memory that memascend takes if the CPU computes and torch's need is unknown.
 _SHARED_PART = 0.5
 # Host memory of Python, torch and transformers without a model.
 IMPORTS = 740 << 20
@@ -28,38 +29,39 @@ CONTEXT = 700 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a machine, or of the cgroup that limits this process; in bytes."""
+    """The memory of a machine, or of the cgroup that limits this process, in bytes."""
 
     total: int
-    available: int  # the part that is not in use
+    available: int  # not in use
 
     @classmethod
     def here(cls) -> HostMemory:
-        """The memory of this machine, now."""
+        """Measures the memory of this machine."""
         limits = memory.limits()
         ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return cls(total=min(ram, limits["cgroup_limit"] or ram), available=limits["available"])
 
     @property
     def usable(self) -> int:
-        """The bytes that one run may take in all: at most the total without the margin."""
+        """Bytes that all processes of a run may take together: `available`, at most `total` less the margin."""
         margin = max(_MARGIN_MIN, int(self.total * _MARGIN_PART))
         return max(0, min(self.available, self.total - margin))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spare:
-    """A `host_memory=` that stands for the bytes that a machine can spare; it counts as not given."""
+    """A value of `host_memory=` for all memory that a machine can spare; a run may exceed it, as without a budget."""
 
-    machine: HostMemory | None = None  # None: this one, as it is when a run begins
-    processes: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # share the machine
-    torch_bytes: int | None = None  # of torch on a CPU; None: not known
-    taken: int = 0  # bytes of this process that another model takes
-    agreed: int | None = None  # the budget that the ranks of a run agreed on; None: they did not
-    stored: int | None = None  # the budget of the store, which a later resume prefers again where it is not free now
+    machine: HostMemory | None = None  # None: this machine, measured when a run begins
+    # The number of processes that share the machine.
+    processes: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch_bytes: int | None = None  # bytes that torch takes for the computation on a CPU; None: unknown
+    taken: int = 0  # bytes that another model of this process takes
+    agreed: int | None = None  # the budget that the ranks of a run agreed on; None: no agreement yet
+    stored: int | None = None  # the budget in the store; commits keep it for later resumes
 
     def budget(self, *, on_host: bool) -> int:
-        """The budget of one process in whole GiB; 0 where less is left. `on_host`: the CPU computes the model."""
+        """Returns the budget of one process, in whole GiB; 0 if less is left. `on_host`: the CPU computes the model."""
         if self.agreed is not None:
             return self.agreed
         machine = self.machine or HostMemory.here()
@@ -74,15 +76,15 @@ class Spare:
         return max(0, left) // _GIB * _GIB
 
     def fits(self, budget: int) -> bool:
-        """Whether a budget that an earlier process had is free now."""
+        """True if this machine has the memory free for the budget of an earlier process."""
         machine = self.machine or HostMemory.here()
         return budget + IMPORTS + self.taken + (self.torch_bytes or 0) <= machine.available // self.processes
 
 
 def with_spare(made: Callable[[int | None], Plan], spare: int) -> Plan:
-    """The plan of the largest budget up to `spare` that a run can use; at least the default one.
+    """Returns the plan of the largest budget up to `spare` that a run can use, but at least the default plan.
 
-    `made` makes the plan of a budget, or with None the default one.
+    `made` makes the plan of a budget; `made(None)` is the default plan.
     """
     default = made(None)
     if spare <= default.budget:
@@ -92,14 +94,15 @@ def with_spare(made: Callable[[int | None], Plan], spare: int) -> Plan:
     return plan if used >= spare else made(used)
 
 
-# A larger budget is worth a word if a step then takes at most this part of its time.
+# `faster` returns a larger budget only if a step with that budget takes at most this part of its present time.
 _FASTER = 0.9
 
 
 def faster(plan: Plan, free: int, seconds: float, waited: float) -> tuple[int, float] | None:
-    """The largest budget up to `free` bytes with which a step is faster, and its seconds; None: there is none.
+    """Returns the largest budget up to `free` bytes and the seconds of a step with it; None if no step is faster.
 
-    A step took `seconds`; for `waited` of them the training loop waited for the drive, whose bytes a budget saves.
+    A step took `seconds`; in `waited` of these seconds the training loop waited for the drive, so only these can be
+    saved by moving fewer bytes.
     """
     fitting = [budget for budget in plan.larger if budget <= free]
     if not fitting or not plan.moved_bytes:

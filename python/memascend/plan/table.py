@@ -1,4 +1,4 @@
-"""Defines the figures of a plan, and prints them as a table."""
+"""Defines `Plan`, all numbers that a run is planned with, and prints it as a table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from memascend.plan.units import Unit
 
 
-# When the updates of a step run. "fused": as its gradients appear. Where gradients wait for the norm of all of them:
-# "at once", in its step(); in the "next forward"; in the "next backward", while the next forward computes their values
-# and writes nothing; or "early", as gradients appear, which stands while none of them is clipped.
+# When the updates of a step run. "fused": as gradients appear. The other ways are for gradients that wait for the norm
+# of all. "at once": in step(). "next forward": in the forward of the next step. "next backward": in the backward of the
+# next step, whose forward computes the new values without writing them. "early": as gradients appear; valid only if no
+# gradient is clipped.
 Way = Literal["fused", "at once", "next forward", "next backward", "early"]
 
 
@@ -24,21 +25,24 @@ Way = Literal["fused", "at once", "next forward", "next backward", "early"]
 class Traffic:
     """The bytes that a step moves, with updates that run "fused" or "at once"."""
 
-    read: dict[str, int]  # by kind
-    written: dict[str, int]  # by kind
-    ram_tier: float = 0.0  # the part of trained values in the RAM tier: updated in `step()`, and not as they stream
-    # Of trained values, the bytes that a forward and a backward do not read where they read what the last step's update
-    # needs instead; None: updates are not deferred.
+    read: dict[str, int]  # bytes by kind
+    written: dict[str, int]  # bytes by kind
+    ram_tier: float = 0.0  # the share of trained values in the RAM tier, which `step()` updates
+    # The bytes of values that a forward, and a backward, need not read if it makes deferred updates, since an update
+    # gives the new values; None: updates are not deferred.
     spared: tuple[int, int] | None = None
 
     def by(self, way: Way, *, evicted: bool) -> Traffic:
-        """The same with updates that run in another way; `evicted`: an early one reads the values, too."""
+        """Returns the traffic with updates that run in another way.
+
+        `evicted`: units may be evicted before their update, so that an early update reads the values, too.
+        """
         if self.spared is None or way in ("fused", "at once"):
             return self
         read, (forward, backward) = dict(self.read), self.spared
         update = sum(read.get(kind, 0) for kind in ("values, update", "state", "gradients"))
         if way == "early":
-            # The gradient is in memory, and is stored with its update.
+            # An early update has its gradient in memory, and stores it.
             read["gradients"] = 0
             read["values, update"] = read.get("values, update", 0) if evicted else 0
         else:
@@ -49,9 +53,9 @@ class Traffic:
         return replace(self, read={kind: nbytes for kind, nbytes in read.items() if nbytes}, spared=None)
 
     def repeated(self, times: int) -> Traffic:
-        """The same with so many more backwards, one after the other.
+        """Returns the traffic with `times` more backwards in the step, one after the other.
 
-        Each reads the values and the sums of gradients, and writes the sums.
+        Each backward reads values and the sums of gradients, and writes the sums.
         """
         read = {kind: nbytes * (1 + times * (kind in _OF_BACKWARDS)) for kind, nbytes in self.read.items()}
         sums = times * self.written.get("gradients", 0)
@@ -60,22 +64,25 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes, read and written."""
         return sum(self.read.values()) + sum(self.written.values())
 
 
-# The kinds of what each backward of a step reads, with its forward.
+# The kinds of bytes that each micro-batch of a step reads.
 _OF_BACKWARDS = frozenset({"values, forward", "values, backward"})
-# The kind of the reads of a forward that computes the values of the last step's update.
+# The kind of bytes that the forward reads in the way "next backward" to compute the values of the last step's update.
 LAST_UPDATE = "last step's update, forward"
 
 
 def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
-    """The writes of a step, with a log of values, state and gradients of so many steps instead of `before`."""
+    """Returns the bytes that a step writes with a gradient log of `steps` steps; `written` has them for `before`.
+
+    `logged` is the bytes of values, state and gradients of the logged records. Zero steps mean no log.
+    """
     found = dict(written)
     values, state, gradients = logged
     for kind, nbytes in (("values", values), ("state", state)):
-        # Each step writes one part of them whole; without a log, all.
+        # With a log, a step writes 1/`steps` of the logged records whole; without a log, all of them.
         found[kind] = found.get(kind, 0) + nbytes // (steps or 1) - nbytes // (before or 1)
     found["log"] = found.get("log", 0) + gradients * (bool(steps) - bool(before))
     return found
@@ -83,32 +90,32 @@ def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: in
 
 # Below this window, a unit may be evicted before its update is done.
 RESIDENT_WINDOW = 2
-# Measured at rest after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB for each parameter. They are the
-# module's hooks, the placeholder, the record of the store and its index, the gradient's record and autograd's nodes.
+# Bytes of Python and torch objects per parameter: its module's hooks, placeholder, record and index of the store,
+# gradient and autograd's nodes. Measured after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB.
 OBJECT_BYTES = 10 << 10
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """One way to divide memory. Owners are named; sums are within the budgets."""
+    """One way to divide memory among its owners."""
 
-    window: int  # consecutive units in memory at once. 1: the next is read when needed; 2: while the previous computes
-    chunks: int  # staging chunks of the update
-    queue_bytes: int  # of gradients that may wait for their update
-    classes: dict[int, int]  # of the arena that holds the units, as {bytes: count}
-    host: dict[str, int]  # host memory by owner
-    device: dict[str, int]  # memory of the device by owner; empty where the host computes
+    window: int  # consecutive units in memory at once. 1: a unit is read when needed; 2: while the unit before computes
+    chunks: int  # chunks through which state streams to its update
+    queue_bytes: int  # bytes of gradients that may wait for their update
+    classes: dict[int, int]  # the slots of the arena for units, {bytes: count}
+    host: dict[str, int]  # bytes of host memory by owner
+    device: dict[str, int]  # bytes of the device's memory by owner; empty if the host computes
     activation_groups: int = 0  # further groups of chunks for checkpointed activations, each allocated when needed
-    # Of host["whole parameters"], for the next one, which is read while one is updated; 0: one after the other.
+    # The part of host["whole parameters"] with which the next parameter is read while one is updated; 0: no overlap.
     whole_next_bytes: int = 0
 
     def with_next(self, nbytes: int) -> MemorySplit:
-        """The same with so much memory for the next whole parameter."""
+        """Returns the split with `nbytes` for the next whole parameter."""
         host = {**self.host, "whole parameters": self.whole_bytes + nbytes - self.whole_next_bytes}
         return replace(self, host=host, whole_next_bytes=nbytes)
 
     def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
-        """The same with so many groups of chunks for activations."""
+        """Returns the split with so many groups of chunks for activations."""
         more = (groups - self.activation_groups) * group_bytes
         if not more:
             return self
@@ -122,73 +129,74 @@ class MemorySplit:
 
     @property
     def host_peak(self) -> int:
-        """The sum of host memory."""
+        """Bytes of host memory of all owners."""
         return sum(self.host.values())
 
     @property
     def device_peak(self) -> int:
-        """The sum of the device's memory."""
+        """Bytes of the device's memory of all owners."""
         return sum(self.device.values())
 
     @property
     def units_peak(self) -> int:
-        """The sum of the memory in which units are: the device's, or the host's."""
+        """`device_peak` if a device computes, else `host_peak`: the memory that units share with other owners."""
         return self.device_peak if self.device else self.host_peak
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(MemorySplit):
-    """The decisions before a run. `str()` is a table; `to_dict()` has all figures."""
+    """The decisions before a run. `str()` gives a table, and `to_dict()` all numbers."""
 
     units: tuple[Unit, ...]  # in the order of the forward
-    gradients: str  # the option
-    # Units that a step reads at most once: they stay from the forward to the backward, frozen ones from step to step.
+    gradients: str  # the value of `gradients=`
+    # Units that a step reads at most once: trained ones stay cached from the forward to the backward, frozen ones from
+    # step to step.
     resident: frozenset[str]
     # The names of the records in the RAM tier. Their values and state stay in host memory and are read once; their
-    # gradients wait there for `step()`.
+    # gradients wait in host memory for `step()`.
     ram_tier: tuple[str, ...]
-    ram_tier_units: frozenset[str]  # the units whose values are all there: modules compute with them in place
+    ram_tier_units: frozenset[str]  # units whose values are all in the RAM tier: modules compute with them in place
     budget: int  # the limit in force
     smallest: int  # the smallest budget that works
     comfortable: int  # the smallest budget that keeps disk and compute busy
-    ample: int  # the comfortable budget with a slot for every unit; such a budget fills the RAM tier first
+    ample: int  # `comfortable` plus slots for all units, though a larger budget goes to the RAM tier before slots
     all_in_ram: int  # the budget that keeps all records in RAM, above which more memory saves nothing
-    # Likewise on the device; the budget is 0 where the host computes.
+    # The same budgets for the device's memory; 0 if the host computes.
     device_budget: int
     device_smallest: int
     device_comfortable: int
     device_ample: int
-    device_savable_bytes: int  # reads of a step that the device's ample budget would save in addition
-    disk_bytes: int  # the store, with both slots
-    read_bytes: dict[str, int]  # per step, by kind
-    written_bytes: dict[str, int]  # per step, by kind
-    ram_tier_part: float  # the part of trained values in the RAM tier
-    without: Traffic  # of a step without a RAM tier
-    larger: dict[int, Traffic]  # of a step by larger budgets, up to the one that keeps all records in RAM
-    # Records in the RAM tier whose gradients go to the log, instead of their values and state each step: their names,
-    # and the bytes of their values, state and gradients.
+    device_savable_bytes: int  # bytes of a step's reads that the budget `device_ample` would save
+    disk_bytes: int  # bytes of the store, with both slots of each extent
+    read_bytes: dict[str, int]  # bytes that a step reads, by kind
+    written_bytes: dict[str, int]  # bytes that a step writes, by kind
+    ram_tier_part: float  # the share of trained values in the RAM tier
+    without: Traffic  # a step's traffic with the budget `comfortable` and no RAM tier
+    larger: dict[int, Traffic]  # a step's traffic by larger budgets, up to the budget that keeps all in RAM
+    # Records in the RAM tier of which each step writes gradients to the log, and not values and state: their names, and
+    # the bytes of their values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
-    # Steps of gradients in the log: each of these records is written whole once in as many steps; 0: in each step.
+    # Steps of gradients in the log. Each logged record is written whole once in `log_steps` steps; 0: in each step.
     log_steps: int = 0
-    log_bytes: int = 0  # the space of the log behind the store
-    places_bytes: int = 0  # the same of second places for gradients, with which updates are deferred
-    log_wanted: int = 0  # the steps that the log would have with enough space
-    spared: tuple[int, int] | None = None  # see `Traffic`
+    log_bytes: int = 0  # bytes of the log, behind the store
+    places_bytes: int = 0  # bytes of second places for gradients, behind the store, which deferred updates need
+    log_wanted: int = 0  # the steps that the log would have with enough disk space
+    spared: tuple[int, int] | None = None  # see `Traffic.spared`
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of a step that this budget saves, compared with the comfortable one."""
+        """Bytes of a step that the RAM tier of this budget saves."""
         return max(0, self.without.total - self.moved_bytes)
 
     @property
     def object_bytes(self) -> int:
-        """About the bytes of Python's and torch's objects for each parameter, which are outside of the budget."""
+        """About the bytes of Python's and torch's objects for all parameters, which do not count in the budget."""
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
     @property
     def storage_bytes(self) -> int:
-        """The store, and what lies behind it: second places for gradients, and the log."""
+        """Bytes of the store, of the second places for gradients behind it, and of the log."""
         return self.disk_bytes + self.places_bytes + self.log_bytes
 
     @property
@@ -197,7 +205,7 @@ class Plan(MemorySplit):
         return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
 
     def moving(self, traffic: Traffic) -> Plan:
-        """The plan with other traffic."""
+        """Returns the plan with other traffic."""
         return replace(
             self,
             read_bytes=traffic.read,
@@ -207,13 +215,13 @@ class Plan(MemorySplit):
         )
 
     def by(self, way: Way) -> Plan:
-        """The plan with the bytes of a step whose updates run in this way, also with other budgets."""
+        """Returns the plan with the traffic of a step, for this and all larger budgets, whose updates run in `way`."""
         return self._with(lambda traffic: traffic.by(way, evicted=self.window < RESIDENT_WINDOW))
 
     def repeated(self, times: int) -> Plan:
-        """The plan with the bytes of a step of so many more backwards, one after the other, also with other budgets.
+        """Returns the plan with the traffic of a step, for this and larger budgets, with `times` more backwards.
 
-        The way of its updates comes after this.
+        Call it before `by`, whose traffic cannot be repeated.
         """
         return self._with(lambda traffic: traffic.repeated(times))
 
@@ -223,15 +231,15 @@ class Plan(MemorySplit):
         return replace(self.moving(of(now)), without=of(self.without), larger=larger)
 
     def larger_budget(self, nbytes: int) -> int:
-        """A budget that works where the model binds more units at once than planned: with memory for all units.
+        """Returns a budget that works if the model uses more units at once than planned: memory for all units.
 
-        A plan that has that already gets `nbytes` more, for memory that user code keeps beyond the units.
+        If the budget is that large already, user code keeps further memory, and `nbytes` are added.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
-        """The plan with more slots for units, {bytes: count}, of `nbytes` together."""
+        """Returns the plan with more slots for units, {bytes: count}, of `nbytes` together."""
         if not slots:
             return self
         classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
@@ -242,14 +250,14 @@ class Plan(MemorySplit):
         return replace(self, classes=classes, host=host, budget=self.budget + nbytes)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
-        """The plan with a log of another number of steps."""
+        """Returns the plan with a log of another number of steps, which takes `nbytes`."""
         if steps == self.log_steps:
             return self
         written = with_log(self.written_bytes, self.logged_bytes, steps, self.log_steps)
         return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as JSON values."""
+        """Returns all numbers of the plan as JSON values."""
         plain = asdict(self)
         for name in ("host_peak", "device_peak", "whole_bytes", "saved_bytes"):
             plain[name] = getattr(self, name)
@@ -300,13 +308,16 @@ def _log_shown(plan: Plan) -> str:
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """One row for alike units, in the order of the first: units with one name but for numbers, or neighbours."""
+    """Returns one row for each group of similar units, in the order of the groups' first units.
+
+    Units of a group have the same size, and names that differ only in numbers; or they are neighbours.
+    """
     groups: dict[object, list[Unit]] = {}
     last: object = None
     for unit in plan.units:
         likeness = _likeness(unit)
         key: object = (re.sub(r"\d+", "*", unit.name), likeness)
-        # Alike neighbours with other names (an encoder's projections) are in the same row.
+        # Neighbours of the same size share a row though their names differ, as an encoder's projections do.
         if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
             key = last
         groups.setdefault(key, []).append(unit)
@@ -324,10 +335,12 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _likeness(unit: Unit) -> tuple[int, bool, int]:
+    """Returns the properties that units of one row have in common."""
     return unit.nbytes, unit.pinned, len(unit.parameters)
 
 
 def _note(plan: Plan, owner: str) -> str:
+    """Returns the remark on an owner of memory in the table."""
     if owner == "units":
         slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"{plan.window} in use at once; slots: {slots}"

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Modules that hold others and are never called themselves.
+# Containers of torch that a forward never calls.
 _UNCALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
 def _is_one_of(module: nn.Module | Outline, *containers: str) -> bool:
-    """Whether the module is one of torch's containers, by their names."""
+    """True if the module is one of these containers of torch, given by their class names."""
     if isinstance(module, Outline):
         return module.kind in containers
     from torch import nn
@@ -32,7 +32,7 @@ def _is_one_of(module: nn.Module | Outline, *containers: str) -> bool:
 
 
 def _lazy(model: nn.Module | Outline) -> list[str]:
-    """The names of parameters that have no shape yet."""
+    """Returns the names of parameters that have no shape yet."""
     if isinstance(model, Outline):
         return []
     from torch.nn.parameter import is_lazy
@@ -42,26 +42,26 @@ def _lazy(model: nn.Module | Outline) -> list[str]:
 
 @dataclass(eq=False)
 class UnitDraft:
-    """A unit while it is built; see `Unit`."""
+    """A unit while it is built; `Unit` describes the fields."""
 
     name: str
     parameters: list[str]
     nbytes: int  # without padding
     module: str | None
     pinned: bool = False
-    # As sets that keep their order.
+    # Dicts are used as ordered sets.
     again: dict[str, None] = field(default_factory=dict)
     around: dict[str, None] = field(default_factory=dict)
     around_again: dict[str, None] = field(default_factory=dict)
 
     def take_in(self, other: UnitDraft) -> None:
-        """Add the parameters of another draft; no module's call binds all of them."""
+        """Adds the parameters of another draft; afterwards no single module's call materializes the whole unit."""
         self.parameters += other.parameters
         self.nbytes += other.nbytes
         self.module = None
 
     def take_name(self, taken: set[str]) -> None:
-        """Take a name that no other draft has; a module may be called "root" or "rest"."""
+        """Makes the name unique: a module may be called "root" or "rest", as the drafts of those names are."""
         self.name = self.name or "root"
         while self.name in taken:
             self.name += "'"
@@ -69,7 +69,7 @@ class UnitDraft:
 
 
 class ModuleTree:
-    """The modules and parameters of a model by name; shared ones by the first of their names."""
+    """The modules and parameters of a model by name; a shared one has the first of its names."""
 
     def __init__(self, model: nn.Module | Outline) -> None:
         self.model = model
@@ -83,10 +83,10 @@ class ModuleTree:
         owners: Counter[str] = Counter()
         for name, nbytes in self.raw.items():
             owners[self.owner(name)] += nbytes
-        # The lower bound of memory: a module's call binds all parameters that it owns.
+        # A module's call materializes all parameters that the module owns, so the arena needs at least these bytes.
         self.largest_owner = max(owners.values())
         self.claimed: set[str] = set()
-        # The parameters in each module, without a walk over all names for each module.
+        # The parameters inside each module; one pass over the names fills the table for all modules.
         self.under: dict[str, list[str]] = {name: [] for name in self.modules}
         for name in self.parameters:
             owner = self.owner(name)
@@ -98,40 +98,40 @@ class ModuleTree:
 
     @staticmethod
     def owner(parameter: str) -> str:
-        """The module that owns a parameter or module directly."""
+        """Returns the name of the module that directly contains a parameter or module."""
         return parameter.rpartition(".")[0]
 
     def below(self, module: str) -> list[str]:
-        """The parameters in a module that no draft has claimed."""
+        """Returns the parameters inside a module that no draft has claimed."""
         return [name for name in self.under[module] if name not in self.claimed]
 
     def children(self, module: str) -> Iterator[str]:
-        """Modules below a module, each at its first place in the tree."""
+        """Yields the children of a module that are not registered earlier in the tree."""
         prefix = f"{module}." if module else ""
         for name, _ in self.modules[module].named_children():
-            # A child that has another, earlier place in the tree counts only there.
+            # `modules` has a shared child only by its first name.
             if prefix + name in self.modules:
                 yield prefix + name
 
     def draft(self, module: str, parameters: list[str]) -> UnitDraft:
-        """A unit of parameters in a module; its module is there if its own call binds them."""
+        """Returns a unit of parameters inside a module; its `module` is None if a forward never calls that module."""
         called = None if _is_one_of(self.modules[module], *_UNCALLED) else module
         return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
     def claim(self, drafts: Iterable[UnitDraft]) -> None:
-        """Mark the parameters of these drafts as claimed."""
+        """Marks the parameters of these drafts as claimed."""
         for draft in drafts:
             self.claimed.update(draft.parameters)
 
     def is_whole(self, module: str) -> bool:
-        """Whether no draft has claimed a parameter in the module."""
+        """True if no draft has claimed a parameter inside the module."""
         return self.claimed.isdisjoint(self.under[module])
 
 
 def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
-    """Note in the drafts where tied parameters are used again, and which units are bound around each use.
+    """Records in the drafts where tied parameters are used again, and which other units are materialized at each use.
 
-    A tied parameter is used after the unit whose parameters are registered before that place.
+    A second use of a tied parameter is assumed to follow the unit whose parameters are registered just before it.
     """
     unit_of = {id(tree.parameters[name]): draft for draft in drafts for name in draft.parameters}
     bound_in = _bound_in(tree, drafts, unit_of)
@@ -149,7 +149,10 @@ def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
 
 
 def tied_bytes(model: nn.Module) -> int:
-    """The bytes of trained parameters that several modules have: each micro-batch by layer has its own gradients."""
+    """Returns the bytes of trained parameters that several modules share.
+
+    A micro-batch by layer keeps the gradients of such parameters for itself between two uses.
+    """
     named = model.named_parameters(remove_duplicate=False)
     times = Counter(parameter for _, parameter in named if parameter.requires_grad)
     return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
@@ -158,8 +161,8 @@ def tied_bytes(model: nn.Module) -> int:
 def _bound_in(
     tree: ModuleTree, drafts: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
 ) -> Callable[[str], Iterable[UnitDraft]]:
-    """A function that gives the units that are bound while a module computes, by the module's name."""
-    # By id: a module with several names is one module, called by any of them.
+    """Returns a function from the name of a module to the units that are materialized while the module computes."""
+    # `own` has modules by id, since a shared module has several names.
     modules = dict(tree.model.named_modules(remove_duplicate=False))
     own: dict[int, dict[UnitDraft, None]] = {}
     for draft in drafts:
@@ -167,7 +170,7 @@ def _bound_in(
             own.setdefault(id(tree.modules[draft.module]), {})[draft] = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         owner = tree.owner(name)
-        # A list of parameters is never called: the module that owns the list binds them.
+        # A list of parameters is never called: the call of the module that owns the list materializes them.
         while owner and _is_one_of(modules[owner], "ParameterList", "ParameterDict"):
             owner = tree.owner(owner)
         own.setdefault(id(modules[owner]), {})[unit_of[id(parameter)]] = None
@@ -181,9 +184,9 @@ def _bound_in(
     return bound_in
 
 
-# Larger blocks are divided, unless a single module owns more: the arena needs that much anyway.
+# Larger blocks are divided, unless a single module owns more parameters, which need a slot of that size anyway.
 _BOUND_BYTES = 1 << 30
-# Leftovers that are smaller than this part of the largest block are kept resident, up to a few of them together.
+# Leftovers of at most 1/16 of the largest block are pinned, up to 1/4 of the largest block together.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -192,31 +195,32 @@ _REST_PART = 4
 class Unit:
     """The parameters that are read and evicted together."""
 
-    name: str  # its name, which no other unit has; a module's where it is one
-    parameters: tuple[str, ...]  # their names as `model.named_parameters()` gives them, each tied one once
-    nbytes: int  # bytes of their values, each padded to whole pages
-    module: str | None  # the module whose call binds the whole unit; None where its modules bind by themselves
-    pinned: bool  # small, and bound while others are: kept resident
-    # The units after which a tied unit is used once more (an embedding that is also the LM head is used after the last
-    # block).
+    name: str  # unique; the name of the module whose parameters the unit has, if it is one module
+    parameters: tuple[str, ...]  # names as in `model.named_parameters()`, each tied parameter once
+    nbytes: int  # bytes of all values, each parameter padded to whole pages
+    # The module whose call materializes the whole unit; None: the calls of modules inside materialize parts.
+    module: str | None
+    pinned: bool  # small, and materialized beside other units, so the unit is never evicted
+    # The units after which a tied unit is used once more: an embedding that is also the LM head is used again after the
+    # last block.
     again: tuple[str, ...] = ()
-    # The units that are bound around its first use: a module's call binds its parameters until it returns, and calls
-    # other modules.
+    # Other units that are materialized at the first use of this unit: a module's parameters stay materialized until its
+    # call returns, and the call uses other modules.
     around: tuple[str, ...] = ()
-    around_again: tuple[str, ...] = ()  # the units that are bound around its later uses
+    around_again: tuple[str, ...] = ()  # other units that are materialized at later uses of this unit
     frozen_bytes: int = 0  # the part of `nbytes` that no step changes
-    elements: int = 0  # of all its parameters
+    elements: int = 0  # the number of elements of all parameters
 
 
 def find_units(
     model: nn.Module | Outline, *, units: Sequence[str] | None = None, bytes_max: int | None = None
 ) -> tuple[Unit, ...]:
-    """Group the parameters of `model` into units, in the order of the forward as the module tree gives it.
+    """Groups the parameters of `model` into units, in the order of the forward that the module tree suggests.
 
     Each repeated block is a unit, and so is each embedding, LM head and other large module. Small leftovers (a final
-    norm, a class token) are one pinned unit, "rest". Blocks larger than `bytes_max` (1 GiB) are divided by module, but
-    for parameters that a single module owns: one call binds them all. Modules named by `units` are one unit each,
-    whatever their size.
+    norm, a class token) are one pinned unit, "rest". Blocks larger than `bytes_max` (1 GiB) are divided by module;
+    parameters that a single module owns stay together, since one call needs them all. Each module named in `units` is
+    one unit, whatever its size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -224,7 +228,7 @@ def find_units(
     tree.claim(drafts)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
-    # Of the other modules, one that is no larger than a block stays whole.
+    # A module outside of blocks stays whole if it is no larger than a block.
     limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
     small = _small(leftovers, limit)
@@ -240,7 +244,11 @@ def find_units(
 
 
 def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
-    """The names that a user gave, if they are modules with parameters of their own, and none contains another."""
+    """Returns the names in the option `units`.
+
+    Raises:
+        ConfigError: a name is no module, has no parameters of its own, or contains another name's module.
+    """
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
         raise ConfigError(
@@ -263,12 +271,12 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 
 
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
-    """Alike children of the outermost module lists that have some."""
+    """Yields the repeated blocks: similar children of the outermost module lists that have such children."""
     children = [child for child in tree.children(module) if tree.below(child)]
     alike: set[str] = set()
     kind = tree.modules[module]
     if _is_one_of(kind, "ModuleList") and len(children) == 1:
-        # A model of one layer, or one group of shared layers.
+        # A model of one layer, or with one group of shared layers, has a list of one block.
         alike = set(children)
     elif _is_one_of(kind, "ModuleList", "Sequential"):
         alike = _alike(tree, children)
@@ -280,7 +288,11 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
 
 
 def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
-    """The children of each class of which two have the same shapes, or one has all of the other's (T5's blocks)."""
+    """Returns the children that are repeated blocks.
+
+    All children of a class are such blocks if two of them have the same parameter shapes, or if one has all shapes of
+    another and more, as among T5's blocks.
+    """
     found: set[type] = set()
     seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
     for child in children:
@@ -294,7 +306,7 @@ def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 
 
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
-    """The parameters outside of blocks: whole modules up to `limit`, else those that each module owns directly."""
+    """Yields the parameters outside of blocks: whole modules up to `limit`, else what each module owns directly."""
     left = tree.below(module)
     if not left:
         return
@@ -310,7 +322,7 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 
 
 def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
-    """The leftovers that are kept resident: the smallest ones, up to a bound of their sum."""
+    """Returns the leftovers for the pinned unit: the smallest ones, whose sum is bounded."""
     found, total = [], 0
     for draft in sorted(leftovers, key=lambda draft: draft.nbytes):
         total += draft.nbytes
@@ -321,7 +333,7 @@ def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
 
 
 def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
-    """The draft, or where it is larger than `bound` its parts, the small ones together."""
+    """Returns the draft; if it is larger than `bound`, its parts, of which small ones are put together."""
     if draft.nbytes <= bound:
         return [draft]
     parts: list[UnitDraft] = []
@@ -330,7 +342,7 @@ def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
         if part.nbytes * _SMALL_PART > bound:
             parts.append(part)
         elif packed is not None and (packed.nbytes + part.nbytes) * _REST_PART <= bound:
-            # Norms, or many small experts: a single one is too small for a read.
+            # Norms, or many small experts, are put together: each is too small for a read of its own.
             packed.take_in(part)
         else:
             packed = part
@@ -339,8 +351,8 @@ def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
 
 
 def _parts(tree: ModuleTree, draft: UnitDraft, bound: int) -> Iterator[UnitDraft]:
-    """Modules no larger than `bound`; a module's own parameters stay together, as its call binds all of them."""
-    # A draft larger than the bound has the name of its module, and is that module or the parameters that it owns.
+    """Yields the draft as modules of at most `bound` bytes; parameters that one module owns stay together."""
+    # A draft above the bound has the name of a module: it is the whole module, or the parameters that the module owns.
     inside = set(draft.parameters)
     direct = [name for name in draft.parameters if tree.owner(name) == draft.name]
     if draft.nbytes <= bound or len(direct) == len(draft.parameters):
@@ -355,7 +367,7 @@ def _parts(tree: ModuleTree, draft: UnitDraft, bound: int) -> Iterator[UnitDraft
 
 
 def _ordered(tree: ModuleTree, drafts: list[UnitDraft]) -> tuple[Unit, ...]:
-    """Units in the order in which their parameters are registered, the head last."""
+    """Returns units in the order in which their parameters are registered, with the LM head last."""
     head, index = _head(tree), {name: index for index, name in enumerate(tree.parameters)}
     drafts.sort(key=lambda draft: (draft.parameters == head, min(index[name] for name in draft.parameters)))
     taken: set[str] = set()
@@ -382,7 +394,7 @@ def _ordered(tree: ModuleTree, drafts: list[UnitDraft]) -> tuple[Unit, ...]:
 
 
 def _head(tree: ModuleTree) -> list[str] | None:
-    """The parameters of the LM head, where the model has a method that gives it, as models of transformers do."""
+    """Returns the parameters of the LM head; None if `get_output_embeddings()` gives none."""
     ask = getattr(tree.model, "get_output_embeddings", None)
     try:
         module = ask() if callable(ask) else None
@@ -392,7 +404,7 @@ def _head(tree: ModuleTree) -> list[str] | None:
 
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
-    """The units that are not pinned, as a forward uses them, tied ones more than once; a backward reverses it."""
+    """Returns the unpinned units in the order of a forward, tied ones more than once; a backward reverses the order."""
     after: dict[str, list[Unit]] = {}
     for unit in units:
         for before in unit.again:
@@ -405,9 +417,10 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
 
 
 def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
-    """The sets of units, by name, that are in memory at once with windows of `length` units; pinned ones always.
+    """Returns the sets of units, by name, that are in memory at once with windows of `length` units.
 
-    A backward has the same windows as the forward, and a step begins where the previous one ended.
+    Pinned units are in each set. A backward has the same windows as the forward, and a step begins with the unit with
+    which the previous step ended.
     """
     order, named = forward_order(units), {unit.name: unit for unit in units}
     pinned = {unit.name: unit for unit in units if unit.pinned}
@@ -427,23 +440,23 @@ def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
 
 
 def count_reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
-    """How often one step reads each unit, in its forward and in its backward, with `slots` for all of them.
+    """Counts how often a step reads each unit, in its forward and in its backward, if all share `slots` slots.
 
-    The unit whose next use is farthest away is evicted, and a commit invalidates trained units. `order` is the
-    forward's.
+    Evictions choose the unit whose next use is farthest away, and a commit invalidates trained units. `order` is the
+    order of the forward.
     """
     names = [unit.name for unit in order]
     frozen = {unit.name for unit in order if unit.frozen_bytes >= unit.nbytes}
     step = names + names[::-1]
     first = {name: names.index(name) for name in frozen}
-    # The first step begins with nothing in memory; the second one is like all later ones.
+    # Two steps are simulated: the first begins with nothing in memory, and the second is like all later steps.
     uses = step * 2
     following: list[float] = [math.inf] * len(uses)
     seen: dict[str, int] = {}
     for at in range(len(uses) - 1, -1, -1):
         name = uses[at]
         if name in frozen:
-            # The next use after the last one is in the next step.
+            # After the last simulated use, the next use of a frozen unit is in the following step.
             following[at] = seen.get(name, len(uses) + first[name])
         elif name in seen and seen[name] // len(step) == at // len(step):
             following[at] = seen[name]
