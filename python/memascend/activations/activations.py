@@ -1,9 +1,9 @@
 """Offloads checkpointed activations; restores them bit-exactly.
 
-Tensors that `torch.utils.checkpoint` saves are copied into chunks of host memory. With "ssd" there are few chunks, and
-their content moves to an unlinked file. With "host", where a device computes, there are as many as the plan allows, and
-only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: so the last
-ones are still in chunks, and the others are read ahead of it.
+`Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With "ssd" the chunks are
+few, and their content moves to an unlinked file. With "host", if a device computes, the plan allows more chunks, and
+only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: the last ones
+are still in chunks, and the others are read before the backward needs them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from memascend.activations.chunks import Piece
     from memascend.device.device import Copy, Device
 
-# Smaller tensors stay where they are: a mask, positions.
+# Smaller tensors, such as masks and positions, are not offloaded.
 BYTES_MIN = 16 << 10
-# Pieces that are read ahead at most: more would only look for chunks in vain.
+# How many pieces are read ahead at most; for more pieces no chunks would be free.
 _AHEAD = 64
-# Tensors whose copies from a device may be under way when the next is saved. As they live until then, each is memory
-# there; with fewer, the device would wait for the host between two blocks.
+# How many saved tensors may still be in copy from the device when the next one is saved. Each occupies device memory
+# until its copy ends; with fewer, the device would wait for the host between two blocks.
 _COMING = 2
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -43,61 +43,61 @@ _FUNCTION = torch.autograd.function.__file__
 
 
 class SavedActivation:
-    """Replaces a saved tensor; its destruction frees the chunks and the disk space of the tensor."""
+    """Replaces a saved tensor in autograd's graph; its deletion frees the chunks and the disk space of the tensor."""
 
     __slots__ = ("__weakref__", "_owner", "described", "number", "pieces", "storage")
 
     def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
         self._owner = owner
-        # As long as it is held, no other storage has its address.
+        # While this reference exists, no other storage gets the same address.
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
         self.pieces = pieces
 
     def tensor(self) -> torch.Tensor:
-        """The tensor again, in memory of its own."""
+        """Returns the tensor, in new memory."""
         return self._owner.restore(self)
 
     def __del__(self) -> None:
-        # Of any thread, at any time, also while the lock is held: only noted.
+        # Any thread may run this at any time, also one that has the lock, so the pieces are only queued.
         self._owner.dropped.append(self.pieces)
 
 
 class Activations:
-    """Holds what checkpoints save. Any thread may use it; everything runs under one lock."""
+    """Saves and restores checkpointed activations. Any thread may call it; one lock guards all calls."""
 
     def __init__(self, folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> None:
-        """Take the first chunks, and begin with nothing in them.
+        """Allocates the first chunks.
 
-        `device` is where activations lie; None: in host memory. They wait in host memory, and in files in the folders:
-        `groups`, of `ACTIVATION_GROUP` chunks each, may be taken beyond the first ones; with none, all goes to files.
+        Activations of `device` (None: of the host) wait in host memory, and in unlinked files in `folders`. Beyond the
+        first chunks, `groups` of `ACTIVATION_GROUP` chunks may be allocated; with 0, all activations go to files.
         """
         ((self._chunk_bytes, count),) = decision.ACTIVATION_CHUNKS.items()
         scratch = Scratch(folders, self._chunk_bytes)
         self._chunks = Chunks(scratch, self._chunk_bytes, count, [decision.ACTIVATION_GROUP] * groups, device=device)
-        # Bytes that went to storage and came back: "written", "read".
+        # Bytes "written" to storage and "read" from it.
         self.counters = self._chunks.counters
         self._device = device
         self._type = "cpu" if device is None else device.torch_device.type
         self._lock = threading.RLock()
         self._number = 0
-        # In the order in which they were saved, by number.
+        # The replacements in graphs, by number, in the order in which they were saved.
         self._living: dict[int, weakref.ref[SavedActivation]] = {}
-        # The same tensor, saved by several checkpoints, is saved once.
+        # The replacements by the identity of their tensors: a tensor that several checkpoints save is copied once.
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], SavedActivation] = weakref.WeakValueDictionary()
-        # The last that were saved on a device, as long as copies of them may be under way.
+        # The pieces of the tensors that were saved last, whose copies from the device may be under way.
         self._arriving: deque[list[Piece]] = deque()
-        # The pieces of tensors that no graph refers to any more.
+        # The pieces of deleted replacements, until `_reap`.
         self.dropped: deque[list[Piece]] = deque()
         self._closed: str | None = None
 
-    # --- what the saved-tensor hooks ask -------------------------------------------
+    # --- calls of the saved-tensor hooks -------------------------------------------
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """The replacement of a tensor that a checkpoint saves; any other tensor as it is.
+        """Returns the replacement of a tensor that a checkpoint saves; any other tensor unchanged.
 
-        `caller` is the Python frame in which autograd saves it.
+        `caller` is the Python frame in which autograd saves the tensor.
         """
         if (
             tensor.nbytes < BYTES_MIN
@@ -131,7 +131,7 @@ class Activations:
         number, self._number = self._number, self._number + 1
         pieces: list[Piece] = []
         saved = SavedActivation(self, tensor, number, pieces)
-        # With its version counter and without its graph.
+        # `detach()` shares the version counter, and has no graph.
         source = tensor.detach()
         data = bytes_of(source)
         after = self._mark()
@@ -145,7 +145,7 @@ class Activations:
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
-        """A saved tensor; also begins to read the tensors that were saved before it."""
+        """Returns a saved tensor; also begins to read the tensors that were saved before it."""
         with self._lock:
             self._require_open()
             self._reap()
@@ -157,15 +157,15 @@ class Activations:
             return tensor
 
     def _bring(self, saved: SavedActivation) -> tuple[torch.Tensor, Copy | None]:
-        """A tensor that was saved, in memory of its own; on a device, the copy that is the last one to it."""
+        """Returns a saved tensor in new memory; if a device computes, also the last copy to that memory."""
         shape, stride, dtype, device = saved.described
         last = None
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             data = bytes_of(tensor)
-            # Its memory may have been another tensor's a moment ago, on the caller's stream.
+            # torch may have reused memory with which work on the caller's stream still computes: the copies wait.
             after = self._mark()
-            # Pieces in chunks come first: their chunks are then free for the others.
+            # Pieces that are in chunks come first, since that frees their chunks for the others.
             order = sorted(range(len(saved.pieces)), key=lambda index: saved.pieces[index].chunk is None)
             pieces = [saved.pieces[index] for index in order]
             try:
@@ -175,17 +175,20 @@ class Activations:
                     last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
             except BaseException:
                 if last is not None:
-                    # Its memory is not reused while something is copied there.
+                    # The error releases the tensor's memory, which must not be reused during a copy to it.
                     last.wait()
                 raise
         return tensor, last
 
     def _mark(self) -> list[Copy]:
-        """A mark behind all work that the caller has begun on its stream."""
+        """Returns an event behind all work queued on the caller's stream, in a list; an empty list on the host."""
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
     def _before(self, number: int) -> list[SavedActivation]:
-        """Tensors that were saved before, the latest first, as far as they would be read ahead."""
+        """Returns the tensors before `number`, the latest first, until they have `_AHEAD` pieces.
+
+        Stops earlier at a number whose replacement was deleted.
+        """
         found: list[SavedActivation] = []
         pieces = 0
         for other in range(number - 1, -1, -1):
@@ -200,7 +203,7 @@ class Activations:
     # --- the end -------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Free the chunks and the disk space of tensors that no graph refers to any more."""
+        """Frees the chunks and the disk space of deleted replacements."""
         while self.dropped:
             for piece in self.dropped.popleft():
                 self._living.pop(piece.number, None)
@@ -212,11 +215,11 @@ class Activations:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held."""
+        """Bytes of host memory that the chunks take."""
         return 0 if self._closed else self._chunks.host_bytes
 
     def close(self, why: str) -> None:
-        """Release everything; a later request for a saved tensor raises `UsageError(why)`."""
+        """Releases all chunks and files; a later call for a saved tensor raises `UsageError(why)`."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -226,9 +229,9 @@ class Activations:
 
 
 def _is_checkpoint(caller: FrameType) -> bool:
-    """Whether a tensor that is saved in this frame is an input of a checkpoint, of whichever kind."""
+    """True if a tensor that autograd saves in this frame is an input of a checkpoint, reentrant or not."""
     frame: FrameType | None = caller
-    # Before Python 3.12 a comprehension has a frame of its own, which is of the same file.
+    # Before Python 3.12, a comprehension has its own frame, of the same file.
     if caller.f_code.co_filename == _FUNCTION:
         frame = caller.f_back
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT

@@ -1,4 +1,9 @@
-"""Moves activation chunks between device, host memory and unlinked scratch files."""
+"""Moves chunks of activations between device, host memory and unlinked scratch files.
+
+[Note: states of a chunk] An `ActivationChunk` is free (empty), held, or loose. A held chunk has the only copy of its
+piece. The piece of a loose chunk is on storage, or being written there or read from there, or dead; a loose chunk is
+emptied without loss once its transfers have ended.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +28,22 @@ if TYPE_CHECKING:
     from memascend.device.device import Copy, Device
 
 
-# The first file; each later one is as large as all before it, so that there are few.
+# Bytes of the first file. Each later file is as large as all earlier files together, so the files are few.
 _FIRST_BYTES = 64 << 20
 
 
 class ScratchPlace(NamedTuple):
-    """One place in a scratch file; it is given back as a whole."""
+    """A range of `place_bytes` in a scratch file."""
 
     volume: nvme.Volume
     offset: int
 
 
 class Scratch:
-    """Places in files that grow as they are needed, striped over some folders, and are gone with the process."""
+    """Allocates places in unlinked files, which are striped over the folders and made when they are needed."""
 
     def __init__(self, folders: Sequence[Path], place_bytes: int) -> None:
-        """Begin without a file: one is made in each folder. The size of a place is a multiple of 4,096."""
+        """Makes no file yet; `place_bytes`, the size of a place, is a multiple of 4,096."""
         self._folders = list(folders)
         self._place_bytes = place_bytes
         self._volumes: list[nvme.Volume] = []
@@ -46,11 +51,11 @@ class Scratch:
 
     @property
     def file_bytes(self) -> int:
-        """Disk space that is taken."""
+        """Bytes of disk space that the files take."""
         return sum(volume.size for volume in self._volumes)
 
     def take(self) -> ScratchPlace:
-        """A free place.
+        """Takes a free place; makes another file if there is none.
 
         Raises:
             StorageError: the file system is full.
@@ -60,7 +65,7 @@ class Scratch:
         return self._free.pop()
 
     def give_back(self, place: ScratchPlace) -> None:
-        """Free a place, of which no transfer is in flight any more."""
+        """Frees a place; its transfers must have ended."""
         self._free.append(place)
 
     def _grow(self) -> None:
@@ -81,13 +86,13 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     file.unlink()
         self._volumes.append(volume)
-        # The first place is taken first.
+        # Places are appended in reverse, so that `take` begins with the first one of the file.
         self._free += [
             ScratchPlace(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)
         ]
 
     def close(self) -> None:
-        """Wait for what is in flight; the files are gone. Twice is fine."""
+        """Waits for transfers, and closes the files, which deletes them. Repeated calls are fine."""
         volumes, self._volumes = self._volumes, []
         self._free.clear()
         for volume in volumes:
@@ -99,57 +104,57 @@ _log = logging.getLogger("memascend")
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both.
+    """A part of a tensor that fits a chunk; it is in a chunk, on storage, or both.
 
-    Only `ActivationChunk` and this change it.
+    Only the methods of `Piece` and `ActivationChunk` change the fields.
     """
 
     nbytes: int
-    number: int  # of its tensor: later ones are used earlier
+    number: int  # of the tensor; a backward uses tensors with higher numbers first
     chunk: ActivationChunk | None = None
     place: ScratchPlace | None = None
     checksum: str = ""
-    dead: bool = False  # no graph refers to it any more
+    dead: bool = False  # no graph needs the piece
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
-        """Note its place on storage, where it lies or is being written."""
+        """Records the place on storage to which the piece is being written."""
         assert self.place is None, "a piece is written once"
         self.place, self.checksum = place, checksum
 
     def enter(self, chunk: ActivationChunk) -> None:
-        """Note its chunk, where it lies or is being read."""
+        """Records the chunk that has the piece, or into which it is being read."""
         assert self.chunk is None, "a piece is in one chunk"
         self.chunk = chunk
 
     def leave(self) -> None:
-        """Note that it is in no chunk any more."""
+        """Records that the piece left its chunk."""
         self.chunk = None
 
     def die(self) -> None:
-        """Note that no graph refers to it any more."""
+        """Records that no graph needs the piece."""
         self.dead = True
 
 
 @dataclass(eq=False, slots=True)
 class ActivationChunk:
-    """A chunk of host memory, and its content."""
+    """A chunk of host memory, and the piece in it; see [Note: states of a chunk]."""
 
     memory: torch.Tensor
     piece: Piece | None = None
-    ticket: nvme.Ticket | None = None  # from storage or to it
-    reading: bool = False
-    copy: Copy | None = None  # from a device or to it, the last that was begun
+    ticket: nvme.Ticket | None = None  # the transfer from or to storage
+    reading: bool = False  # the piece came from storage, or is being read
+    copy: Copy | None = None  # the last copy from or to a device
     source: tuple[torch.Tensor, int] | None = None  # the tensor that is being copied from a device, and its version
 
     def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
-        """Hold a piece that was copied in, or is being copied from a device; `source` lives until that copy ends."""
+        """Records a piece; if `copy` copies it from a device, the chunk keeps the tensor `source` until `end_copy`."""
         piece.enter(self)
         self.piece, self.reading = piece, False
         if copy is not None:
             self.copy, self.source = copy, (source, source._version)  # noqa: SLF001
 
     def write(self, place: ScratchPlace) -> None:
-        """Begin to write the piece to storage."""
+        """Begins to write the piece to storage."""
         piece = self.piece
         assert piece is not None, "an empty chunk is not written"
         checksum = checksum_of(self.memory[: piece.nbytes])
@@ -157,7 +162,7 @@ class ActivationChunk:
         piece.put(place, checksum)
 
     def read(self, piece: Piece) -> None:
-        """Begin to read a piece from storage."""
+        """Begins to read a piece from storage."""
         place = piece.place
         assert place is not None, "it was written"
         self.ticket = place.volume.read(self.memory[: whole_pages(piece.nbytes)], place.offset)
@@ -165,14 +170,14 @@ class ActivationChunk:
         self.piece, self.reading = piece, True
 
     def give(self, device: Device, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begin to copy the piece to a device, after other work and after earlier copies of the chunk."""
+        """Begins to copy the piece to a device, after the work `after` and after the chunk's last copy."""
         assert self.piece is not None, "an empty chunk is not copied"
         before = () if self.copy is None else (self.copy,)
         self.copy = device.bring(self.memory[: self.piece.nbytes], target, [*after, *before])
         return self.copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Wait for the last copy; returns its source, and the version that was copied."""
+        """Waits for the last copy; returns its source and the source's version at the start; None for other copies."""
         if self.copy is None:
             return None
         self.copy.wait()
@@ -180,11 +185,11 @@ class ActivationChunk:
         return source
 
     def end_transfer(self) -> None:
-        """Note that the transfer from or to storage has ended."""
+        """Records that the transfer from or to storage has ended."""
         self.ticket = None
 
     def clear(self) -> Piece | None:
-        """Become empty; returns the piece that was in it."""
+        """Empties the chunk; returns the piece that was in it."""
         piece, self.piece, self.ticket = self.piece, None, None
         if piece is not None:
             piece.leave()
@@ -192,7 +197,7 @@ class ActivationChunk:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """True if no copy and no transfer of the chunk is under way."""
         return (self.copy is None or self.copy.done()) and (self.ticket is None or self.ticket.done())
 
 
@@ -203,15 +208,15 @@ _CHANGED = (
 
 
 class Chunks:
-    """All chunks, and the transfers from and to them."""
+    """All chunks, and the copies and transfers from and to them; see [Note: states of a chunk]."""
 
     def __init__(
         self, room: Scratch, chunk_bytes: int, count: int, more: Sequence[int] = (), *, device: Device | None
     ) -> None:
-        """Take the memory of the first `count` chunks, with nothing in them.
+        """Allocates the first `count` chunks.
 
-        As many are kept spare later, by writing others ahead. `more` are the counts of chunks that may be taken later,
-        when they are needed. `device` is where activations lie; None: in host memory. `close()` closes the `room`.
+        `write_ahead` keeps as many chunks free or loose. `more` lists the sizes of further groups of chunks, which are
+        allocated when they are needed. Activations are on `device`; None: in host memory. `close()` closes `room`.
         """
         self._room = room
         self._chunk_bytes = chunk_bytes
@@ -221,25 +226,25 @@ class Chunks:
         self._rings: list[memory.ChunkRing] = []
         self._free: list[ActivationChunk] = []
         self._take(count)
-        # Chunks whose content is not on storage, in the order of saving: the backward uses the first one last.
+        # The held chunks, in the order of saving: the backward uses the first one last.
         self._held: dict[ActivationChunk, None] = {}
-        # Chunks whose content is on storage, is being written, or is of no use any more.
         self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
 
     def _take(self, count: int) -> None:
+        """Allocates `count` more chunks."""
         ring = memory.ChunkRing(self._chunk_bytes, count, pin=False if self._device is None else "auto")
         self._rings.append(ring)
         taken = [ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8) for _ in range(count)]
-        # The first one is used first.
+        # Chunks are appended in reverse, since `_for_write` pops the last one.
         self._free += [ActivationChunk(one) for one in reversed(taken)]
 
-    # --- in --------------------------------------------------------------------------
+    # --- into chunks -----------------------------------------------------------------
 
     def fill(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
-        """Take a part of a tensor in; `source` is the tensor that it is copied from.
+        """Copies `part`, a part of the tensor `source`, into a chunk; returns its piece.
 
-        On a device the copy comes after `after`, and the host does not wait for it.
+        From a device the copy runs after the work `after`, and the host does not wait for it.
         """
         chunk = self._for_write()
         piece = Piece(part.numel(), number)
@@ -256,20 +261,24 @@ class Chunks:
         return piece
 
     def wait_for(self, piece: Piece) -> None:
-        """Wait until a piece is copied, so that its source can be released."""
+        """Waits until a piece was copied from the device, which releases its source."""
         if piece.chunk is not None and piece.chunk.source is not None:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
-        """Begin to write the pieces that are used last, until enough chunks are spare; `least` of them anyway."""
+        """Begins to write held pieces, in the order of saving, until enough chunks are free or loose.
+
+        Writes at least `least` pieces, and waits for their copies from the device if need be.
+        """
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
-                # The later ones come after it.
+                # Copies of later chunks end after this one.
                 return
             self._write(chunk)
 
     def _write(self, chunk: ActivationChunk) -> None:
+        """Begins to write the piece of a held chunk, and makes the chunk loose."""
         self._copied(chunk)
         piece = chunk.piece
         assert piece is not None
@@ -284,7 +293,7 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """A free chunk, or the chunk of the piece that is used last."""
+        """Returns an empty chunk: a free one, one of a further group, or the loose one that the backward uses last."""
         if not self._free and self._more:
             try:
                 self._take(self._more.pop())
@@ -300,10 +309,13 @@ class Chunks:
         self._empty(best)
         return best
 
-    # --- out -------------------------------------------------------------------------
+    # --- out of chunks ---------------------------------------------------------------
 
     def give(self, piece: Piece, target: torch.Tensor, after: Sequence[Copy]) -> Copy | None:
-        """Copy a piece to where a tensor is put together; on a device after `after`, and the host does not wait."""
+        """Copies a piece to `target`, a part of a tensor that is being restored.
+
+        To a device the copy runs after the work `after`, and the host does not wait for it; returns that copy.
+        """
         if piece.chunk is None:
             if piece.place is None:
                 raise UsageError(_CHANGED)
@@ -317,11 +329,14 @@ class Chunks:
         if self._device is None:
             target.copy_(chunk.memory[: piece.nbytes])
             return None
-        # It may still be on its way in.
+        # The piece may still be in copy from the device: `ActivationChunk.give` orders both copies.
         return chunk.give(self._device, target, after)
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
-        """Begin to read pieces, as far as there are chunks of what a backward at `number` has used already."""
+        """Begins to read pieces into free chunks, and into loose ones that the backward at `number` has used already.
+
+        Pieces in `copied` count as used. Stops at the first piece without a chunk.
+        """
         for piece in pieces:
             if piece.chunk is not None:
                 continue
@@ -354,6 +369,7 @@ class Chunks:
     # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
+        """Waits for a chunk's last copy; UsageError if code wrote to the source of a copy from the device meanwhile."""
         source = chunk.end_copy()
         piece = chunk.piece
         if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001
@@ -362,13 +378,13 @@ class Chunks:
         raise UsageError(_CHANGED)
 
     def _transferred(self, chunk: ActivationChunk) -> None:
-        """Wait for a chunk's transfer from or to storage, and verify the bytes that were read."""
+        """Waits for a chunk's transfer from or to storage, and verifies bytes that were read."""
         if chunk.ticket is None:
             return
         try:
             chunk.ticket.wait()
         except BaseException:
-            # An interrupt ends the wait alone; anything else, the transfer.
+            # After an interrupt the transfer continues; after any other error it has ended.
             if chunk.ticket.done():
                 self._failed(chunk)
             raise
@@ -391,13 +407,14 @@ class Chunks:
                 )
 
     def _failed(self, chunk: ActivationChunk) -> None:
+        """Frees a chunk whose content is lost."""
         chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)
         self._free.append(chunk)
 
     def _empty(self, chunk: ActivationChunk) -> None:
-        """Wait for its transfers, then empty a chunk, whose content is on storage or of no use any more."""
+        """Empties a loose chunk once its copy and transfer have ended; frees the place of a dead piece."""
         self._copied(chunk)
         self._transferred(chunk)
         self._loose.pop(chunk, None)
@@ -408,7 +425,7 @@ class Chunks:
     # --- the end -----------------------------------------------------------------------
 
     def drop(self, piece: Piece) -> None:
-        """Release a piece, to which no graph refers any more."""
+        """Releases a piece that no graph needs, with its chunk and its place on storage."""
         piece.die()
         chunk = piece.chunk
         if chunk is None:
@@ -423,29 +440,29 @@ class Chunks:
 
     @property
     def occupied(self) -> int:
-        """Chunks that have something in them."""
+        """The number of held and loose chunks."""
         return len(self._held) + len(self._loose)
 
     @property
     def count(self) -> int:
-        """Chunks that were taken."""
+        """The number of allocated chunks."""
         return len(self._free) + self.occupied
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held."""
+        """Bytes of host memory that the chunks take."""
         return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
 
     def close(self) -> None:
-        """Release everything, once all transfers have ended."""
+        """Releases all memory and files, once all transfers have ended."""
         copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
         try:
             for copy in copies:
-                # Of a device that is lost, nothing is on its way.
+                # A lost device raises here; none of its copies is under way.
                 with contextlib.suppress(Exception):
                     copy.wait()
         finally:
-            # Tickets hold the memory until storage is done.
+            # Tickets keep the memory that storage still uses, so the chunks can be dropped first.
             self._free.clear()
             self._held.clear()
             self._loose.clear()
@@ -458,5 +475,6 @@ class Chunks:
 
 
 def _number_of(chunk: ActivationChunk) -> tuple[bool, int]:
+    """Returns the key that sorts loose chunks: dead pieces come first, then pieces of the oldest tensors."""
     piece = chunk.piece
     return (False, -1) if piece is None else (not piece.dead, piece.number)

@@ -1,12 +1,12 @@
-"""A CUDA device that computes: its memory for units, copies to it and back, and the calls that it rejects.
+"""Provides memory for units on a CUDA device, copies to the device and back, and rejects CUDA graphs.
 
-`device` is streams and events in one class. `arena` has exact-size slots of device memory,
-`transfer` the few pinned chunks of host memory that units and gradients pass through. `unit_memory` has both or, where
-the host computes, memory of the host.
+`device` wraps streams and events. `arena` leases exact-size slots of device memory, and `transfer` copies units and
+gradients through a few pinned chunks of host memory. `unit_memory` combines `arena` and `transfer`; if the host
+computes, it provides host memory instead.
 
-Invariant: memory is not written while earlier work may still read or write it, and not read before it is filled. Each
-such wait is an event on a stream, and tests fail without it. The host waits for the device once a
-step. Host memory does not grow with the model.
+Invariant: no memory is written while earlier work may still read or write it, or read before it is filled. Each such
+wait is an event on a stream, and tests fail if one is removed. The host waits for the device once a step. Host memory
+does not grow with the model.
 
-Never here: which unit is needed when, which is `params.residency`'s; CUDA graphs, which are rejected.
+Not in this package: the decision which unit is needed when (`params.residency`).
 """

@@ -1,4 +1,9 @@
-"""Allocates exact-size slots on a device; frees each after its last view and its last use on a stream."""
+"""Leases exact-size slots of device memory; reuses a slot after its last view and its last use on a stream.
+
+[Note: reuse of slots] When the last view of a lease is deleted, kernels that use the slot may still be queued. So
+`used` records each stream that computes with a lease. When the slot returns, `_came_back` marks the end of the queued
+work on these streams, and the next copy into the slot waits for these marks (`after`). The host never waits.
+"""
 
 from __future__ import annotations
 
@@ -24,56 +29,56 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A place in the arena's memory."""
+    """A slot: a range of bytes in the arena's memory."""
 
     memory: torch.Tensor
     start: int
     nbytes: int
-    after: list[Copy]  # has to be over before anything is written here
-    streams: set[Any] = field(default_factory=set)  # compute with the bytes that are here
+    after: list[Copy]  # the work that must end before the slot is written
+    streams: set[Any] = field(default_factory=set)  # the streams that compute with the present lease
 
 
 @dataclass(eq=False, slots=True)
 class _Hold:
-    """Owned by the storage of a lease; destroyed with its last view, on any thread."""
+    """Owned by the storage of a lease: deleted with its last view, in any thread, and returns the slot then."""
 
     _gone: queue.SimpleQueue[_Slot]
     slot: _Slot
 
     def __del__(self) -> None:
-        # This queue is made for finalizers: putting never waits for a lock that this thread may have.
+        # SimpleQueue.put() is safe in finalizers: it never waits for a lock that this thread may have.
         self._gone.put(self.slot)
 
 
 class DeviceArena:
-    """Slots of classes, {bytes: count}, in one piece of a device's memory; each that is added has a piece of its own.
+    """Slots of classes, {bytes: count}, in one allocation of device memory; each added slot has its own allocation.
 
-    A lease takes a slot of its own class alone.
+    A lease takes a slot of the smallest class that is large enough, and of no other.
     """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
-        # Streams whose work ends before the memory is reused, once it is released.
+        # The streams for which torch's allocator keeps the memory after its release, until their work has ended.
         self._kept_for: set[Any] = set()
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: list[torch.Tensor] = []  # the allocations
         self.reserved_bytes = 0
-        # The slots beyond the planned ones, {bytes: count}.
+        # The slots that `add` has added to the planned ones, {bytes: count}.
         self.added: dict[int, int] = {}
-        self._slots: dict[int, _Slot] = {}  # by address
+        self._slots: dict[int, _Slot] = {}  # all slots, by address
         self._lock = threading.Lock()
-        # Slots whose last view is gone.
+        # Slots whose last view was deleted, until `_take_back`.
         self._gone: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._take(classes)
 
     def _take(self, classes: Mapping[int, int]) -> int:
-        """Take a piece of memory for so many slots; its bytes."""
+        """Allocates memory for these slots; returns its bytes."""
         device = self._device
         nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         memory = self._allocated(max(nbytes, 1))
-        # It may be a block that was released a moment ago, and torch may fill it with NaN. Both are on the caller's
-        # stream, for which the streams for copies do not wait.
+        # Work on this memory may be queued on the caller's stream: torch may have reused a block that was released a
+        # moment ago, or may fill it with NaN. The mark makes the streams for copies wait for that work.
         with failures_named(device):
             taken_on = device.stream()
             taken = device.mark(taken_on)
@@ -109,7 +114,7 @@ class DeviceArena:
             ) from error
 
     def add(self, nbytes: int) -> int:
-        """Take memory for one more lease of `nbytes`; how many bytes that took."""
+        """Adds a slot for a lease of `nbytes`; returns the bytes that the slot takes."""
         bound = self._bound_for(nbytes)
         taken = self._take({bound: 1})
         self.added[bound] = self.added.get(bound, 0) + 1
@@ -117,15 +122,15 @@ class DeviceArena:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes beyond the plan."""
+        """Bytes of the slots that `add` has added."""
         return sum(whole_pages(bound) * count for bound, count in self.added.items())
 
     def lease(self, nbytes: int, timeout: float) -> torch.Tensor:
-        """Take a slot, waiting up to `timeout` seconds: a tensor of so many bytes, whose last view releases it.
+        """Leases a slot, waiting up to `timeout` seconds; returns a tensor of `nbytes`, whose last view releases it.
 
         Raises:
             ConfigError: no class is large enough.
-            TimeoutExpired: all slots stayed taken.
+            TimeoutExpired: no slot became free in time.
         """
         bound = self._bound_for(nbytes)
         deadline = time.monotonic() + timeout
@@ -145,7 +150,10 @@ class DeviceArena:
             self._take_back(wait=left)
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
+        """Records that the caller's current stream will compute with a lease; True if it is the first time.
+
+        See [Note: reuse of slots].
+        """
         slot = self._slots.get(torch.Tensor.untyped_storage(tensor).data_ptr())
         with failures_named(self._device):
             stream = self._device.stream()
@@ -160,14 +168,17 @@ class DeviceArena:
         return True
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
-        """The work that has to be over before a lease's bytes are first written; returned once: its caller waits."""
+        """Returns the work that must end before a lease is first written; a second call returns nothing.
+
+        See [Note: reuse of slots].
+        """
         slot = self._slots[torch.Tensor.untyped_storage(tensor).data_ptr()]
         after = list(slot.after)
         slot.after.clear()
         return after
 
     def _take_back(self, wait: float = 0.0) -> None:
-        """Take back the slots whose last view is gone; `wait` so long for a first one."""
+        """Makes slots free whose last view was deleted; waits up to `wait` seconds for a first one."""
         try:
             slot = self._gone.get(timeout=wait) if wait > 0 else self._gone.get_nowait()
             while True:
@@ -177,7 +188,7 @@ class DeviceArena:
             pass
 
     def _came_back(self, slot: _Slot) -> None:
-        # All work on these bytes was begun on one of these streams, and before this moment.
+        # All work on the slot was queued on these streams before this point; see [Note: reuse of slots].
         with failures_named(self._device):
             slot.after.extend([self._device.mark(stream) for stream in slot.streams])
         slot.streams.clear()
@@ -185,12 +196,12 @@ class DeviceArena:
             self._free[slot.nbytes].append(slot)
 
     def free_slots(self, nbytes: int) -> int:
-        """Slots that a lease of so many bytes could take now."""
+        """Returns how many slots a lease of `nbytes` could take now."""
         self._take_back()
         return len(self._free[self._bound_for(nbytes)])
 
     def _bound_for(self, nbytes: int) -> int:
-        """The class that a lease of so many bytes has."""
+        """Returns the class of a lease of `nbytes`."""
         at = bisect_left(self._bounds, nbytes)
         if at == len(self._bounds):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Copies to and from an accelerator by streams and events; refuses CUDA graphs."""
+"""Copies to and from a CUDA device with streams and events; rejects CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ CAPTURED = (
 
 
 def open_device(device: torch.device) -> Device | None:
-    """The device to compute on; None for the host, which needs no copies."""
+    """Returns the device to compute on; None for the host, which needs no copies.
+
+    Raises:
+        ConfigError: torch finds no such device.
+    """
     if device.type == "cpu":
         return None
     if not torch.cuda.is_available():
@@ -43,7 +47,7 @@ def open_device(device: torch.device) -> Device | None:
 
 @contextmanager
 def failures_named(device: Device) -> Iterator[None]:
-    """Turn errors of a device into `DeviceError`, which names the committed step; except a lack of its memory."""
+    """Context manager that turns errors of a device into `DeviceError`, except out-of-memory errors and memascend's."""
     try:
         yield
     except (MemascendError, torch.OutOfMemoryError):
@@ -56,9 +60,10 @@ def failures_named(device: Device) -> Iterator[None]:
 
 
 class Copy:
-    """Work on a device that was begun; when it is over, its source may be written and its target be read.
+    """An event behind work that was queued on a stream: a copy, or all work until then.
 
-    A wait for it sleeps: one that spins takes a processor from other threads, which compute.
+    After the event, the source of a copy may be written, and its target may be read. `wait` sleeps: a spinning wait
+    would take a processor from threads that compute.
     """
 
     __slots__ = ("_device", "event")
@@ -69,99 +74,99 @@ class Copy:
         self.event.record(stream)
 
     def done(self) -> bool:
-        """Whether it is over. Never waits."""
+        """True if the work has ended. Never waits."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Wait for it, on the host. Raises the error with which it failed."""
+        """Makes the host wait for the work; raises the error with which the work failed."""
         self.event.synchronize()
 
     def order(self) -> None:
-        """Let later work of the caller, on its current stream, come after it. The host does not wait."""
+        """Makes later work on the caller's current stream wait for this work; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class Device:
-    """A CUDA device, as far as the staging path needs it."""
+    """A CUDA device with one stream for copies in each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make its two streams for copies, and with them the context, which pinning asks for."""
+        """Makes the streams, and with them the CUDA context, which pinning of host memory needs."""
         self.torch_device = device
-        # One for each direction: a device copies both ways at once.
+        # A device copies in both directions at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory there, as uint8, which begins on a page. Raises torch's own error where there is none."""
+        """Allocates `nbytes` of device memory, a uint8 tensor that begins on a page; raises torch's own error."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:
-        """Bytes of its memory that are free now."""
+        """Returns the bytes of the device's memory that are free now."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """A tensor with a storage of its own on a part of `memory`; its last view releases `owner`."""
+        """Returns a tensor on a part of `memory`, with its own storage, whose last view releases `owner`."""
         return tensors.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
 
     def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """A stream uses `memory`: once it is released, it is reused only after the work of that stream until then.
+        """Makes torch's allocator wait for `stream`, too, before it reuses `memory` after its release.
 
-        torch's allocator by itself waits for the stream alone on which the memory was allocated.
+        By default the allocator waits only for the stream on which the memory was allocated.
         """
         memory.record_stream(stream)
 
     def enter_thread(self) -> None:
-        """Called by a thread of ours before anything else here; again is fine."""
-        # A new thread is on the first device, and a query of the current device would make a context there.
+        """Prepares a thread of memascend; call it in the thread before other methods. Repeated calls are fine."""
+        # In a new thread the first device is current, and a query of the current device would make a context there.
         torch.cuda.set_device(self.torch_device)
-        # Its queries of events would end a capture that runs anywhere in the process.
+        # Otherwise a query of an event in this thread would end a graph capture anywhere in the process.
         ignore_captures()
 
     def require_no_capture(self) -> None:
-        """Reject a call while the caller's stream is captured into a CUDA graph."""
+        """Raises UsageError while the caller's stream is captured into a CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(CAPTURED)
 
     def stream(self) -> torch.cuda.Stream:
-        """The stream that the caller computes on."""
+        """Returns the stream on which the caller computes."""
         return torch.cuda.current_stream(self.torch_device)
 
     def mark(self, stream: torch.cuda.Stream) -> Copy:
-        """All work that was begun on a stream until now."""
+        """Returns an event behind all work that is queued on a stream so far."""
         return Copy(self.torch_device, stream)
 
     def bring(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begin to copy from pinned host memory to the device, after other work."""
+        """Begins to copy from pinned host memory to the device, once the work `after` has ended."""
         return self._copied(self._inward, source, target, after)
 
     def take(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begin to copy from the device to pinned host memory, after other work."""
+        """Begins to copy from the device to pinned host memory, once the work `after` has ended."""
         return self._copied(self._outward, source, target, after)
 
     def allocated(self) -> tuple[int, int]:
-        """Bytes of its memory that torch holds, ours among them: now, and the most so far."""
+        """Returns the bytes of device memory that torch has allocated, memascend's included: now, and the maximum."""
         return torch.cuda.memory_allocated(self.torch_device), torch.cuda.max_memory_allocated(self.torch_device)
 
     def _copied(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]
     ) -> Copy:
-        # The device first: a stream's context ends by going back to the device that was current, which may have no
-        # context yet and would get one.
+        # `torch.cuda.device` comes first: at its end, `torch.cuda.stream` alone would return to the device that was
+        # current before, and would make a CUDA context there.
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
             for copy in after:
-                # On this stream, which is the current one here.
+                # `stream` is current here, so `order` makes `stream` wait.
                 copy.order()
             target.copy_(source, non_blocking=True)
             return Copy(self.torch_device, stream)
 
 
-# Dynamo's function that runs compiled code; its context is called `self` there.
+# The file of Dynamo's function that runs compiled code; the local `self` of that function is Dynamo's context.
 _DYNAMO = "torch/_dynamo/eval_frame.py"
 
 
 def refuse_graphs() -> None:
-    """Reject a forward that runs in code which torch.compile makes CUDA graphs of."""
+    """Rejects a forward that runs inside code that torch.compile turns into CUDA graphs."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DYNAMO) and _captures(frame.f_locals.get("self")):
@@ -174,7 +179,7 @@ def refuse_graphs() -> None:
 
 
 def _captures(context: Any) -> bool:
-    """Whether a context of Dynamo's makes graphs: by the option that its modes set, or by its backend."""
+    """True if a context of Dynamo makes CUDA graphs, by the option that its modes set or by its backend."""
     config = getattr(context, "compiler_config", None)
     backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):

@@ -24,36 +24,37 @@ if TYPE_CHECKING:
     from memascend.storage import Chunk, Engine, UnitParts
 
 
-# Threads that verify checksums, beside the one that begins copies: each is faster than several drives.
+# Threads that verify checksums, so that the staging thread only begins copies. Each is faster than several drives.
 CHECKERS = 2
 
 
 class _UnitUpload:
-    """A unit that is being uploaded. Guarded by the staging's lock."""
+    """The upload of one unit; `Staging._changed` guards the fields."""
 
     __slots__ = ("address", "base", "copied", "error", "last", "next", "parts", "places", "working")
 
     def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
         self.parts: UnitParts | None = parts
-        self.places = parts.places()
-        # The lease; None once nothing is copied to it any more.
+        self.places = parts.places()  # where each part begins in the unit, and its bytes
+        # The lease; None once no more copies to it are begun.
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
-        self.next = 0
-        self.copied = 0
-        # The copies of a device in one direction are in order: after the last one they all are.
+        self.next = 0  # the index of the next part to read
+        self.copied = 0  # the number of copies that were begun
+        # The copy that was begun last. Copies in one direction run in order, so all others end before it.
         self.last: Copy | None = None
-        # Parts that the thread works on.
+        # How many parts the staging thread is working on.
         self.working = 0
         self.error: BaseException | None = None
 
     def take_part(self) -> int:
+        """Returns the index of the next part, on which the staging thread begins to work."""
         index, self.next = self.next, self.next + 1
         self.working += 1
         return index
 
     def end_part(self, error: BaseException | None, copy: Copy | None) -> None:
-        """End the work on a part: its copy was begun, it failed, or its unit was dropped."""
+        """Ends the work on a part. `copy`: the copy that was begun; None if the part failed or the unit was dropped."""
         self.working -= 1
         if copy is not None:
             self.last = copy
@@ -63,33 +64,34 @@ class _UnitUpload:
             self.let_go()
 
     def cancel(self) -> None:
-        """Let parts that are being read go nowhere."""
+        """Makes the staging thread begin no more copies of this unit."""
         self.base = None
 
     def let_go(self) -> None:
-        """Release the lease, and the slots that are read, which may be staged into again."""
+        """Releases the lease and the parts; without the parts, the store may write to the slots that they read."""
         self.base = self.parts = None
 
     @property
     def ended(self) -> bool:
+        """True once the copies of all parts were begun, or a part failed."""
         return self.copied == len(self.places) or self.error is not None
 
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """The caller's handle of an upload. Dropping it cancels parts that were not begun, and waits for the others."""
+    """The caller's handle of an upload. Deleting it cancels parts that were not begun, and waits for the others."""
 
     _staging: Staging
     _unit: _UnitUpload
 
     def wait(self) -> int:
-        """Wait until every copy is begun, and let later work of the caller come after them.
+        """Waits until all copies were begun; later work on the caller's stream waits for the copies.
 
         Returns:
-            Its bytes.
+            The bytes of the unit.
 
         Raises:
-            StorageError: a drive failed, or its bytes are not the written ones (CorruptionError).
+            StorageError: a drive failed, or the bytes differ from the written ones (CorruptionError).
         """
         return self._staging.waited(self._unit)
 
@@ -98,7 +100,7 @@ class Staged:
 
 
 class Staging:
-    """Brings units to a device, through chunks that are its own."""
+    """Uploads units to a device: a thread reads parts of units into chunks of host memory, and copies the chunks."""
 
     def __init__(
         self,
@@ -107,17 +109,18 @@ class Staging:
         parts_of: Callable[..., UnitParts],
         after: Callable[[torch.Tensor], Sequence[Copy]],
     ) -> None:
-        """Start its thread.
+        """Starts the thread.
 
-        `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of` gives the parts of a unit by
-        its name, of at most so many bytes each, as `Engine.parts` does. `after` gives the work that has to be over
-        before a lease is written to; it is called once for a lease, on the thread.
+        `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of(name, bytes_max, settle=)`
+        returns the parts of a unit, as `Engine.parts` does. `after(lease)` returns the work that must end before the
+        lease is written; the thread calls it once for each lease.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
         self._free = deque(chunks)
-        # Chunks that are copied to the device, in the order of their copies.
+        # Chunks that are being copied to the device, in the order of their copies.
         self._copying: deque[tuple[torch.Tensor, Copy]] = deque()
+        # Parts that are being read: the unit, the index of the part, its chunk, and the read.
         self._reading: deque[tuple[_UnitUpload, int, torch.Tensor, Any]] = deque()
         self._parts_of = parts_of
         self._after = after
@@ -125,7 +128,7 @@ class Staging:
         self._waiting: deque[_UnitUpload] = deque()
         self._closing = False
         self._broken: BaseException | None = None
-        # By the address of its lease: the last copy of the unit that is there.
+        # By the address of a lease: the last copy of the unit in it.
         self._arrived: dict[int, Copy] = {}
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
@@ -134,9 +137,9 @@ class Staging:
     # --- callers -------------------------------------------------------------------
 
     def begin(self, name: str, base: torch.Tensor, *, settle: bool = False) -> Staged:
-        """Begin to bring a unit, as the last commit left it, into a lease on the device.
+        """Begins to upload a unit, as the last commit left it, to a lease on the device.
 
-        `settle`: write the updates that it left, which are computed for that.
+        Updates of the unit that the last step deferred are computed on the way; `settle`: they are written, too.
         """
         unit = _UnitUpload(self._parts_of(name, self._chunk_bytes, settle=settle), base)
         with self._changed:
@@ -146,12 +149,12 @@ class Staging:
         return Staged(self, unit)
 
     def waited(self, unit: _UnitUpload) -> int:
-        """See `Staged.wait`."""
+        """Implements `Staged.wait`."""
         began = time.perf_counter()
         with self._changed:
             while not unit.ended:
                 self._require_working()
-                # A unit that is waited for goes before units that are fetched ahead.
+                # The caller waits for this unit, so it goes before units that are only fetched ahead.
                 if self._waiting and unit in self._waiting and self._waiting[0] is not unit:
                     self._waiting.remove(unit)
                     self._waiting.appendleft(unit)
@@ -166,7 +169,7 @@ class Staging:
         return sum(nbytes for _, nbytes in unit.places)
 
     def order(self, base: torch.Tensor) -> None:
-        """Let later work of the caller come after the copy of the unit in a lease."""
+        """Makes later work on the caller's stream wait for the copies of the unit in a lease."""
         last = self._arrived.get(base.data_ptr())
         if last is not None:
             with failures_named(self._device):
@@ -179,7 +182,7 @@ class Staging:
             raise UsageError("the staging of units was closed with its run: call offload() again")
 
     def dropped(self, unit: _UnitUpload) -> None:
-        """See `Staged`."""
+        """Implements the deletion of a `Staged`."""
         with self._changed:
             unit.cancel()
             if unit in self._waiting:
@@ -189,13 +192,13 @@ class Staging:
             unit.let_go()
 
     def close(self) -> None:
-        """End the thread, once its current work is over. Twice is fine."""
+        """Ends the thread after its current work, and waits for its copies. Repeated calls are fine."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         for _, copy in self._copying:
-            # A device that is lost copies nothing any more.
+            # A lost device raises here; it reads nothing more from the chunk.
             with contextlib.suppress(DeviceError), failures_named(self._device):
                 copy.wait()
 
@@ -207,7 +210,7 @@ class Staging:
                 self._device.enter_thread()
                 self._work()
         except BaseException as error:  # noqa: BLE001
-            # A device that is lost, most likely: current and later waiters raise this error.
+            # The device is probably lost. Present and later callers raise this error.
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
@@ -227,7 +230,7 @@ class Staging:
                     self._changed.wait()
 
     def _recycle(self, *, wait: bool) -> None:
-        """Take chunks back that the device has copied, in their order."""
+        """Frees chunks that the device has copied, in the order of the copies; `wait`: waits for the first one."""
         while self._copying:
             chunk, copy = self._copying[0]
             if not copy.done():
@@ -239,6 +242,7 @@ class Staging:
             self._free.append(chunk)
 
     def _begin_reads(self) -> None:
+        """Begins to read parts of the first waiting units, as long as chunks are free."""
         while self._free:
             with self._changed:
                 if self._closing or not self._waiting:
@@ -260,6 +264,7 @@ class Staging:
             self._reading.append((unit, index, chunk, part))
 
     def _copy_one(self) -> None:
+        """Waits for the read that was begun first, and begins to copy its part to the device."""
         unit, index, chunk, part = self._reading.popleft()
         start, nbytes = unit.places[index]
         copy = failed = None
@@ -267,8 +272,8 @@ class Staging:
             part.wait()
             base = unit.base
             if base is not None:
-                # Only where a copy is begun: the list is returned once, and a unit may be dropped before. Later copies
-                # come after the first one anyway.
+                # `after` returns its list only once, so it is called only if a copy follows: a unit may be dropped
+                # before. Later copies of the unit run after the first one anyway.
                 after = self._after(base) if unit.last is None else ()
                 with failures_named(self._device):
                     copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
@@ -289,13 +294,13 @@ class Staging:
 class _Gradient(NamedTuple):
     """A gradient on the device."""
 
-    data: torch.Tensor  # its bytes, in the order in which its parameter is stored
-    after: Copy  # the work that made it
+    data: torch.Tensor  # the bytes, in the order in which the parameter is stored
+    after: Copy  # the work that computes the gradient
 
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """A window on a gradient: the bytes in it, or being copied to it."""
+    """A buffer in host memory with a range of a gradient's bytes, which may still be on their way from the device."""
 
     memory: torch.Tensor
     gradient: _Gradient | None = None
@@ -309,11 +314,11 @@ class _Window:
             copy.wait()
 
     def has(self, gradient: _Gradient, start: int, nbytes: int) -> bool:
-        """Whether bytes of a gradient are in it, or on their way."""
+        """True if the window has these bytes of a gradient, or they are on their way."""
         return self.gradient is gradient and self.start <= start and start + nbytes <= self.start + self.nbytes
 
     def fill(self, device: Device, gradient: _Gradient, start: int, nbytes: int) -> None:
-        """Begin to copy a gradient's bytes from `start` on, so many at most."""
+        """Begins to copy at most `nbytes` of a gradient's bytes, from `start` on, into the window."""
         self.wait()
         self.gradient, self.start = gradient, start
         self.nbytes = min(nbytes, gradient.data.nbytes - start)
@@ -321,26 +326,28 @@ class _Window:
         self.copy = device.take(part, self.memory[: self.nbytes], [gradient.after])
 
     def let_go(self) -> None:
+        """Waits for the copy, and releases the gradient."""
         self.wait()
         self.gradient = None
 
 
 class DeviceEngine:
-    """An engine that is lent gradients on a device; all else is the engine's own."""
+    """Wraps an engine so that it takes gradients on a device; passes all other calls on."""
 
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], ram_tier: Collection[str] = ()
     ) -> None:
-        """Lend gradients through two windows, and copy those of the `ram_tier`, which wait in host memory.
+        """Makes the engine read gradients through two windows, except those of records in the `ram_tier`.
 
-        The windows are pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
+        Gradients of the RAM tier wait in host memory until step(), so they are copied whole. The windows are pinned
+        uint8 tensors of equal size, a multiple of the gradient bytes that a chunk of an update reads.
         """
         self._engine = engine
         self._ram_tier = frozenset(ram_tier)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
-        # The engine asks on one thread; a step that failed may be asked about on another.
+        # `_window` runs on the engine's thread, or after a failed step on another one; `end` on the closing thread.
         self._lock = threading.Lock()
         self.update = self._lending(engine.update)
         self.spill = self._lending(engine.spill)
@@ -349,7 +356,7 @@ class DeviceEngine:
         return getattr(self._engine, name)
 
     def _lending(self, method: Callable[..., None]) -> Callable[..., None]:
-        """A method of the engine whose second argument is a gradient, which is lent."""
+        """Returns a method of the engine whose second argument is a gradient, which may be on the device."""
 
         def call(name: str, gradient: torch.Tensor, *numbers: Any, **options: Any) -> None:
             method(name, self._lend(name, gradient), *numbers, **options)
@@ -359,21 +366,21 @@ class DeviceEngine:
     def apply(
         self, name: str, function: Callable[[Chunk], object], *, gradient: torch.Tensor | None = None, **options: Any
     ) -> None:
-        """See `Engine.apply`."""
+        """Does as `Engine.apply`, also with a gradient on the device."""
         given = None if gradient is None else self._lend(name, gradient)
         self._engine.apply(name, function, gradient=given, **options)
 
     def end(self) -> None:
-        """Wait for copies to windows, so that their memory may be released: the engine is closed."""
-        # A device that is lost copies nothing.
+        """Waits for copies to windows, so that their memory may be released; call it once the engine is closed."""
+        # A lost device raises here; it writes nothing more to the windows.
         with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
             for window in self._windows:
                 window.let_go()
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
-        """The gradient as the engine takes it: itself where the engine can read it."""
+        """Returns the gradient as the engine takes it: the tensor itself if it is in host memory."""
         if gradient.device != self._device.torch_device:
-            # Values that are written back: the engine reaches them.
+            # Values that a door writes back are in host memory.
             return gradient
         self._device.require_no_capture()
         with torch.no_grad(), failures_named(self._device):
@@ -381,18 +388,22 @@ class DeviceEngine:
                 host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
                 return host.copy_(gradient.detach())
             data = bytes_of(gradient.detach())
-            # The kernels that made it are on the caller's stream.
+            # The kernels that compute the gradient are queued on the caller's stream.
             made = _Gradient(data, self._device.mark(self._device.stream()))
         return Lent(gradient, partial(self._window, made), partial(self._order, made))
 
     def _order(self, gradient: _Gradient) -> None:
-        """Let later work of the engine's thread come after the kernels that made a gradient."""
+        """Makes later work of the engine's thread on the device wait for the kernels that compute a gradient."""
         self._device.enter_thread()
         gradient.after.order()
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
-        """Where bytes of a gradient are in host memory: an address, the first byte there, and how many."""
-        # Whole chunks of the update, as all but the last one are of one size.
+        """Makes `nbytes` of a gradient from `start` on available in host memory, and begins to copy the bytes after.
+
+        Returns:
+            The address of a window, the index of its first byte in the gradient, and its bytes.
+        """
+        # A window has whole chunks of the update, all of which have `nbytes` but the last one.
         span = self._bytes // nbytes * nbytes
         if not span:
             raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
@@ -409,7 +420,7 @@ class DeviceEngine:
                 if other.gradient is not gradient or other.start != after:
                     other.fill(self._device, gradient, after, window.nbytes)
             else:
-                # The last of it.
+                # This window has the end of the gradient.
                 for one in self._windows:
                     one.let_go()
             return window.memory.data_ptr(), window.start, window.nbytes

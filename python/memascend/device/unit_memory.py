@@ -1,4 +1,4 @@
-"""Allocates and fills the memory of units: host memory, or a device reached through a few host chunks."""
+"""Allocates and fills the memory of units, on the host, or on a device through a few chunks of host memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _log = logging.getLogger("memascend")
 
 
 class HostUnits:
-    """Units in host memory, which the store reads into. A device needs more care: see `DeviceUnits`."""
+    """Memory for units on the host, into which the store reads directly."""
 
     device = None
     unregistered = None
-    # The store itself counts the time for which callers waited.
+    # Always 0: the store itself counts the seconds for which callers wait.
     wait_seconds = 0.0
 
     def __init__(self, engine: Engine, classes: Mapping[int, int]) -> None:
@@ -37,36 +37,39 @@ class HostUnits:
         self.begin = engine.fetch
 
     def take(self, nbytes: int, timeout: float) -> torch.Tensor:
-        """Memory for the bytes of a unit, which its last view releases; see `DeviceArena.lease`."""
+        """Leases memory for a unit; its last view releases the lease. See `DeviceArena.lease`."""
         lease = self.arena.lease(nbytes, timeout=timeout, owner="units")
         with torch.inference_mode(mode=False):
             taken: torch.Tensor = lease.tensor((nbytes,), torch.uint8)
             return taken
 
     def engine(self, engine: Engine) -> Any:
-        """The engine, for gradients that lie where units do."""
+        """Returns the engine for gradients in host memory."""
         return engine
 
     @property
     def host(self) -> dict[str, int]:
-        """Host memory that is taken, by owner."""
+        """Bytes of host memory that are taken, by owner."""
         return {"units": self.arena.held_bytes}
 
     def stop(self) -> None:
-        """Nothing to end: reads belong to their tickets, which the store drains."""
+        """Does nothing: reads belong to their tickets, which the store drains."""
 
     def close(self) -> None:
-        """Release the memory."""
+        """Releases the memory."""
         self.arena.close()
 
 
 class DeviceUnits:
-    """Units in an arena on a device. They and their gradients pass through chunks of host memory."""
+    """Memory for units in an arena on a device; units and gradients pass through chunks of host memory."""
 
     def __init__(
         self, engine: Engine, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
     ) -> None:
-        """Take the memory on both sides, and start the thread that copies; gradients of the `ram_tier` wait here."""
+        """Takes the memory on host and device, and starts the staging thread.
+
+        Gradients of records in the `ram_tier` wait in host memory.
+        """
         self.device = device
         self._ram_tier = ram_tier
         self.arena = DeviceArena(device, classes)
@@ -80,24 +83,24 @@ class DeviceUnits:
         parts_of = partial(engine.parts, checkers=Checkers(CHECKERS))
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
-        # What copies into the windows.
+        # Copies gradients into the windows.
         self._lending: DeviceEngine | None = None
 
     def used(self, base: torch.Tensor) -> None:
-        """The caller is about to compute with the bytes of a unit."""
+        """Prepares the caller's stream to compute with the bytes of a unit."""
         if self.arena.used(base):
-            # The wait for it may have been on another stream.
+            # `Staged.wait` may have ordered only another stream behind the copies.
             self._staging.order(base)
 
     def engine(self, engine: Engine) -> Any:
-        """The engine, for gradients on the device."""
+        """Returns a wrapper of the engine for gradients on the device."""
         ((window_bytes, count),) = GRADIENT_WINDOWS.items()
         self._lending = DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._ram_tier)
         return self._lending
 
     @property
     def host(self) -> dict[str, int]:
-        """Host memory that is taken, by owner."""
+        """Bytes of host memory that are taken, by owner."""
         rings = {"unit staging": self._ring, "gradient windows": self._windows}
         return {
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
@@ -106,22 +109,22 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """Why memory for copies could not be registered with the device's driver, and the cost of that."""
+        """Why host chunks could not be registered with the driver, and the cost of that; None if they are."""
         regions = (self._ring.region, self._windows.region)
         why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
         return None if why is None else f"{why}; {memory.UNREGISTERED}"
 
     @property
     def wait_seconds(self) -> float:
-        """Time for which callers waited for units, beside the store's own count."""
+        """Seconds for which callers waited for uploads, which the store's own count does not have."""
         return self._staging.wait_seconds
 
     def stop(self) -> None:
-        """End the thread that reads from the store."""
+        """Ends the staging thread, which reads from the store."""
         self._staging.close()
 
     def close(self) -> None:
-        """Release the memory."""
+        """Releases the memory."""
         if self._lending is not None:
             self._lending.end()
         self._ring.close()
@@ -129,6 +132,7 @@ class DeviceUnits:
 
 
 def _all(ring: memory.ChunkRing, nbytes: int, count: int) -> list[torch.Tensor]:
+    """Leases all chunks of a ring."""
     return [ring.lease(0, "staging").tensor(nbytes, torch.uint8) for _ in range(count)]
 
 
