@@ -1,13 +1,14 @@
-"""Gradients from their arrival to the update: used as they appear, or kept on storage or in memory until step().
+"""Handles gradients from their arrival in autograd until an update uses them.
 
-`gradients` takes each gradient as autograd has accumulated it, and carries out step() and zero_grad() for all of them.
-`gradient` has the state of one and begins its update, `lazy_grad` stands in `p.grad` for it, with `operations` that
-were recorded. `norms` measures, `loss_scale` scales. `loop` follows the training loop, `microbatches` and `baton`
-compute by layer.
+`gradients` takes each gradient once autograd has accumulated it, and implements step() and zero_grad() for all
+parameters. `gradient` holds the state of one gradient and begins its update. `lazy_grad` defines the handle that
+`p.grad` holds while the gradient is on storage, and `operations` records the arithmetic on that handle. `norms`
+measures gradients, `loss_scale` scales losses. `loop` detects the habits of the training loop. `microbatches` and
+`baton` compute micro-batches layer by layer.
 
-Invariant: a gradient is in one `GradientState`, and each change is one of its moves. `p.grad` decides: a
-gradient that was removed there is dropped, one that was assigned is used. Nothing is summed, scaled or rounded in
-another order than torch's; a read, a norm or a change that would come too late raises.
+[Note: Gradient states] Each gradient is in one `GradientState`, and `_MOVES` lists all allowed transitions. `p.grad`
+decides: step() drops a gradient whose handle the user removed from `p.grad`, and uses a gradient that the user
+assigned. Sums, scaling and rounding keep torch's order. A read, a norm or a change that comes too late raises an error.
 
-Never here: commits, which are the session's; reads of weights, which are `params`'s.
+This package commits nothing (`session` does) and reads no weights (`params` does).
 """

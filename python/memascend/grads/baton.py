@@ -1,4 +1,10 @@
-"""Lets one of several threads run at a time, each with a micro-batch, in an order that is recorded and predicted."""
+"""Runs the micro-batches of one call in threads; one thread computes at a time.
+
+[Note: Stages] A stage is one use of a streamed unit, in a forward or in a backward. `Recorder` records the path of
+each micro-batch through the units while they are computed one after the other; `Course` merges these paths into one
+order of stages. `Baton` then always lets a micro-batch at the lowest stage compute, so that all micro-batches use a
+unit while it is in memory.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Path:
-    """The streamed units that one micro-batch used, in order, and at which of them each gradient arrived.
+    """The order in which one micro-batch used the streamed units, and when each gradient arrived.
 
-    A use in a backward has another number than one in a forward, so that none is taken for the other.
+    A use in a forward is `home.index`, a use in a backward is `~home.index`, so the two are never equal.
     """
 
     units: list[int] = field(default_factory=list)
-    # The stage at which each parameter's gradient arrived: the place in `units`, by the parameter's name.
+    # By parameter name: the index in `units` of the use during which its gradient arrived; -1 before the first use.
     arrivals: dict[str, int] = field(default_factory=dict)
 
     def reach(self, homes: Iterable[Home]) -> list[int]:
-        """Note that units are used; returns the uses that begin a stage."""
+        """Records that `homes` are about to be used; returns the uses that begin a stage."""
         begun = []
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
-            # A unit that is always in memory is read once, whichever micro-batch uses it.
+            # A unit that is always in memory, and a repeated use, begin no stage.
             if home.pinned or home.in_ram or (self.units and self.units[-1] in (home.index, ~home.index)):
                 continue
             use = ~home.index if backward else home.index
@@ -55,29 +61,29 @@ class Path:
 
 
 class Recorder:
-    """Follows micro-batches that are computed one after the other."""
+    """Records the paths of micro-batches that are computed one after the other."""
 
     def __init__(self, look: Callable[[], Callable[[], str | None]]) -> None:
-        """`look` is called after the first micro-batch; what it returns says after the last what changed since."""
+        """`look` is called after the first micro-batch; the function that it returns names the first change since."""
         self.paths: list[Path] = []
-        # Why a gradient cannot be summed by layer, of the first such one.
+        # Why gradients cannot be summed by layer: the first reason seen.
         self._unfit: str | None = None
         self._look = look
         self._changed: Callable[[], str | None] = lambda: None
 
     def begin(self) -> None:
-        """The next micro-batch begins."""
+        """Begins the path of the next micro-batch."""
         if len(self.paths) == 1:
-            # The first one is none to compare with: libraries install hooks and fill caches in a model's first call.
+            # Compare from the second micro-batch on: libraries install hooks and fill caches in a model's first call.
             self._changed = self._look()
         self.paths.append(Path())
 
     def arrive(self, homes: Iterable[Home]) -> None:
-        """A module or a backward is about to use units."""
+        """Records that a module or a backward is about to use `homes`."""
         self.paths[-1].reach(homes)
 
     def take(self, gradient: Gradient) -> bool:
-        """A gradient has arrived, which is left where it is."""
+        """Records the arrival of `gradient`; returns False, because the gradient stays in `p.grad`."""
         path, name = self.paths[-1], gradient.name
         values = gradient.values
         if name in path.arrivals:
@@ -88,18 +94,18 @@ class Recorder:
         return False
 
     def require_open(self, gradient: Gradient) -> None:
-        """Nothing is summed here."""
+        """Accepts any gradient: a recorder sums none, so no sum is ever complete."""
 
     def against_layers(self) -> str | None:
-        """Why these micro-batches cannot be computed by layer; None where nothing of it was seen."""
+        """Returns why these micro-batches cannot be computed by layer, or None if no reason was seen."""
         return self._unfit or self._changed()
 
 
 class Course:
-    """The stages of a micro-batch: the units in the order in which earlier micro-batches used them."""
+    """The stages of a micro-batch: uses of units, in the order of earlier micro-batches."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Merge the paths of micro-batches, which may skip units, as experts are skipped."""
+        """Merges the paths of micro-batches. A path may lack units, such as experts that its micro-batch skipped."""
         self.units: list[int] = []
         alike = Counter(tuple(path.units) for path in paths)
         for units in alike:
@@ -107,9 +113,9 @@ class Course:
         self._stages: dict[int, list[int]] = {}
         for stage, unit in enumerate(self.units):
             self._stages.setdefault(unit, []).append(stage)
-        # The last stage at which the gradient of a parameter arrived.
+        # By parameter name: the last stage at which its gradient arrived.
         self.arrivals: dict[str, int] = {}
-        # By the use of a unit: the names of parameters whose gradients arrived during it.
+        # By use of a unit: the names of the parameters whose gradients arrived during that use.
         self.brought: dict[int | None, set[str]] = {}
         for path in paths:
             stages = self._followed(path)
@@ -119,7 +125,7 @@ class Course:
                 self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
 
     def next_stage(self, unit: int, stage: int) -> int | None:
-        """The next stage after `stage` that uses a unit; None where no micro-batch has used it from there."""
+        """Returns the next stage after `stage` that uses `unit`, or None if no recorded path has one."""
         stages = self._stages.get(unit, [])
         at = bisect_right(stages, stage)
         return stages[at] if at < len(stages) else None
@@ -134,7 +140,7 @@ class Course:
 
 
 def _merged(first: list[int], second: list[int]) -> list[int]:
-    """The shortest order that has both, where they agree for the most part."""
+    """Merges two orders into one that contains both; sequences in which both agree appear once."""
     if not first:
         return second
     merged: list[int] = []
@@ -145,51 +151,51 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return merged
 
 
-# How long the process waits at its end for micro-batches that were interrupted.
+# Seconds for which a process that exits waits for the threads of interrupted micro-batches.
 _END_SECONDS = 120.0
-# How often the caller looks whether it is interrupted: `_thread.interrupt_main()` wakes no lock.
+# Seconds between the caller's checks for an interrupt: `_thread.interrupt_main()` does not wake a waiting thread.
 _POLL_SECONDS = 0.1
 
 
 class _Abandoned(Exception):
-    """Unwinds a micro-batch that waits while another one has failed."""
+    """Unwinds a waiting micro-batch after another one has failed."""
 
 
 def _module_with(name: str, device: torch.device) -> Any:
-    """The module of torch for a device, if there is one with this function."""
+    """Returns torch's module for `device` if that module has the function `name`; None otherwise, and for the CPU."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return module if hasattr(module, name) else None
 
 
 class Generators:
-    """The states of torch's default random number generators, of the CPU and of the device that computes."""
+    """The states of torch's default random number generators: the CPU's, and that of the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_with("get_rng_state", device)
-        # Which need not be the current one.
+        # May differ from torch's current device.
         self._device = device
 
     def states(self) -> list[torch.Tensor]:
-        """The states now."""
+        """Returns copies of the present states."""
         states = [torch.get_rng_state()]
         if self._module is not None:
             states.append(self._module.get_rng_state(self._device))
         return states
 
     def load(self, states: list[torch.Tensor]) -> None:
-        """Continue from other states."""
+        """Makes the generators continue from `states`."""
         torch.set_rng_state(states[0])
         if self._module is not None:
             self._module.set_rng_state(states[1], self._device)
 
 
 def same_states(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether no random number was drawn between two looks at the generators."""
+    """True if the snapshots `one` and `other` are equal: no random number was drawn between them."""
     return all(map(torch.equal, one, other))
 
 
 class CallerStream:
-    """The caller's stream on the device that computes: gradients of other streams are summed there."""
+    """The caller's stream on the device that computes. Gradients made on other streams are summed on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_with("current_stream", device)
@@ -197,20 +203,21 @@ class CallerStream:
         self._stream: Any = None if self._module is None else self._module.current_stream(device)
 
     def take(self, values: torch.Tensor) -> None:
-        """Let later work on the caller's stream come after the kernels that made `values` on the current stream."""
+        """Makes later work on the caller's stream wait for the kernels that made `values` on the current stream."""
         if self._module is None or (made_on := self._module.current_stream(self._device)) == self._stream:
             return
         self._stream.wait_stream(made_on)
-        # Their memory is the other stream's.
+        # The allocator must not reuse the memory, which belongs to the other stream, before the caller's stream is
+        # done.
         values.record_stream(self._stream)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the caller's stream the current one, inside."""
+        """Makes the caller's stream the current one inside the `with` block."""
         return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
 
 class CallerModes:
-    """The modes that torch keeps for each thread, as the calling thread has them."""
+    """The modes that torch keeps per thread, as set in the thread that constructs this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._grad = torch.is_grad_enabled()
@@ -222,20 +229,20 @@ class CallerModes:
             if torch.is_autocast_enabled(kind)
         ]
         self._device = module = _module_with("current_stream", device)
-        # The second one's device is the current one.
+        # The second stream is that of torch's current device, which may differ from `device`.
         self._streams = [] if module is None else [module.current_stream(device), module.current_stream()]
-        # Of products a processor's libraries have other sums with other numbers of threads.
+        # Matrix products have other bits with another number of threads.
         self._threads = torch.get_num_threads()
         self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Set the modes in this thread, inside."""
+        """Sets the modes in the current thread inside the `with` block."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(self._grad))
-            # The thread that begins a backward computes all of it: a device's own thread would wait at the first pass.
+            # The thread that begins a backward runs all of it: autograd's device thread would block at the first pause.
             undo.enter_context(torch.autograd.set_multithreading_enabled(False))
             for stream in self._streams:
                 undo.enter_context(self._device.stream(stream))
@@ -250,55 +257,55 @@ class CallerModes:
 
 
 class MicroBatch:
-    """One micro-batch of a call: its stage, its random numbers and its thread's turn."""
+    """One micro-batch of a call: its stage, its random number states, and its thread's turn."""
 
     def __init__(self, index: int, states: list[torch.Tensor]) -> None:
         self.index = index
         self.states = states
-        # The stage that it is in or waits for; -1 before the first one.
+        # The stage that the micro-batch computes or waits for; -1 before its first stage, infinity once it has ended.
         self.stage: float = -1
         self.path = Path()
         self.turn = threading.Semaphore(0)
         self.result: Any = None
 
     def reach(self, stage: float) -> None:
-        """Note the next stage, which begins once its turn comes; infinity: the micro-batch has ended."""
+        """Sets the next stage, which begins when the turn comes; infinity marks the micro-batch as ended."""
         self.stage = stage
 
     def pause(self, generators: Generators) -> None:
-        """Others compute, with random numbers of their own."""
+        """Saves the random number states: another micro-batch computes next, with its own."""
         self.states = generators.states()
 
     def finish(self, result: Any) -> None:
-        """Note the result: all of the micro-batch was computed."""
+        """Stores the result of the micro-batch after its backward."""
         self.result = result
 
     @property
     def ended(self) -> bool:
-        """Whether it has come to its end."""
+        """True once the micro-batch has ended, by a result or by an error."""
         return self.stage == math.inf
 
 
 class Baton:
-    """The micro-batches of one call, of which one runs."""
+    """Runs the micro-batches of one call, one at a time; see [Note: Stages]."""
 
     def __init__(
         self, course: Course, generators: Generators, states: list[list[torch.Tensor]], tidy: Callable[[], None]
     ) -> None:
-        """Begin with none of them.
+        """Creates the micro-batches; `run()` starts them.
 
-        `course` has the stages, and `states` the random numbers that each micro-batch begins with; `tidy` is called
-        where another micro-batch is about to run.
+        `course` has the stages, and `states` the random number states with which each micro-batch begins. `tidy` is
+        called in a micro-batch's thread before another micro-batch computes.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
-        # The stage that all of them have reached.
+        # The lowest stage of any running micro-batch: all others have reached it, too.
         self.low: float = -1
-        # One of them used units in an order that no earlier call has shown.
+        # True once a micro-batch has used units in an order that no earlier call has shown.
         self.strayed = False
         self._course = course
         self._generators = generators
         self._tidy = tidy
-        # By the numbers of threads.
+        # The micro-batch that each thread computes, by thread number.
         self._of: dict[int, MicroBatch] = {}
         self._failure: BaseException | None = None
         self._unbegun = threading.Lock()
@@ -307,20 +314,20 @@ class Baton:
         self._may_run: Callable[[MicroBatch], bool] = lambda _: True
 
     def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
-        """Call `on_low` with each stage that all micro-batches have reached.
+        """Registers callbacks: `on_low` receives each stage that all micro-batches have reached.
 
-        Where `may_run` is false of the micro-batch that has come least far, the first one runs instead: no gradient
-        of the first one waits for another.
+        If `may_run` is False for the chosen micro-batch at the lowest stage, the first running micro-batch computes
+        instead: its gradients never wait for those of another.
         """
         self._on_low, self._may_run = on_low, may_run
 
     @property
     def here(self) -> MicroBatch | None:
-        """The micro-batch of this thread."""
+        """The micro-batch that the current thread computes, or None."""
         return self._of.get(threading.get_ident())
 
     def arrive(self, homes: Iterable[Home]) -> None:
-        """Wait for this micro-batch's turn where it is about to use another unit."""
+        """Waits for this micro-batch's turn each time that it is about to use another unit."""
         own = self.here
         if own is None:
             return
@@ -361,13 +368,14 @@ class Baton:
             raise _Abandoned
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
-        """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
+        """Computes all micro-batches; raises the error of the first one that failed, after all have ended."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
         begun, interrupted = False, None
         while not self._all_ended.is_set():
             try:
                 if not begun:
-                    # A signal may interrupt this at any place; a second thread finds that the first one has begun.
+                    # A signal may interrupt `_start`: the next round starts a second thread, which finds that the
+                    # first has begun.
                     _start(0, partial(self._begin, live, modes))
                     begun = True
                 self._all_ended.wait(_POLL_SECONDS)
@@ -380,7 +388,7 @@ class Baton:
             raise self._failure
 
     def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes) -> None:
-        """In the thread of the first micro-batch, as signals interrupt the caller's alone."""
+        """Starts the other micro-batches and computes the first, in a thread that signals do not interrupt."""
         if not self._unbegun.acquire(blocking=False):
             return
         first, *others = self.micro_batches
@@ -388,7 +396,7 @@ class Baton:
             try:
                 _start(one.index, partial(modes.context.copy().run, live, one))
             except RuntimeError as error:
-                # The system has no more threads: those that have begun end.
+                # The system has no more threads: the micro-batches that have begun abandon their work.
                 self._fail(error)
                 one.reach(math.inf)
         self._hand_to(first)
@@ -407,7 +415,7 @@ class Baton:
                     own.finish(compute(own))
         except _Abandoned:
             module_hooks.let_go()
-        except BaseException as error:  # noqa: BLE001 - it is raised by the call
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._fail(error)
             module_hooks.let_go()
         finally:
@@ -419,7 +427,7 @@ class Baton:
         own.pause(self._generators)
         try:
             chosen = self._choose()
-        except BaseException as error:  # noqa: BLE001 - likewise
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._fail(error)
             chosen = self._choose()
         if chosen is None:
@@ -428,12 +436,12 @@ class Baton:
             self._hand_to(chosen)
 
 
-# The threads of micro-batches that may not have ended.
+# Threads of micro-batches that may not have ended.
 _threads: set[threading.Thread] = set()
 
 
 def _start(index: int, work: Callable[[], None]) -> None:
-    """Begin the work of a micro-batch in a thread of its own, which ends with it."""
+    """Runs `work` in a new thread for micro-batch `index`."""
     _register()
     for one in list(_threads):
         if one.ident is not None and not one.is_alive():
@@ -450,17 +458,17 @@ def _serve(work: Callable[[], None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Once in a process, and after the runs' own ends: what is called last is called first."""
+    """Registers `_wait_for_all` once per process, after the sessions' exit handlers: atexit runs the last one first."""
     atexit.register(_wait_for_all)
 
 
 def _wait_for_all() -> None:
-    """Wait for the threads of calls that were interrupted.
+    """Waits, at exit, for the threads of interrupted calls.
 
-    Python ends a thread that asks for the GIL while the interpreter shuts down. In a call of torch, as in a backward,
-    or in the one that empties the thread's queue when it ends, that aborts the process.
+    Python ends a thread that requests the GIL while the interpreter shuts down. If that thread runs a backward, or
+    torch's call that empties the queue of an ending thread, the process aborts.
     """
-    # A stage that never ends must not keep the process.
+    # Bounded: a stage that never ends must not keep the process alive.
     until = time.monotonic() + _END_SECONDS
     for thread in list(_threads):
         if thread.ident is not None:

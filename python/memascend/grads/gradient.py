@@ -1,4 +1,7 @@
-"""Holds the gradient of one parameter from its arrival until its update, and begins that update."""
+"""Holds the gradient of one parameter from its arrival until its update, and begins that update.
+
+See [Note: Gradient states] in `memascend.grads`.
+"""
 
 from __future__ import annotations
 
@@ -24,50 +27,51 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
 
 
-# Kinds of norms that are taken of one gradient as it arrives; loops ask for one or two.
+# The most norms that are taken of one gradient as it arrives; loops take one or two kinds.
 _NORMS_MAX = 4
-# How often a gradient's memory is counted that no other tensor has: its own use, and that of what asks.
+# torch's use count of memory that a single tensor uses: one for that tensor, one for the query.
 _STORAGE_USES = 2
-# How often a gradient that only autograd has is counted while it is being accumulated: by autograd's buffer and call,
-# by the dispatcher and by Python.
+# torch's use count of a gradient that only autograd owns during accumulation: one each for autograd's buffer,
+# autograd's call, the dispatcher and Python.
 _TENSOR_USES = 4
 
 
 class GradientState(Enum):
     """Where a gradient is, and whether an update by it is staged."""
 
-    # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
+    # No gradient, or a gradient in memory that no staged update uses. In NONE and MEMORY_STAGED, `p.grad` has no
+    # handle.
     NONE = (0, "")
-    # In memory; step() staged an update by it, and has not committed.
+    # In memory; step() has staged the update and has not committed.
     MEMORY_STAGED = (1, "staged")
-    # On storage, for step() to use.
+    # On storage, until step() uses it.
     STORED = (2, "stored")
-    # On storage; an update by it is staged.
+    # On storage; the update by it is staged.
     STORED_STAGED = (3, "stored staged")
-    # On storage; an update by it has begun early, as if step() changed nothing of it. That is no part of a step before
-    # step() lets it stand: it is discarded, and the gradient is as in `STORED`, where anything else happens.
+    # On storage; the update by it has begun before step(), as if step() changed no gradient. `let_stand()` makes the
+    # update a part of the step. Any other move discards the update, and the gradient is as in STORED.
     EARLY = (4, "stored early")
-    # Gone into an update that is staged.
+    # Used up by a staged update: only the measure of the gradient is left.
     TAKEN = (5, "staged")
-    # Gone into an update of a step that is over: committed, or skipped for an overflow.
+    # Used up by an update whose step is over, committed or skipped for an overflow.
     SPENT = (6, "")
 
-    # Asked for each parameter many times in a step: Enum's own is a call of Python, and so would properties be.
+    # Read many times per parameter and step: Enum's own `__hash__` is a Python call, and properties would be, too.
     __hash__ = object.__hash__
 
     def __init__(self, _: int, is_so: str) -> None:
         self.staged = "staged" in is_so
-        """Whether an update is staged and not committed."""
+        """True while an update is staged and not committed."""
         self.begun = self.staged or "early" in is_so
-        """Whether the engine has an update that is not committed."""
+        """True while the engine has an update that is not committed."""
         self.stored = "stored" in is_so
-        """Whether the gradient lies on storage."""
+        """True while the gradient is on storage."""
 
 
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
 _MOVES: dict[Move, dict[GradientState, GradientState]] = {
     "store": {GradientState.NONE: GradientState.STORED},
-    # More of it came, or it was replaced.
+    # More of the gradient arrived, or user code replaced it.
     "change": {GradientState.STORED: GradientState.STORED},
     "take": {GradientState.NONE: GradientState.TAKEN},
     "begin": {GradientState.NONE: GradientState.EARLY, GradientState.STORED: GradientState.EARLY},
@@ -76,7 +80,7 @@ _MOVES: dict[Move, dict[GradientState, GradientState]] = {
         GradientState.STORED: GradientState.STORED_STAGED,
         GradientState.EARLY: GradientState.STORED_STAGED,
     },
-    # The staged update was discarded, and its gradient is still there.
+    # The staged update is discarded; its gradient remains.
     "unstage": {
         GradientState.MEMORY_STAGED: GradientState.NONE,
         GradientState.STORED_STAGED: GradientState.STORED,
@@ -94,14 +98,14 @@ _MOVES: dict[Move, dict[GradientState, GradientState]] = {
 
 
 def shares_memory(values: torch.Tensor) -> bool:
-    """Whether another tensor has the memory."""
+    """True if another tensor uses the memory of `values`."""
     return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
 
 
 def _is_shared(values: torch.Tensor) -> bool:
-    """Whether user code may have a gradient that reached a handle, and may write to it while it is being stored.
+    """True if user code may hold a gradient that reached a handle, and may write to it while it is being stored.
 
-    `backward(gradient=mine)` passes on such a tensor where no operation in between makes a new one.
+    `backward(gradient=mine)` delivers `mine` itself if no operation in between makes a new tensor.
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
@@ -109,19 +113,19 @@ def _is_shared(values: torch.Tensor) -> bool:
 
 
 def was_there(values: torch.Tensor, *, shared: bool) -> bool:
-    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+    """True if `values` is on memory of a tensor that the user put into `p.grad` before the backward.
 
-    A gradient that autograd makes is no view of another tensor, and on memory that can be resized. Accumulation into
-    an existing gradient raises its version; shared memory is seldom written to otherwise.
+    A gradient that autograd makes is not a view, and its memory can be resized. Accumulation into an existing gradient
+    raises its version counter; other code seldom writes to shared memory.
     """
     return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
 
 
 class Gradient:
-    """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
+    """The gradient of one parameter: its state, the update by it, and the handle in `p.grad`."""
 
     def __init__(self, gradients: Gradients, place: Place, rule: Rule, step: int) -> None:
-        """`rule` makes the updates; `step` counts those that are committed."""
+        """`rule` makes the updates; `step` is the number of committed updates of the parameter."""
         self._gradients = gradients
         self.place = place
         self.rule = rule
@@ -129,53 +133,55 @@ class Gradient:
         self.step = step
         self.state = GradientState.NONE
         self.handle: GradientHandle | None = None
-        # Counts those that were dropped: a handle of one of them never shows the present one.
+        # The number of dropped gradients of the parameter. A handle of a dropped gradient has a lower number.
         self.dropped = 0
-        # Arithmetic on the gradient that its stored bytes do not contain yet.
+        # Recorded arithmetic that the stored bytes do not contain yet.
         self.operations: list[Operation] = []
-        # Of the update that is staged, and whether it is left to the next step.
+        # The group options of the staged update; whether that update is deferred to the next step.
         self.options: Any = None
         self.deferred = False
-        # What the gradient of an update that has begun early is multiplied by.
+        # The factor by which the update that began early multiplies the gradient.
         self._scale = 1.0
-        # The measure of a gradient that is gone into an update.
+        # The measure of a gradient that an update has used up.
         self.found: Measure | None = None
-        # Norms that user code took of it since the last step, those to take of the next one as it arrives, and those
-        # that were taken of the present one.
+        # `_asked`: the norms that user code took since the last step. `expected`: the norms to take of the next
+        # gradient as it arrives. `_norms`: the norms taken of the present gradient.
         self._asked: list[Operation] = []
         self.expected: tuple[Operation, ...] = ()
         self._norms: list[tuple[Operation, torch.Tensor]] = []
-        # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
+        # True if one backward delivers the gradient in several pieces (nested graph tasks): its update waits for
+        # step().
         self.in_pieces = False
-        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
+        # The gradient in memory that a step used, and its version. The reference is weak: user code may free the
+        # tensor.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
-        # The memory that it came on, which others have, too; in memory it would be on it still.
+        # The memory on which the gradient arrived, if other code holds it: in-memory training would go on using it.
         self._given: Outlived | None = None
 
     def expect_pieces(self) -> None:
-        """Note that it comes in several pieces in one backward."""
+        """Records that one backward delivers the gradient in several pieces."""
         self.in_pieces = True
 
     @property
     def values(self) -> torch.Tensor | None:
-        """What stands in `p.grad`: the handle, or values in memory."""
+        """The value of `p.grad`: the handle, a gradient in memory, or None."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return self.place.parameter.grad
 
     def put(self, values: torch.Tensor | None) -> None:
-        """Have these values stand in `p.grad`, or nothing."""
+        """Sets `p.grad`."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.place.parameter.grad = values
 
-    # --- what becomes of it ---------------------------------------------------------
+    # --- changes of state -----------------------------------------------------------
 
     def store(self, gradient: torch.Tensor) -> None:
-        """Write one that came where there was none to storage."""
+        """Writes the parameter's first gradient of a step to storage and puts a handle into `p.grad`."""
         self._spill("store", gradient)
         self._stand_in()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
-        """Replace the gradient on storage, or add to it."""
+        """Replaces the gradient on storage by `gradient`, or adds `gradient` to it."""
         self.take_back()
         self._norms.clear()
         self._spill("change", gradient, add=add)
@@ -183,26 +189,26 @@ class Gradient:
     def _spill(self, move: Move, gradient: torch.Tensor, *, add: bool = False) -> None:
         after, engine = self._after(move), self._gradients.engine
         engine.spill(self.name, gradient, add=add)
-        # What the last step left of the parameter's update is made now, if it was not yet.
+        # Queues the update that the last step deferred for this parameter, unless it was made already.
         engine.settle_later(self.name)
         self.state = after
 
     def use(self, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
-        """Update by one that came where there was none, or store it; `whole`: no more of it comes.
+        """Updates the parameter by an arriving gradient, or stores the gradient.
 
-        `shared`: others have its memory.
+        `whole`: no more of the gradient follows in this step. `shared`: other tensors use its memory.
         """
         gradients = self._gradients
         mode, whole = gradients.loop.mode, whole and not self.in_pieces
-        # As it would lie in `p.grad`: autograd lays gradients out as their parameters.
+        # The layout that `p.grad` would have: autograd lays out a gradient as its parameter.
         values = self.laid_out(values)
         if whole and mode != "fused" and not gradients.loop.adds_up:
-            # Before the copy: on a GPU the bits of a norm depend on the address.
+            # Before the copy below: on a GPU the bits of a norm depend on the address.
             self._take_norms(values)
         if shared:
             values = values.clone()
         if whole and mode == "fused":
-            # Nothing is left of it but its measure.
+            # The update uses the gradient up: only its measure is left.
             self.found = gradients.norms.measure(values)
             self._begin("take", values, 1.0)
             self._stand_in()
@@ -210,22 +216,22 @@ class Gradient:
             self.store(values)
 
     def use_stored(self) -> None:
-        """Update by one on storage that is whole, unless it waits for step()."""
+        """Begins the update by the whole gradient on storage, unless the update waits for step()."""
         if self._gradients.loop.mode == "fused":
             self.stage(1.0)
         else:
             self.begin()
 
     def stage(self, factor: float, gradient: torch.Tensor | None = None, *, factors: Sequence[float] = ()) -> None:
-        """Begin the update by its value in memory, multiplied by `factor`.
+        """Stages the update by `gradient`, multiplied by `factor`, or defers it to the next step.
 
-        Without one, by the gradient on storage, multiplied by each of `factors` in turn before.
+        If `gradient` is None, the update uses the gradient on storage, first multiplied by each of `factors` in turn.
         """
         if not self._defer(gradient, factor, factors):
             self._begin("stage", gradient, factor, factors)
 
     def _defer(self, gradient: torch.Tensor | None, factor: float, factors: Sequence[float]) -> bool:
-        """Leave the update to the next step, where this one does so; the gradient lies on storage then."""
+        """Stores `gradient` and defers its update to the next step; returns False if this step cannot defer it."""
         if not self._gradients.defers(self) or (gradient is not None and gradient.is_sparse):
             return False
         after, engine = self._after("stage"), self._gradients.engine
@@ -241,10 +247,10 @@ class Gradient:
         return True
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
-        """Begin the update early, by the stored gradient or by a new one, which is stored with it.
+        """Begins the update before step(), by the gradient on storage or by `gradient`, which is stored with it.
 
-        False: it is not begun, and nothing is stored. Where that is due to a user's error, step() raises it, unless it
-        is corrected before.
+        Returns False if no update begins; `gradient` is then not stored. If a user's error is the reason, step() raises
+        it, unless the user corrects it first.
         """
         if self.name in self._gradients.behind or not self._gradients.speculation.may_begin(self.name):
             return False
@@ -261,20 +267,20 @@ class Gradient:
 
     @property
     def is_changed(self) -> bool:
-        """Whether something was done to one on storage that the update has to do to it, too."""
+        """True if operations are recorded on the stored gradient that the update has to apply."""
         factors = self.factors()
         return factors is None or any(one != 1.0 for one in factors)
 
     def stands(self, factor: float) -> bool:
-        """Whether the update that began early is the one that the step makes, but for the options of its group."""
+        """True if the update that began early is the step's update; the caller compares the options of the group."""
         return self._scale == self._gradients.scale.inverse * factor and not self.is_changed
 
     def let_stand(self) -> None:
-        """Make the update that began early a part of the step."""
+        """Makes the update that began early a part of the step."""
         self._move("stage")
 
     def take_back(self) -> None:
-        """Discard an update that began early, if there is one; the gradient is still there."""
+        """Discards the update that began early, if any; the gradient remains on storage."""
         if self.state is not GradientState.EARLY:
             return
         self._gradients.engine.take_back(self.name)
@@ -282,29 +288,29 @@ class Gradient:
         self._gradients.speculation.taken_back()
 
     def unstage(self) -> None:
-        """Discard the update that is staged; the gradient is still there."""
+        """Discards the staged update; the gradient remains."""
         if self.state is GradientState.STORED_STAGED:
-            # It may be one that writes the gradient.
+            # The update's job may also write the gradient: `take_back` lets the job end, so that the gradient is kept.
             self._gradients.engine.take_back(self.name)
         else:
             self._gradients.engine.discard(self.name)
         self._move("unstage")
 
     def commit(self) -> None:
-        """The step that has its update is committed."""
+        """Ends the staged update: the session has committed its step."""
         self._move("end")
         self.step += 1
         self.expected = tuple(self._asked)
         self._asked.clear()
 
     def skip(self) -> None:
-        """The step that had its update is skipped."""
+        """Ends the update: its step is skipped."""
         if self.state is GradientState.EARLY:
             self._gradients.speculation.taken_back()
         self._move("end")
 
     def drop(self, *, discarded: bool = False) -> None:
-        """Forget it, and the update that is staged; `discarded`: all updates of the step were."""
+        """Drops the gradient and its update; `discarded`: the caller has discarded all updates of the step."""
         if self.state.begun and not discarded:
             self._gradients.engine.discard(self.name)
         if self.state.stored:
@@ -316,7 +322,7 @@ class Gradient:
         self._move("drop")
 
     def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
-        """Begin an update; False: the optimizer's own code would run, which does not begin early."""
+        """Begins an update; returns False if the optimizer's own code would run, which does not begin early."""
         after = self._after(move)
         engine, units, scale = self._gradients.engine, self._gradients.units, self._gradients.scale.inverse * factor
         values = None if units is None or gradient is None else units.values_of(self.place)
@@ -324,12 +330,12 @@ class Gradient:
         options = self.rule.update(engine, self.step, scale, gradient, factors=factors, values=values, early=early)
         if options is None:
             return False
-        # Only now: an update that could not begin is no part of the step.
+        # After `update()`: if that raises, the update is no part of the step.
         self.options, self.deferred, self.state = options, False, after
         return True
 
     def _after(self, move: Move) -> GradientState:
-        """The state after a move, which has to be one that this state allows."""
+        """Returns the state after `move`, which must be allowed in the present state."""
         after = _MOVES[move].get(self.state)
         assert after is not None, f"{move!r} of the gradient of {self.name!r}, which is {self.state.name}"
         return after
@@ -337,78 +343,78 @@ class Gradient:
     def _move(self, move: Move) -> None:
         self.state = self._after(move)
 
-    # --- what stands in p.grad ------------------------------------------------------
+    # --- the value of p.grad --------------------------------------------------------
 
     def _stand_in(self) -> None:
         place = self.place
-        # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
+        # The handle has only a weak reference to this object: Python's collector does not see torch's edge to `grad`.
         of = (weakref.ref(self), self.dropped, self.name)
         self.handle = GradientHandle(place.shape, place.stride, place.dtype, place.device, of)
         self.put(self.handle)
 
     def stands_in(self, values: torch.Tensor | None) -> bool:
-        """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
+        """True if `values` is `self.handle`, or another handle of this gradient, which then becomes `self.handle`."""
         if values is not self.handle and isinstance(values, GradientHandle) and values.is_of(self):
             self.handle = values
         return values is self.handle
 
     def note_used(self, gradient: torch.Tensor) -> None:
-        """A step has used this gradient in memory."""
+        """Records that a step used `gradient`, which is in memory."""
         self._used = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
 
     def is_used(self, gradient: torch.Tensor) -> bool:
-        """Whether a step has used this gradient in memory, which was not written to since."""
+        """True if a step used `gradient` in memory, and no code has written to it since."""
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Values laid out as the parameter is stored, nothing lazy about them; on their memory where they are so."""
+        """Returns `values` materialized, in the parameter's strides; on the same memory if nothing has to change."""
         if isinstance(values, GradientHandle):
             values = values.gradient.materialize()
         values = values.detach()
         return values if values.is_sparse else laid_out(values.resolve_conj().resolve_neg(), self.place.stride)
 
     def note_given(self, values: torch.Tensor) -> None:
-        """Note that it came on memory that other code may have, too."""
+        """Records that the gradient arrived on memory that other code may hold, too."""
         self._given = Outlived(self.place, values)
 
     def require_own(self) -> None:
-        """Reject a change where other code has the memory that it came on, which would change with it."""
+        """Raises UsageError if other code holds the memory on which the gradient arrived: it would see the change."""
         if self._given is not None and self._given.checksum() is not None:
-            self._refuse_given("would be changed with it")
+            self._refuse_given("In plain training this change would reach that memory, but here it would not")
 
     def require_unwritten(self) -> None:
-        """Refuse a step where the memory that it came on was written to."""
+        """Raises UsageError if other code wrote to the memory on which the gradient arrived."""
         if self._given is None:
             return
         now = self._given.checksum()
         if now is None:
             self._given = None
         elif now != self._given.seen:
-            self._refuse_given("was written to since")
+            self._refuse_given("That memory was written to since, and storage has the gradient as it arrived")
 
     def _refuse_given(self, what: str) -> NoReturn:
         raise UsageError(
             f"the gradient of {self.name!r} is a view of memory that your code keeps, such as a tensor that was given "
-            f"to backward(), and which {what}, where storage has its own: call zero_grad(), and give backward() a "
-            'clone(), or pass gradients="ram" to offload()'
+            f"to backward(). {what}: call zero_grad(), and give backward() a clone(), "
+            'or pass gradients="ram" to offload()'
         )
 
     # --- its value --------------------------------------------------------------------
 
     @property
     def fused(self) -> bool:
-        """Whether an update used it already: nothing but its norm is left, or a change would come too late."""
+        """True if an update already used the gradient: a read or a change comes too late, its norm is still known."""
         return self.state.staged or not self.state.stored
 
     def empty(self) -> torch.Tensor:
-        """Memory for one where results appear, its values undefined."""
+        """Returns uninitialised memory of the gradient's shape, strides, dtype and device."""
         place = self.place
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
 
     def factors(self) -> tuple[float, ...] | None:
-        """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
+        """Returns the operations as fp32 factors: multiply in fp32 by each, in order, then round to the dtype.
 
-        None where torch would compute another result: then the update takes materialize().
+        Returns None if torch would compute another result: the update then uses `materialize()`.
         """
         place, factors = self.place, []
         for operation in self.operations:
@@ -419,7 +425,7 @@ class Gradient:
         return tuple(factors)
 
     def materialize(self) -> torch.Tensor:
-        """It as it is now, in new memory. Not reported to noticed()."""
+        """Returns the present value of the gradient in new memory, without a call of `noticed()`."""
         if self.fused:
             raise UsageError(
                 f"the gradient of {self.name} is gone, the update already used it: "
@@ -438,22 +444,22 @@ class Gradient:
         return values
 
     def read(self, what: str = "a read of gradients") -> torch.Tensor:
-        """Materialize it for user code, which the loop's habits have as `what`."""
+        """Returns the value for user code; `loop` notes the read as `what`."""
         self.noticed(what)
         return self.materialize()
 
     def noticed(self, what: str) -> None:
-        """User code read or changed it before step()."""
+        """Notes in `loop`, as `what`, that user code read or changed the gradient before step()."""
         self._gradients.loop.notice(what)
 
     def assign(self, values: torch.Tensor) -> None:
-        """Replace it by a tensor to which no other code writes."""
+        """Replaces the gradient by `values`, to which no other code may write."""
         self.change(self.laid_out(values), add=False)
         self._gradients.note_change()
         self.operations.clear()
 
     def require_open(self) -> None:
-        """Reject another gradient where an update used this one, or its sum is complete."""
+        """Raises UsageError if an update used this gradient or its sum is complete: no other can be added."""
         self._gradients.require_in_order(self)
         if self.fused:
             raise UsageError(
@@ -462,7 +468,7 @@ class Gradient:
             )
 
     def accumulate(self, operation: Operation, values: torch.Tensor) -> None:
-        """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
+        """Adds a gradient of the same shape and dtype; `operation` is the addition that torch was asked for."""
         self.require_open()
         if self.operations:
             total = self.materialize()
@@ -472,7 +478,7 @@ class Gradient:
             self._gradients.add(self, values.clone() if _is_shared(values) else values, summed=False)
 
     def replace_by_sum(self, total: torch.Tensor) -> None:
-        """Replace it by its sum with another gradient, which was computed elsewhere."""
+        """Replaces the gradient by `total`, its sum with another gradient, which the caller computed."""
         self.require_open()
         if self.operations:
             self.assign(total)
@@ -482,9 +488,9 @@ class Gradient:
     # --- its norm ---------------------------------------------------------------------
 
     def measure(self) -> Measure:
-        """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
+        """Returns whether the gradient has a non-finite value, and its squared norm; reads no gradient.
 
-        Scalar arithmetic on a gradient on storage, as of clipping, counts as factors.
+        Requires a handle in `p.grad`. Scalar arithmetic on a stored gradient, such as clipping, counts as factors.
         """
         if not self.state.stored:
             return self._measured()
@@ -494,7 +500,7 @@ class Gradient:
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
     def numbers(self) -> Numbers:
-        """Whether it has a value that is not finite, and its squared norm, as it is stored or was used."""
+        """Returns whether the gradient has a non-finite value, and its squared norm, as it was stored or used."""
         return self._gradients.norms.read([self._measured()])[0]
 
     def _measured(self) -> Measure:
@@ -503,12 +509,12 @@ class Gradient:
         return (False, 0) if self.found is None else self.found
 
     def _take_norms(self, gradient: torch.Tensor) -> None:
-        """Take the expected norms by torch of one that arrives whole, so that clipping need not read it again."""
+        """Takes the expected norms, by torch, of a whole gradient that arrives: clipping need not read it again."""
         if not self.expected:
             return
         kind = gradient.device.type
         autocast = torch.is_autocast_enabled(kind)
-        # The loop takes its norms outside of the backward, where autocast is off: it would change their dtype.
+        # The loop takes its norms outside of the backward, with autocast off: autocast would change their dtype.
         torch.set_autocast_enabled(kind, False)
         try:
             self._norms = [(operation, operation.apply(gradient)) for operation in self.expected]
@@ -516,7 +522,7 @@ class Gradient:
             torch.set_autocast_enabled(kind, autocast)
 
     def norm_by(self, operation: Operation) -> torch.Tensor | None:
-        """The norm by this operation, if it was taken as the gradient arrived; from now on it is."""
+        """Returns the norm by `operation` if it was taken as the gradient arrived; from the next step on it is."""
         if operation not in self._asked and len(self._asked) < _NORMS_MAX:
             self._asked.append(operation)
         return next((norm.clone() for taken, norm in self._norms if taken == operation), None)

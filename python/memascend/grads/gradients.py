@@ -1,4 +1,4 @@
-"""Takes each gradient as autograd accumulates it, and carries out step() and zero_grad() for all of them."""
+"""Takes each gradient as autograd accumulates it; implements step() and zero_grad() for all parameters."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from memascend.storage import Engine
     from memascend.tensors import Squares
 
-    # Gradients, each with what stands in `p.grad`.
+    # Gradients, each with the value of its `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
 
 
-# The norm by which torch's `clip_grad_norm_` clips.
+# The norm that torch's `clip_grad_norm_` takes.
 _CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), listed=True)  # noqa: SLF001
 
 
@@ -51,37 +51,38 @@ _CLIPPING_NORM = Operation(torch.ops.aten._foreach_norm.Scalar, "norm", (2.0,), 
 class Gradients:
     """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory."""
 
-    engine: Engine  # takes gradients where they lie
-    units: CachedUnits | None  # updates begin from values in their memory; None: they are read, and hold no unit
-    ram_tier: Container[str]  # the names of parameters whose gradients wait in memory, which holds one of each
-    scale: LossScale  # of losses; where it is on, every backward is begun within `scaled()`
+    engine: Engine  # stores gradients and makes updates
+    units: CachedUnits | None  # updates begin from its cached values; None: updates read values from storage
+    ram_tier: Container[str]  # the names of its parameters; memory is planned for one waiting gradient of each
+    scale: LossScale  # scales losses; if it is enabled, every backward must begin within `scaled()`
     loop: Loop  # the detected habits of the training loop
-    speculation: Speculation  # whether updates by gradients that are kept begin early
-    norms: Norms  # of the gradients of a step
-    residency: Residency  # of the parameters
+    speculation: Speculation  # decides whether updates by kept gradients begin early
+    norms: Norms  # the measures of the gradients of a step
+    residency: Residency  # the parameters' units in memory
 
     def __post_init__(self) -> None:
-        # By the names of the parameters, in their order.
+        # By parameter name, in the order of the parameters.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
-        # Parameters whose updates may be left to the next step, which the store has room for.
+        # Names of parameters whose updates may be deferred to the next step: the store has room for that.
         self.deferrable: frozenset[str] = frozenset()
-        # Parameters whose updates the last step left to this one.
+        # Names of parameters whose updates the last step deferred to this one.
         self.behind: set[str] = set()
-        # Whether this step leaves updates.
+        # Whether this step defers updates.
         self._defers = False
-        # Something arrived, or was changed, since the last step.
+        # True if a gradient has arrived or changed since the last step.
         self.fresh = False
-        # Time that backward spent to hand on gradients, waiting for memory included.
+        # Seconds that backwards spent in `_hear()`, including waits for memory.
         self.handing_seconds = 0.0
-        # A backward was begun by optimizer.backward().
+        # True within `scaled()`: optimizer.backward() began the backward.
         self._scaled = False
-        # The step that is made uses gradients as they arrived.
+        # True if the present step uses all gradients as they arrived, neither clipped nor changed.
         self._unchanged = False
+        # By `id()` of the parameter.
         self._of: dict[int, Gradient] = {}
-        # The backward of the step, by its number, that brought each gradient last.
+        # By parameter name: the value of `backwards.count` when its gradient last arrived.
         self._brought: dict[str, int] = {}
-        # torch holds hooks where Python's collector does not look.
+        # torch holds hooks where Python's collector does not look: a strong reference would keep this object alive.
         weak = weakref.WeakMethod(self._hear)
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -91,34 +92,34 @@ class Gradients:
 
         self._hook = accumulated
         self._hooks: list[RemovableHandle] = []
-        # What stood in `p.grad` when a failed backward was seen.
+        # The values of `p.grad` when the last failed backward was seen.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
     def watch(self, place: Place, rule: Rule, step: int) -> None:
-        """Take charge of a parameter's gradients."""
+        """Starts to handle a parameter's gradients; `step` is the number of its committed updates."""
         parameter: Any = place.parameter
         self.by_name[place.name] = self._of[id(parameter)] = Gradient(self, place, rule, step)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             frozen = not parameter.requires_grad
-            # One that is frozen now may thaw later, and torch takes no hook of it.
+            # torch registers no hook on a frozen parameter, and the user may unfreeze it later.
             parameter.requires_grad_(True)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
             parameter.requires_grad_(not frozen)
 
     def unwatch(self) -> None:
-        """Release the parameters."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._of.clear()
 
-    # --- one arrives -----------------------------------------------------------------
+    # --- arrival ---------------------------------------------------------------------
 
     def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
-        """A gradient was accumulated; `assigned`: it was added to what the user had put there."""
+        """Handles an accumulated gradient; `assigned`: autograd added it to one that the user had put into `p.grad`."""
         began = time.perf_counter()
         gradient = self._of.get(id(parameter))
         if gradient is None:
-            # What a hook of the user's returned, which torch refuses after the last hook.
+            # Another hook, of the user, returned this tensor. torch raises an error for it after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values, parts = parameter.grad, self.residency.stages
@@ -127,15 +128,15 @@ class Gradients:
             if values is not None and gradient.handle is not None and gradient.stands_in(values):
                 self.backwards.enter()
             elif values is not None:
-                # How ranks are handed theirs refers to it, too: there it is known.
+                # For a LocalParameter, the code that delivers the gradient refers to it as well, and no user code does.
                 alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
         self.handing_seconds += time.perf_counter() - began
-        # Updates may have released units since the last one was used.
+        # Updates may have released units since the last use of a unit: prefetch again.
         self.residency.units.look_ahead()
 
     def heard_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
-        """A gradient came: in `p.grad`, or as its `total` with the one that stands there."""
+        """Handles a gradient in `p.grad`, or `total`, which is its sum with the gradient that `p.grad` has."""
         if total is not None:
             with torch.no_grad():
                 before: Any = parameter.grad
@@ -146,21 +147,21 @@ class Gradients:
         self._hear(parameter, assigned=total is not None)
 
     def earlier_sum(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-        """The sum of a gradient that stands in `p.grad`, where it is `needed`, to add another one to it elsewhere."""
+        """Returns the gradient `before`, to which the caller adds another one; None unless `needed`."""
         if isinstance(before, GradientHandle):
             before.gradient.require_open()
             return before.gradient.materialize() if needed else None
         return before if needed else None
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
-        """A gradient came where there was none; `lasting`: other code has the tensor, too."""
+        """Handles a gradient of a parameter that has none yet; `lasting`: other code holds the tensor, too."""
         nested = self.backwards.enter(delivers=True)
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
         last = self.backwards.is_last()
         self._note_arrival(gradient)
         if self.loop.mode == "ram" or values.is_sparse:
-            # A sparse one is small: it waits where it is.
+            # A sparse gradient is small: it stays in `p.grad`.
             return
         if values.requires_grad:
             raise UsageError(
@@ -170,23 +171,24 @@ class Gradients:
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
         if lasting or (not own_rows and was_there(values, shared=shared)):
-            # The user reads and writes it by another name: it stays where it is, as under "ram".
+            # User code reads and writes this tensor elsewhere, so it stays in `p.grad`, as under "ram".
             return
         if shared and not own_rows:
-            # On memory of other gradients, or of a tensor that was given to backward(gradient=) and may be written to.
-            # The rows of a rank are on memory that fully_shard makes for all of a group, and nobody writes to.
+            # The memory belongs to other gradients, too, or to a tensor that user code passed to backward(gradient=)
+            # and may write to. A rank's rows share memory that fully_shard makes for a group; no code writes to that
+            # memory.
             gradient.note_given(values)
         if nested:
             gradient.expect_pieces()
         gradient.use(values, whole=last, shared=shared)
 
     def expect_clipping(self) -> None:
-        """Note that the loop clips by torch's `clip_grad_norm_`, before its first step shows it."""
+        """Expects torch's `clip_grad_norm_` before the first step: the loop is known to clip."""
         for gradient in self.by_name.values():
             gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
+        """Handles the sum over all micro-batches of a call; `whole`: this step adds no more to it."""
         self._note_arrival(gradient)
         if self.loop.mode == "ram":
             gradient.put(values)
@@ -194,42 +196,42 @@ class Gradients:
             gradient.use(values, whole=whole)
 
     def store_sum(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """A sum, or the first part of one, which waits on storage."""
+        """Writes a gradient, or the first part of a sum, to storage; later parts are added there."""
         self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
 
     def defers(self, gradient: Gradient) -> bool:
-        """Whether the step that is made leaves the update of a parameter to the next one, if that is possible."""
+        """True if this step should defer the update by `gradient` to the next step."""
         return self._defers and gradient.name in self.deferrable
 
     def catch_up(self) -> None:
-        """Make and commit the updates that the last step left, before anything of their parameters is staged."""
+        """Makes and commits the updates that the last step deferred; call it before staging for their parameters."""
         if self.engine.is_behind:
-            # Parts of units that are on their way are of the commit that this one replaces.
+            # Reads of units in flight return values of the commit that `catch_up()` replaces.
             self.residency.units.drop_reads()
             self.engine.catch_up()
         self.behind.clear()
 
     def _note_arrival(self, gradient: Gradient) -> None:
         if gradient.handle is not None:
-            # The handle was taken away: what stood behind it is dropped.
+            # User code removed the handle from `p.grad`: drop the gradient behind it.
             gradient.drop()
         self._brought[gradient.name] = self.backwards.count
         self.fresh = True
 
     def note_change(self) -> None:
-        """A gradient became another one, which no step has used."""
+        """Records that a gradient changed: no step has used its present value."""
         self.fresh = True
 
     def _note_step(self, *, unchanged: bool) -> None:
-        """A step has used all that arrived, or was skipped; see `Speculation.step_ended`."""
+        """Ends a committed or skipped step; `unchanged` as for `Speculation.step_ended`."""
         self.speculation.step_ended(unchanged=unchanged)
         self.fresh = False
         self.backwards.restart()
 
     @contextmanager
     def scaled(self) -> Iterator[None]:
-        """Around a backward from a scaled loss."""
+        """Marks a backward inside the `with` block as begun from a scaled loss."""
         self._scaled = True
         try:
             yield
@@ -237,14 +239,14 @@ class Gradients:
             self._scaled = False
 
     def require_in_order(self, gradient: Gradient) -> None:
-        """Refuse more of a gradient whose sum a call took for complete."""
+        """Raises UsageError if `accumulate()` has already taken the sum of this gradient for complete."""
         if self.residency.stages is not None:
             self.residency.stages.require_open(gradient)
 
     def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
-        """A gradient came where there is one, which no update used: its handle refuses another.
+        """Adds `values` to a stored gradient that no update has used; callers check that with `require_open()`.
 
-        `summed`: the values are those of both.
+        `summed`: `values` already is the sum of both gradients.
         """
         inside = self.backwards.inside()
         if inside:
@@ -254,7 +256,7 @@ class Gradients:
         if again:
             gradient.expect_pieces()
         else:
-            # A call that has said how many backwards follow is detected as any loop where it is one of several.
+            # Backwards inside `expecting()` count as the loop's accumulation only if the gradient arrived before them.
             if self.backwards.before is None or brought < self.backwards.before:
                 self.loop.notice("accumulation")
             if self.loop.mode == "fused":
@@ -274,7 +276,7 @@ class Gradients:
         self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
-        """After a failed backward, continue if all gradients that it left in `p.grad` were dropped, by any means."""
+        """After a failed backward, drops all gradients; raises UsageError if `p.grad` still has one of them."""
         if not self.backwards.failed:
             return
         for gradient, left in self._left:
@@ -287,7 +289,7 @@ class Gradients:
         self.drop_all()
 
     def drop_all(self) -> None:
-        """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
+        """Drops all gradients that arrived and all staged updates; leaves `p.grad` alone."""
         if self.fresh or self.backwards.failed or any(gradient.state.begun for gradient in self.by_name.values()):
             self.engine.discard()
         for gradient in self.by_name.values():
@@ -298,57 +300,56 @@ class Gradients:
         self.backwards.forget_failure()
 
     def begin_backward(self) -> None:
-        """A backward begins, or a call that makes several at once."""
+        """Checks that a backward, or a call that makes several, may begin, and prepares for it."""
         self.require_no_failure()
         begin_heap_backward()
         if self.scale.enabled and not self._scaled:
             raise UsageError(
-                "there is a loss scale, which loss.backward() leaves out: begin the backward by "
-                "optimizer.backward(loss)"
+                "loss.backward() leaves out the loss scale: begin the backward by optimizer.backward(loss)"
             )
         if self.backwards.count and self.loop.mode == "fused":
             every = self.by_name.values()
             if not any(one.handle is not None and one.stands_in(one.values) for one in every):
-                # All were dropped by p.grad = None, as model.zero_grad() does: the count begins again.
+                # The user dropped all gradients by p.grad = None, as model.zero_grad() does: count backwards from 0.
                 self.backwards.restart()
 
     def entered(self, module: torch.nn.Module) -> None:
-        """A module of the model is entered."""
+        """Handles the start of a module's forward."""
         self.backwards.entered()
         if not torch.is_grad_enabled() and in_reentrant_checkpoint():
             self._expect_pieces({id(parameter) for parameter in module.parameters()})
 
     def touched(self, places: Iterable[Place]) -> None:
-        """Parameters are used outside of their modules."""
+        """Handles a use of parameters outside of their modules."""
         if in_reentrant_checkpoint():
             self._expect_pieces({id(place.parameter) for place in places})
 
     def _expect_pieces(self, parameters: set[int]) -> None:
-        # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
-        # first, is not all of it.
+        # A reentrant checkpoint runs its backward inside another one. A gradient from outside of the checkpoint may
+        # arrive first, and is then only a part of the whole gradient.
         for gradient in self.by_name.values():
             if id(gradient.place.parameter) in parameters:
                 gradient.expect_pieces()
 
     def are_taken_away(self) -> bool:
-        """Whether each `p.grad` of what is staged is None, as `model.zero_grad()` leaves it."""
+        """True if something is staged and every `p.grad` is None, as `model.zero_grad()` leaves it."""
         return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
     def is_staged(self) -> bool:
-        """Whether something arrived or is staged that no step has used."""
+        """True if a gradient has arrived or an update is staged since the last step."""
         return self.fresh or self.has_updates
 
     @property
     def has_updates(self) -> bool:
-        """Whether an update of a step that is not committed has begun."""
+        """True if an update is staged and not committed."""
         return any(gradient.state.staged for gradient in self.by_name.values())
 
     # --- the step --------------------------------------------------------------------
 
     def present(self) -> Present:
-        """The present gradients and their values in `p.grad`; a gradient whose handle was removed is dropped.
+        """Returns the gradients of this step, each with `p.grad`; drops a gradient whose handle was removed.
 
-        Where any is there, an optimizer that updates parameters without a gradient by zeros gets these.
+        If any gradient is present, parameters without one get zeros if their optimizer updates them by zeros.
         """
         backwards = self.backwards
         backwards.seen_outside()
@@ -360,7 +361,7 @@ class Gradients:
             if gradient.handle is not None and not gradient.stands_in(values):
                 gradient.drop()
             elif gradient.state is GradientState.MEMORY_STAGED:
-                # By a step that failed, from a gradient in memory, which may be another now.
+                # A step that failed staged this update by a gradient in memory, which may have changed since.
                 gradient.unstage()
             gradient.require_unwritten()
             if values is not None:
@@ -374,19 +375,19 @@ class Gradients:
         for gradient in self.by_name.values():
             if gradient.name not in there and gradient.rule.code.manner.zeros:
                 place = gradient.place
-                # Without memory: they are laid out when their turn comes.
+                # `expand()` needs no memory: `update_all()` lays the zeros out one parameter at a time.
                 zeros = torch.zeros((), dtype=place.dtype, device="cpu").expand(place.shape)
                 found.append((gradient, zeros))
         return found
 
     def update_all(self, present: Present, factor: float) -> None:
-        """Begin every update that has not begun yet, and repeat early updates that would be different now.
+        """Begins every update that has not begun, and repeats early updates whose factor or options changed.
 
-        The options of an update that has begun for good must not have changed.
+        Raises UsageError if the options of a staged update have changed since it began.
         """
         self._unchanged = factor == 1.0
         self._decide_when(present)
-        # Parameters of a group share their options: they are looked at once.
+        # Parameters of a group share their options: read them once per group.
         now: dict[tuple[int, int], Any] = {}
         for gradient, values in present:
             if gradient.state.begun:
@@ -411,8 +412,8 @@ class Gradients:
                 continue
             changed = gradient.materialize()
             if gradient.name in self.ram_tier or self.defers(gradient):
-                # In place of the gradient that it was made of: memory is planned for one of them, and the commit names
-                # the one on storage.
+                # Replaces the stored gradient: memory is planned for one gradient of each parameter, and a commit that
+                # defers the update names the stored one.
                 gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
@@ -420,7 +421,7 @@ class Gradients:
                 self._stage(gradient, changed, factor)
 
     def _decide_when(self, present: Present) -> None:
-        """Decide whether this step leaves updates to the next one, and make those that the last one left if not."""
+        """Decides whether this step defers updates; if not, makes the updates that the last step deferred."""
         stored = [gradient for gradient, values in present if values is gradient.handle and gradient.state.stored]
         unchanged = self._unchanged and not any(gradient.is_changed for gradient in stored)
         self._defers = self.loop.stays_kept and not self.speculation.begins_after(unchanged=unchanged)
@@ -429,7 +430,7 @@ class Gradients:
             self.catch_up()
 
     def _stays(self, gradient: Gradient, now: Any, factor: float) -> bool:
-        """Whether the update that has begun is the step's, now that the options and the factor are known."""
+        """True if the update that has begun is valid for this step, whose options and factor are known by now."""
         is_same = bool(now == gradient.options)
         if gradient.state is GradientState.EARLY:
             if is_same and gradient.stands(factor):
@@ -445,11 +446,11 @@ class Gradients:
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(factor, values)
-        # While the engine's thread works: its gradient is not written to.
+        # Measures while the engine's thread updates: both only read the gradient.
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:
-        """Before the updates: whether any gradient is not finite, and the sum of their squares."""
+        """Returns whether any gradient is not finite, and the sum of all squares; called before the updates begin."""
         self.engine.drain()
         for gradient, values in present:
             if values is not gradient.handle:
@@ -459,17 +460,17 @@ class Gradients:
         return self.norms.of(present)
 
     def nonfinite(self, present: Present) -> list[str]:
-        """The names of gradients of a step, of which the norm was taken, that are not finite or have no finite norm."""
+        """Returns the names of gradients with a non-finite value or norm; requires that their norm was taken."""
         numbers = self.norms.each(one for one, _ in present)
         parts = zip(present, numbers, strict=True)
         return [one.name for (one, _), (bad, squares) in parts if bad or not math.isfinite(rounded(squares))]
 
     def norm(self, squares: Squares) -> float:
-        """The norm with these squares, unscaled, in double precision."""
+        """Returns the unscaled norm for a sum of squares, in double precision."""
         return norm_of(squares) * abs(self.scale.inverse)
 
     def committed(self, present: Present) -> list[str]:
-        """The step is committed; the names of the parameters that it updated."""
+        """Ends a committed step; returns the names of the parameters that it updated."""
         updated = [gradient for gradient in self.by_name.values() if gradient.state.staged]
         for gradient in updated:
             gradient.commit()
@@ -481,7 +482,7 @@ class Gradients:
         return [gradient.name for gradient in updated]
 
     def skip(self) -> None:
-        """Discard staged updates; gradients stay where they are."""
+        """Discards staged updates and ends the step; gradients stay where they are."""
         self.engine.discard()
         for gradient in self.by_name.values():
             if gradient.state.begun:
@@ -491,14 +492,14 @@ class Gradients:
     # --- the end ----------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything: staged updates, gradients on storage, handles."""
+        """Drops everything: staged updates, gradients on storage, and every `p.grad`."""
         self.backwards.seen_outside()
         self.drop_all()
         for gradient in self.by_name.values():
             gradient.put(None)
 
     def zero(self) -> None:
-        """Leave zeros, as `zero_grad(set_to_none=False)` does."""
+        """Sets all gradients to zero, as `zero_grad(set_to_none=False)` does."""
         backwards = self.backwards
         backwards.seen_outside()
         self.loop.notice("zero_grad(set_to_none=False)")
@@ -517,23 +518,23 @@ class Gradients:
             if in_memory and values.grad_fn is not None:
                 values.detach_()
             elif in_memory:
-                # As torch does it; a view cannot be detached in place.
+                # torch does the same: a view cannot be detached in place.
                 values.requires_grad_(False)
             values.zero_()
-            # A step would apply the zeros: moments decay, weights too.
+            # step() applies the zeros: moments decay, and weights may.
             self.fresh = True
         backwards.forget_failure()
 
 
 def _may_wait(gradient: Gradient, values: torch.Tensor) -> bool:
-    """Whether an update can be left to the next step, as that of the last one was."""
+    """True if the update by this gradient can be deferred, as the parameter's last one was."""
     rule = gradient.rule
     return not values.is_sparse and rule.numbers(rule.options(), gradient.step, 1.0) is not None
 
 
 @functools.cache
 def _references_of_one() -> int:
-    """Python's count of references to a gradient without other owners; versions of Python and torch differ in it."""
+    """Returns Python's reference count of a gradient without other owners, for these versions of Python and torch."""
     with torch.inference_mode(mode=False):
         parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
         give_gradient(parameter, torch.zeros((), device="cpu"))

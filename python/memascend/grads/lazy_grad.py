@@ -1,4 +1,4 @@
-"""Stands in `p.grad` for a gradient that is on storage or already used, with arithmetic that is still to be applied."""
+"""Defines the handle in `p.grad` for a gradient on storage or already used; records arithmetic on it for later."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 _CHANGE = "a change of gradients, as by clipping"
-# A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
+# Bounds the list for a loop that scales for ever without a step: a full list is applied to the stored gradient.
 OPERATIONS_MAX = 64
-# These look at shape and dtype alone.
+# Operations that read shape and dtype alone.
 _SHAPE_ONLY = frozenset((
     "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
     "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
@@ -46,13 +46,13 @@ def _refusing(what: str) -> Any:
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient without its bytes."""
+    """A gradient without its bytes, as a tensor for `p.grad`."""
 
-    # The gradient, how many of the parameter were dropped before it, and its name.
+    # The gradient; how many gradients of the parameter were dropped before; the parameter's name.
     of: tuple[weakref.ref[Gradient], int, str]
 
     @staticmethod
-    def __new__(  # noqa: D102 - a tensor that has all of a tensor but its memory
+    def __new__(  # noqa: D102 - makes a tensor with shape, strides, dtype and device, without memory
         cls: type[Self],
         shape: Sequence[int],
         strides: Sequence[int],
@@ -67,12 +67,12 @@ class GradientHandle(torch.Tensor):
         return handle
 
     def is_of(self, gradient: Gradient) -> bool:
-        """Whether it is of this gradient, which was not dropped since."""
+        """True if this is a handle of `gradient`, which was not dropped since the handle was made."""
         return self.of[0]() is gradient and self.of[1] == gradient.dropped
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient; of one that was dropped, any use raises an error."""
+        """The handle's gradient; raises UsageError if it was dropped."""
         gradient = self.of[0]()
         if gradient is None or not self.is_of(gradient):
             raise UsageError(
@@ -81,7 +81,7 @@ class GradientHandle(torch.Tensor):
             )
         return gradient
 
-    # Results are plain tensors; torch's default would make handles of them.
+    # Makes results plain tensors: torch's default would make them handles.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     # --- calls of torch -----------------------------------------------------------
@@ -94,20 +94,20 @@ class GradientHandle(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Every operation of torch that gets a handle comes through here."""
+        """Executes each operation of torch that has a handle among its arguments."""
         if torch.is_inference_mode_enabled():
-            # A tensor that is made under it could not be written to outside it.
+            # A tensor made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         options = kwargs or {}
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
-            # Another tensor that is the same gradient.
+            # Another handle of the same gradient.
             handle: GradientHandle = args[0]
             return GradientHandle(handle.shape, handle.stride(), handle.dtype, handle.device, handle.of)
         if name in _SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
-        # Under inference_mode composite operations arrive here, too.
+        # In inference mode, composite operations arrive here, too.
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):  # noqa: SLF001
             return func.decompose(*args, **options)
         special = _SPECIAL.get(name)
@@ -117,7 +117,7 @@ class GradientHandle(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same gradient, as torch's `.data` is; setting it changes the gradient."""
+        """Another handle of the same gradient, as torch's `.data`; assigning to it changes the gradient."""
         return self.detach()
 
     @data.setter
@@ -125,11 +125,11 @@ class GradientHandle(torch.Tensor):
         self.detach().copy_(value)
 
     def tolist(self) -> Any:
-        """Read the numbers."""
+        """Returns the gradient's values as nested lists."""
         return self.gradient.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor: a copy is no gradient of a parameter yet."""
+        """Returns a plain tensor: a copy is not the gradient of a parameter."""
         if id(self) not in memo:
             memo[id(self)] = self.gradient.read()
         copy: Tensor = memo[id(self)]
@@ -145,7 +145,7 @@ class GradientHandle(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
-    # A file or another process has no store behind it; and there is no memory to share, to point to, or to walk over.
+    # Rejected: a pickled handle would have no store, and a handle has no memory to share, to point to or to walk over.
     __reduce_ex__ = _refusing("pickling")
     __array__ = _refusing("numpy")
     __dlpack__ = _refusing("dlpack")
@@ -181,8 +181,8 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
-    """Do any operation on copies of the gradients, and write back the copies that it changed."""
-    # Two handles of one gradient are one tensor to the operation.
+    """Runs `func` on copies of the gradients, and assigns the copies that it changed back to the gradients."""
+    # Two handles of one gradient get the same copy.
     copies: dict[Gradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}
 
@@ -206,7 +206,7 @@ def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], w
 
 
 def _through_memory(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Do what looks at values, or changes them."""
+    """Runs an operation that reads or changes values."""
     written = _written(func, args, options)
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if torch.Tag.inplace_view in func.tags if written else _is_view(func):
@@ -222,7 +222,7 @@ def _each(
     options: dict[str, Any],
     one: Callable[[GradientHandle, Operation], Any],
 ) -> Any:
-    """Do one gradient of a list after the other, so that one at a time is in memory; plain tensors go together."""
+    """Calls `one` for each handle of a list, so that one gradient is in memory at a time; runs `func` on the rest."""
     first, rest = args[0], args[1:]
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if isinstance(first, GradientHandle):
@@ -240,7 +240,7 @@ def _each(
     plain = [index for index in range(count) if not isinstance(first[index], GradientHandle)]
     results: list[Any] = [None] * count
     if plain:
-        # A handle may still stand in another list of the call.
+        # Other lists of the call may contain handles.
         done = _through_copies(func, ([first[index] for index in plain], *part(plain)), options, [])
         for index, result in zip(plain, done or [], strict=False):
             results[index] = result
@@ -255,7 +255,7 @@ def _each(
 
 
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
-    """A norm, by torch; the 2-norm also once the gradient is used."""
+    """Returns a norm with torch's bits; after the update used the gradient, only the 2-norm, from its measure."""
     gradient = handle.gradient
     gradient.noticed("a norm of gradients")
     if not gradient.fused:
@@ -276,7 +276,7 @@ def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
 
 
 def _overwrite(handle: GradientHandle, source: Tensor) -> None:
-    """Replace it by what copy_ makes of the source."""
+    """Replaces the gradient by `source`, converted as `copy_` does."""
     gradient = handle.gradient
     gradient.noticed(_CHANGE)
     if gradient.fused:
@@ -285,16 +285,16 @@ def _overwrite(handle: GradientHandle, source: Tensor) -> None:
 
 
 def _record(handle: GradientHandle, operation: Operation) -> None:
-    """Do an elementwise operation by scalars, later."""
+    """Records an elementwise operation by scalars, to be applied later."""
     gradient = handle.gradient
     gradient.noticed("zero_grad(set_to_none=False)" if operation.name == "zero_" else _CHANGE)
-    # torch's own complaint, if it has one, on as little as possible.
+    # Run it on as few elements as possible first: torch raises its own error for wrong arguments.
     operation.apply(torch.zeros((0,) if handle.shape else (), dtype=handle.dtype, device=handle.device))
     _append(gradient, operation)
 
 
 def _unscale(handle: GradientHandle, operation: Operation) -> None:
-    """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
+    """Implements GradScaler's unscaling: checks for non-finite values at once, records the product for step()."""
     gradient = handle.gradient
     gradient.noticed("a GradScaler")
     if gradient.fused:
@@ -307,13 +307,13 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
         operation.apply(gradient.materialize())
     elif gradient.numbers()[0]:
         found.fill_(1.0)
-    # The replay writes its flag again, which is not used.
+    # The replay sets a flag of its own, which no code reads.
     own = (torch.zeros_like(found), *operation.arguments[1:])
     _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
 
 def _append(gradient: Gradient, operation: Operation) -> None:
-    # To read the number from a GPU, every clip would wait for it: only a call that is rejected otherwise does.
+    # Reads a number from a GPU only if the operation is rejected otherwise: else every clip would wait for the GPU.
     if (gradient.fused or not operation.is_on_gpu) and operation.changes_nothing():
         return
     if gradient.fused:
@@ -338,7 +338,7 @@ def _refuse_change(gradient: Gradient, name: str) -> NoReturn:
 
 
 def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
-    """Change one gradient in place: with its keeper, in the record, or by way of a copy."""
+    """Changes one gradient in place: adds to it, records the operation, or runs it on a copy."""
     name, arguments, options = operation.name, operation.arguments, operation.options
     values = [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in arguments]
     if name == "add_" and not options and len(values) == 1 and _is_gradient_of(handle, values[0]):
@@ -347,7 +347,7 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         addition = Operation(operation.function, name, (argument,), listed=operation.listed)
         handle.gradient.accumulate(addition, gradient)
     elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].of == handle.of:
-        # On itself, as a module's `.cpu()` does where nothing moves: it may be of a gradient that was used.
+        # A copy onto itself, as by a module's `.cpu()` that moves nothing; allowed on a used gradient, too.
         pass
     elif name == "copy_":
         _overwrite(handle, _plain(values[0]))
@@ -382,7 +382,7 @@ def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: 
         _unscale(handle, Operation(func, UNSCALE, (found, inverse), listed=True))
 
 
-# Operations that need less than the values.
+# Operations that have their own implementation here, because they need less than all values at once.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     UNSCALE: _unscale_all,
     **dict.fromkeys(("linalg_vector_norm", "_foreach_norm"), functools.partial(_each, one=_norm)),

@@ -1,4 +1,4 @@
-"""Follows the training loop, and decides by its backwards and its use of gradients when updates begin."""
+"""Detects the habits of the training loop, and decides from them when updates begin."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # Actions that always change gradients between their arrival and step().
 _CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
-# What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
+# The code object of the function that runs a reentrant checkpoint's forward, without gradients.
 _CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
 class Loop:
-    """The detected habits of the training loop, and so how gradients wait."""
+    """The detected habits of the training loop, which decide how gradients wait for step()."""
 
     def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Exchange | None = None) -> None:
-        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step().
+        """`mode` is "fused", "ssd", "ram" or "auto"; `keeps`: the loop is known to need gradients until step().
 
-        `figures` exchanges numbers between ranks, where there are several.
+        `figures` exchanges values between ranks; None for a single rank.
         """
         self._figures = figures
-        # "fused" (gradients do not wait), "ssd" or "ram".
+        # "fused" (gradients are used as they appear), "ssd" or "ram" (gradients wait there for step()).
         self.mode = "ssd" if mode == "auto" else mode
         self.accumulation_steps = accumulation_steps
         self._is_auto = mode == "auto"
@@ -46,33 +46,33 @@ class Loop:
         self._noticed: set[str] = set()
 
     def notice(self, what: str) -> None:
-        """Note an action of the loop that needs its gradients until step()."""
+        """Records an action of the loop that needs gradients until step()."""
         self._noticed.add(what)
 
     @property
     def speculates(self) -> bool:
-        """Whether gradients are kept for what may leave them as they are, as clipping: an update by them may stand."""
+        """True if kept gradients may reach step() unchanged, as with clipping: updates may then begin before it."""
         if not self._is_auto or self.mode != "ssd" or self._figures is not None:
             return False
         return not self.adds_up and self._noticed.isdisjoint(_CHANGING)
 
     @property
     def adds_up(self) -> bool:
-        """Whether several backwards make a step, and which one is the last is not known."""
+        """True if several backwards make a step, and their number was not declared."""
         return self.accumulation_steps == 1 and "accumulation" in self._noticed
 
     @property
     def stays_kept(self) -> bool:
-        """Whether gradients wait on storage until step(), in the next step, too."""
+        """True if gradients wait on storage until step() in the next step, too."""
         return self.mode == "ssd" and (not self._learning or self._keeps or bool(self._noticed))
 
     def learn(self) -> str | None:
-        """After the first step: decide how gradients wait; returns the words for the log, once."""
+        """Decides after the first step how gradients wait; returns the text for the log, None on later calls."""
         if not self._learning:
             return None
         self._learning = False
         if self._figures is not None:
-            # All ranks continue in the same way.
+            # The union over all ranks, so that all decide alike.
             told = self._figures.everyone(sorted(self._noticed))
             self._noticed = {word for theirs in told for word in theirs}
         if self._keeps or self._noticed:
@@ -82,54 +82,56 @@ class Loop:
         return 'gradients="auto": updated as they appear ("fused") from the second step on'
 
 
-# A step that is made anew loses about as much as one that is not gains. So many in a row that would have stood are
-# waited for at most: twice as many as before after each one that did not stand, half as many after each one that did.
+# Repeating the updates of a step costs about as much time as beginning them early gains. So the number of unchanged
+# steps to wait for doubles, up to this bound, after each repeated step, and halves after each step that kept its early
+# updates.
 WAIT_MAX = 256
 
 
 class Speculation:
-    """Decides whether updates begin before step() has the norm: as if it clipped nothing, and repeated where it does.
+    """Decides whether updates begin before step() has computed the norm, as if the step clipped nothing.
 
-    Updates wait until so many steps in a row changed no gradient (plain "ssd"); then they begin early.
+    A step that does clip discards these updates and makes them again. Updates begin early once enough steps in a row
+    have changed no gradient; before that, they begin in step(), as with plain "ssd".
     """
 
     def __init__(self, loop: Loop, ram_tier: Container[str]) -> None:
-        """`ram_tier` are parameters whose updates wait in any case."""
-        # Steps some of whose updates began early, and of these the ones of which some were discarded.
+        """`ram_tier` has the names of parameters whose updates always wait for step()."""
+        # The number of steps with updates that began early, and how many of these steps discarded some of them.
         self.early = 0
         self.anew = 0
         self._loop = loop
         self._ram_tier = ram_tier
-        # Steps in a row that changed no gradient, and how many of them it takes.
+        # The number of steps in a row that changed no gradient, and the number from which on updates begin early.
         self._unchanged = 0
         self._wanted = 1
-        # Of this step: no update has begun, some have, or some of these were taken back.
+        # The present step: no update has begun early ("waits"), some have ("early"), or some were discarded ("anew").
         self._step: Literal["waits", "early", "anew"] = "waits"
 
     def may_begin(self, name: str) -> bool:
-        """Whether the update of parameter `name`, whose gradient is whole, may begin."""
+        """True if the update of parameter `name`, whose gradient is complete, may begin before step()."""
         return self._unchanged >= self._wanted and name not in self._ram_tier and self._loop.speculates
 
     def begins_after(self, *, unchanged: bool) -> bool:
-        """Whether updates of the next step may begin early, where this one leaves its gradients `unchanged`."""
+        """True if the next step may begin updates early, provided that this one leaves its gradients `unchanged`."""
         stood = unchanged and self._step != "anew"
         return stood and self._unchanged + 1 >= self._wanted and self._loop.speculates
 
     def begun(self) -> None:
-        """An update has begun early."""
+        """Records that an update began early."""
         if self._step == "waits":
             self._step = "early"
 
     def taken_back(self) -> None:
-        """One that had begun early was discarded; its gradient is still there."""
+        """Records that an update that began early was discarded; its gradient remains."""
         self._step = "anew"
 
     def restart(self) -> None:
-        """All gradients of a step that was not made were dropped."""
+        """Starts a new step, after one ended or all its gradients were dropped."""
         self._step = "waits"
 
     def step_ended(self, *, unchanged: bool) -> None:
-        """A step was committed, or skipped; `unchanged`: its updates were by the gradients as they appeared."""
+        """Ends a committed or skipped step; `unchanged`: its updates used the gradients as they appeared."""
         self.early += self._step != "waits"
         self._unchanged = self._unchanged + 1 if unchanged and self._step != "anew" else 0
         if self._step == "anew":
@@ -148,40 +150,40 @@ class Speculation:
 
 
 class Backwards:
-    """The backwards since the last step, and the one that is open or failed."""
+    """Counts the backwards since the last step, and detects one that failed."""
 
     def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
-        """None yet; `declared` ones make a step.
+        """`declared` is the number of backwards that make a step.
 
-        `begins` is called at the begin of each backward, which it may reject, and `fails` after each failed one, once
-        the failure is seen.
+        `begins` is called when a backward begins, and may reject it by raising. `fails` is called when a failed
+        backward is detected.
         """
         self.declared: float = declared
-        # Backwards before those that a call has said will follow; None outside of such a call.
+        # Inside `expecting()`: the number of backwards that ended before it. None outside.
         self.before: int | None = None
-        # Backwards that ended and brought a gradient.
+        # The number of backwards since the last step that ended and delivered a gradient.
         self.count = 0
         self._begins = begins
         self._fails = fails
-        # The state of the last one, and whether it has brought a gradient, where it is open.
+        # The state of the last backward; "delivers": it is open and has delivered a gradient.
         self._state: Literal["ended", "open", "delivers", "failed"] = "ended"
-        # Of the one that is open or failed: autograd's number, and the thread that began it.
+        # Of the open or failed backward: autograd's number of its graph task, and the thread that began it.
         self._number = self._thread = 0
-        # The thread that computed the model last, which begins a backward where autograd's own thread runs it.
+        # The thread that computed the model last: it began a backward that autograd's own thread runs.
         self._last = 0
 
     @staticmethod
     def inside() -> bool:
-        """Whether autograd runs a backward in this thread now."""
+        """True if autograd runs a backward in the current thread."""
         return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
     @property
     def failed(self) -> bool:
-        """Whether the last one failed, and its gradients were not dropped."""
+        """True if the last backward failed and its gradients were not dropped."""
         return self._state == "failed"
 
     def enter(self, *, delivers: bool = False) -> bool:
-        """Note that a backward runs, and whether it brings a gradient; returns whether this is one inside another."""
+        """Records that a backward runs, and whether it delivers a gradient; returns True if it is nested in another."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001
         if number == -1:
             return False
@@ -196,14 +198,14 @@ class Backwards:
         return bool(number != self._number)
 
     def _ended(self) -> None:
-        # One that asked for gradients of something else is none.
+        # A backward that delivered no parameter's gradient, as for gradients of inputs, does not count.
         self.count += self._state == "delivers"
         self._state = "ended"
 
     def entered(self) -> None:
-        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        """Handles a forward of the model; if the thread of an open backward runs it, that backward has failed."""
         if works_for_another():
-            # Another micro-batch of the call may be in its backward, and the call itself sees which fails.
+            # Another micro-batch of the call may be in its backward, and the call itself detects a failure.
             return
         here, inside = current(), torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if not inside:
@@ -212,7 +214,7 @@ class Backwards:
             self.seen_outside()
 
     def seen_outside(self) -> None:
-        """A backward that is still open, seen from outside, failed."""
+        """Concludes, outside of any backward, that an open one has failed; inside one, records that it runs."""
         if self.inside():
             self.enter()
         elif self._state in ("open", "delivers"):
@@ -221,24 +223,24 @@ class Backwards:
             module_hooks.let_go()
 
     def restart(self) -> None:
-        """Count anew: a step was made, or all gradients were dropped."""
+        """Counts backwards from 0 again: a step ended, or all gradients were dropped."""
         self.count = 0
 
     def note_ended(self, more: int) -> None:
-        """Count backwards that ended and brought gradients, and that this object did not follow."""
+        """Counts `more` ended backwards that delivered gradients without a call of `enter()`."""
         self.count += more
 
     def forget_failure(self) -> None:
-        """The gradients of a failed backward were dropped."""
+        """Ends the failed state: the gradients of the failed backward were dropped."""
         if self.failed:
             self._state = "ended"
         self.restart()
 
     @contextmanager
     def expecting(self, more: float) -> Iterator[None]:
-        """So many backwards follow inside; where no number was declared, the last of them makes the step.
+        """Expects `more` backwards inside the `with` block; unless a number was declared, the last makes a step.
 
-        Infinity: their number is not known, so `step()` makes it.
+        With `more` infinite, their number is not known, and only `step()` ends the step.
         """
         declared, self.before = self.declared, self.count
         if declared == 1:
@@ -249,11 +251,11 @@ class Backwards:
             self.declared, self.before = declared, None
 
     def is_last(self, more: int = 1) -> bool:
-        """Whether the one that is open makes a step."""
+        """True if the open backward, or the last of `more` backwards that begin with it, completes a step."""
         return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:
-        """Refuse more backwards than were declared: the step would be none of the loop's."""
+        """Raises UsageError for a backward beyond the declared number: the step would not be the loop's."""
         if 1 < self.declared <= self.count:
             raise UsageError(
                 f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
@@ -262,7 +264,7 @@ class Backwards:
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether this is the forward of a reentrant checkpoint: its backward is going to run inside of another."""
+    """True in the forward of a reentrant checkpoint, whose backward will run inside another one."""
     if torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Scales the loss, dynamically as torch.amp.GradScaler does, or by a fixed factor."""
+"""Scales the loss: dynamically, as torch.amp.GradScaler does, or by a fixed factor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mode = Literal["dynamic", "fixed", "off"]
 
 
 def _float32(value: float) -> float:
-    """GradScaler keeps its scale in fp32."""
+    """Rounds `value` to fp32, in which GradScaler keeps its scale."""
     return ctypes.c_float(value).value
 
 
@@ -38,10 +38,10 @@ def _checked(scale: object) -> float:
 
 
 class LossScale:
-    """The factor of the loss, and how it changes from step to step.
+    """The factor of the loss, and its changes from step to step.
 
-    `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
-    None (off: 1.0, and an overflow is the user's business).
+    `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (constant), or
+    None (off: the factor is 1.0, and overflows are not handled).
     """
 
     def __init__(self, setting: float | str | None) -> None:
@@ -55,14 +55,14 @@ class LossScale:
     def _set(self, mode: Mode, scale: float, good_steps: int = 0) -> None:
         self.mode: Mode = mode
         self.enabled = mode != "off"
-        # What the loss is multiplied by now, an fp32 number.
+        # The present factor of the loss, an fp32 number.
         self.scale = scale
-        # Its reciprocal as GradScaler takes it, in f64 and rounded to fp32.
+        # The reciprocal of `scale`, computed as in GradScaler: in f64, then rounded to fp32.
         self.inverse = _float32(1.0 / scale) if scale else math.inf
         self._good_steps = good_steps
 
     def update(self, overflowed: bool) -> None:
-        """Account for one step: whether any gradient was not finite."""
+        """Adjusts the scale after one step; `overflowed`: some gradient was not finite."""
         if self.mode != "dynamic":
             return
         if overflowed:
@@ -74,13 +74,13 @@ class LossScale:
             self._set(self.mode, grown if math.isfinite(grown) else self.scale)
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resume needs, as a JSON value."""
+        """Returns everything that a resume needs, as a JSON value."""
         return {"mode": self.mode, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what state() gave, mode included."""
+        """Restores a result of `state()`, including the mode."""
         mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
         if mode not in {"dynamic", "fixed", "off"} or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
             raise ConfigError(f"the stored loss scale is {dict(state)!r}, which no memascend up to this one writes")
-        # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
+        # A dynamic scale that sees only overflows reaches 0, as torch's does.
         self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)

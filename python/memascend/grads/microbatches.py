@@ -1,4 +1,11 @@
-"""Computes the micro-batches of one step layer by layer, bit-identically to one after the other."""
+"""Computes the micro-batches of one step layer by layer, with the bits of one after the other.
+
+The stages and the threads of the micro-batches are those of `baton`; see [Note: Stages] there.
+
+[Note: Order of sums] The gradient of a parameter is the sum of one part per micro-batch, added in the order of the
+micro-batches, as in a loop. A part that arrives before the part of an earlier micro-batch waits in memory
+(`_Sum.early`) until that part arrives, or until the earlier micro-batch has passed the stage of such parts.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Sum:
-    """The sum of one parameter's gradient so far."""
+    """The sum of one parameter's gradient over micro-batches; see [Note: Order of sums]."""
 
     gradient: Gradient
-    stage: int  # at which its parts arrive: a micro-batch that has passed it brings none
-    came: set[int] = field(default_factory=set)  # the micro-batches whose parts have come
-    early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts before one of an earlier micro-batch
-    values: torch.Tensor | None = None
-    stored: bool = False  # the sum is on storage: it did not fit into memory
+    stage: int  # the stage at which parts arrive: a micro-batch that has passed it delivers no part
+    came: set[int] = field(default_factory=set)  # the indices of micro-batches whose parts have arrived
+    early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts that wait for an earlier part, by index
+    values: torch.Tensor | None = None  # the sum so far, if it is in memory
+    stored: bool = False  # the sum so far is on storage, because it did not fit into memory
 
     def begin(self, values: torch.Tensor) -> None:
         assert not self.stored
@@ -57,7 +64,7 @@ class _Sum:
         self.values = values
 
     def be_stored(self) -> None:
-        """The first part is on storage, to which the others are added."""
+        """Marks the first part as stored; further parts are added on storage."""
         assert self.values is None
         self.stored = True
 
@@ -76,32 +83,32 @@ def _other_order(name: str) -> UsageError:
 
 @dataclass(eq=False)
 class PartialSums:
-    """The gradients of one call. Each goes to the update or to storage once no micro-batch can add to it."""
+    """Sums the gradients of one call; hands each sum on once no micro-batch can add to it."""
 
     gradients: Gradients  # takes complete sums
-    course: Course  # at which stage each gradient arrives
-    baton: Baton  # which micro-batch runs, and how far the others are
-    # Bytes in memory, of sums and of parts that wait for one of an earlier micro-batch. Other sums lie on storage, and
-    # each part is added there.
+    course: Course  # has the stage at which each gradient arrives
+    baton: Baton  # knows which micro-batch computes, and the stages of the others
+    # Bytes in memory for sums and for parts that wait for an earlier micro-batch's. Other sums are on storage, and each
+    # part is added there.
     limit: int
-    room: Callable[[int], None]  # waits until the queue of gradients leaves room for so many bytes of these
-    stream: CallerStream  # on which gradients are summed
-    whole: bool  # nothing more of this step comes after the call
+    room: Callable[[int], None]  # given the bytes of sums and parts, waits until the queue of gradients leaves room
+    stream: CallerStream  # the stream on which gradients are summed
+    whole: bool  # the step gets no more gradients after this call
 
     def __post_init__(self) -> None:
         self._keeps_all = self.gradients.loop.mode == "ram"
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
-        # By the stage at which they are complete: the names of gradients that have begun to come.
+        # By the stage at which their sums are complete: the names of gradients that have begun to arrive.
         self._due: dict[int, list[str]] = {}
-        # Of the sums and parts in memory, and of the parts alone that wait for one of an earlier micro-batch.
+        # Bytes of all sums and parts in memory; bytes of the parts alone, which wait for an earlier micro-batch's.
         self.nbytes = 0
         self._waiting = 0
         self.arrive = self.baton.arrive
         self.baton.follow(self._reached, self._may_run)
 
     def take(self, gradient: Gradient) -> bool:
-        """Take the part of a gradient that a micro-batch has just accumulated, and leave nothing in `p.grad`."""
+        """Takes the part of a gradient that a micro-batch has just accumulated, and empties `p.grad`."""
         own = self.baton.here
         if own is None:
             return False
@@ -115,7 +122,7 @@ class PartialSums:
                 "and without a graph: pass by_layer=False"
             )
         if shares_memory(values):
-            # A view of memory to which other code may write.
+            # The memory is shared with code that may write to it.
             values = values.clone()
         self.stream.take(values)
         with torch.no_grad(), self.stream.entered():
@@ -123,7 +130,7 @@ class PartialSums:
         return True
 
     def require_open(self, gradient: Gradient) -> None:
-        """Refuse a part of a gradient whose sum was complete."""
+        """Raises UsageError for a part of a gradient whose sum is complete already."""
         if self.baton.here is not None and gradient.name in self._done:
             raise _other_order(gradient.name)
 
@@ -147,7 +154,7 @@ class PartialSums:
             self._complete(found)
 
     def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
-        """Add what nothing of an earlier micro-batch can precede any more."""
+        """Adds early parts in order, except after a micro-batch whose part may still arrive; `all_of_it`: adds all."""
         for index in sorted(found.early):
             if not all_of_it and any(self._may_come(found, before) for before in range(index)):
                 return
@@ -157,12 +164,12 @@ class PartialSums:
             self._add(found, values)
 
     def _sum_of(self, gradient: Gradient, own: MicroBatch) -> _Sum:
-        """The sum to which a micro-batch adds its part; a new one where none has begun."""
+        """Returns the sum to which micro-batch `own` adds its part; a new one if no part has arrived."""
         found = self._open.get(gradient.name)
         return found or _Sum(gradient, max(self.course.arrivals.get(gradient.name, -1), int(own.stage)))
 
     def _make_room(self) -> None:
-        """Move sums to storage until the waiting parts, which stay in memory, are within the limit with the others."""
+        """Moves sums to storage until sums and waiting parts are within the limit; waiting parts stay in memory."""
         for found in self._open.values():
             if found.values is not None and self.nbytes > self.limit and not self._keeps_all:
                 values = found.take()
@@ -171,7 +178,7 @@ class PartialSums:
         self.room(self.nbytes)
 
     def _may_run(self, own: MicroBatch) -> bool:
-        """Whether the limit admits the parts that a micro-batch brings in its next stage and that have to wait."""
+        """True if the parts that micro-batch `own` delivers in its next stage, and that have to wait, fit the limit."""
         use = own.path.units[-1] if own.path.units else None
         waiting = self._waiting
         for name in self.course.brought.get(use, ()):
@@ -179,11 +186,11 @@ class PartialSums:
             found = self._sum_of(gradient, own)
             if any(self._may_come(found, before) for before in range(own.index)):
                 waiting += gradient.place.nothing.nbytes
-        # Under "ram" the sums alone may reach the limit.
+        # Under "ram" the sums alone may use up the limit.
         return waiting <= (0 if self._keeps_all else self.limit)
 
     def _may_come(self, found: _Sum, index: int) -> bool:
-        """Whether a micro-batch may bring a part of a gradient yet: it has not passed the stage where they arrive."""
+        """True if micro-batch `index` may still deliver its part: it has not passed the stage at which parts arrive."""
         if index in found.came:
             return False
         return self.baton.micro_batches[index].stage <= found.stage
@@ -220,7 +227,7 @@ class PartialSums:
             self.gradients.deliver(gradient, values, whole=self.whole)
 
     def _reached(self, low: float) -> None:
-        """All micro-batches have reached a stage: gradients that arrive before it are complete."""
+        """Completes the sums of earlier stages, as all micro-batches have reached stage `low`."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self.stream.entered():  # noqa: SLF001
@@ -232,7 +239,7 @@ class PartialSums:
                         self._complete(found)
 
     def drop(self) -> None:
-        """Drop all sums that are not complete."""
+        """Drops all sums that are not complete."""
         for found in self._open.values():
             if found.stored:
                 found.gradient.put(found.gradient.handle)
@@ -241,20 +248,20 @@ class PartialSums:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # torch.compile() of a module wraps it in another one; compile() of its own does not.
+    # torch.compile(module) wraps the module in another one; module.compile() does not.
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # noqa: SLF001
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are one object, or equal numbers or texts, which may be another object each time."""
+    """True for one and the same object, and for equal numbers or texts, which may be other objects each time."""
     return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
 
 
 class ModuleValues:
-    """The attributes and buffers of a model's modules, as they were: by identity, tensors also by version."""
+    """A snapshot of the attributes and buffers of a model's modules: by identity, tensors also by version."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Note the values that modules have now, and keep them, so that nothing else takes their identity."""
+        """Takes the snapshot. It keeps the values alive, so that no other object gets the identity of one of them."""
         self._noted = [
             (f"module {name!r}" if name else "the model", values, dict(values), _versions(values))
             for name, module in model.named_modules()
@@ -262,7 +269,7 @@ class ModuleValues:
         ]
 
     def changed(self) -> str | None:
-        """The first value that is another one or was written to, in words; None where all are as before."""
+        """Returns a text that names the first changed value, or None if no value was replaced or written to."""
         for title, values, before, versions in self._noted:
             names = [
                 name
@@ -276,7 +283,7 @@ class ModuleValues:
 
 
 def _versions(values: Mapping[str, Any]) -> dict[str, int]:
-    """How often each tensor was written to in place; a weight's counter also counts that its values come and go."""
+    """Returns the version of each tensor. Parameters are left out: materializing a weight raises its version, too."""
     return {
         name: value._version  # noqa: SLF001
         for name, value in values.items()
@@ -287,30 +294,30 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
 _log = logging.getLogger("memascend")
 
 
-# Free memory is given back after so many times of what that took: to fill it anew takes some times longer.
+# `_tidy` frees memory again only after this many times the duration of the last call, since refilling it costs more.
 _PAUSES = 200
-# Older torch compiles a block that waits for other micro-batches in parts, which round as eager code does.
+# torch before this version compiles a block that waits for other micro-batches in parts, which round as eager code.
 _FUSES_ALIKE = "2.15"
 
 
 @dataclass(kw_only=True, eq=False)
 class Accumulation:
-    """The micro-batches of a run, and the order of units in earlier calls."""
+    """Computes a run's micro-batches, and keeps the order of units that earlier calls have shown."""
 
     model: torch.nn.Module
-    gradients: Gradients  # of its gradients
-    residency: Residency  # of its units
-    engine: Engine  # whose queue of gradients has the same bound as their sums
-    device: torch.device  # the one that computes
-    limit: int  # bytes that partial sums may have in memory, with the parts that wait to be added to them
+    gradients: Gradients  # the model's gradients
+    residency: Residency  # the model's units in memory
+    engine: Engine  # its queue of gradients has the same bound as their sums
+    device: torch.device  # the device that computes the model
+    limit: int  # bytes in memory for partial sums, and for parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
-    never: str | None  # why micro-batches cannot be computed by layer; None where they can
+    never: str | None  # why no call may compute by layer; None if calls may
 
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
-        # The time from which on MKL's free memory is given back between two micro-batches.
+        # The time from which `_tidy` may free MKL's memory again.
         self._gives_back_at = 0.0
-        # What the calls so far have shown; None before the first.
+        # The stages that earlier calls have shown; None before the first.
         self._course: Course | None = None
         self._told: set[str] = set()
 
@@ -323,10 +330,11 @@ class Accumulation:
         by_layer: bool,
         seeded: bool = True,
     ) -> list[Any]:
-        """Compute the losses and gradients of micro-batches; `begin` begins the backward of one's loss.
+        """Computes losses and gradients of micro-batches, and returns the results; `begin` begins a loss's backward.
 
-        By layer, each micro-batch has random numbers of its own, of a seed that is drawn for it before the first one.
-        Without seeds none may be drawn: where the first call draws some, all calls compute one after the other.
+        By layer, each micro-batch gets random numbers from a seed of its own, and all seeds are drawn before the first
+        micro-batch. If `seeded` is False, micro-batches may draw no random numbers: if the first call draws any, all
+        calls compute one micro-batch after the other.
         """
 
         def computed(batch: Any) -> Any:
@@ -357,8 +365,8 @@ class Accumulation:
         recorder: Recorder | None = None,
     ) -> list[Any]:
         results = []
-        # A generator is not read ahead: what it does comes between two micro-batches, as in a loop. The length of a
-        # DataLoader may be an estimate.
+        # Read `batches` one at a time: a generator's side effects then fall between two micro-batches, as in a loop.
+        # The length of a DataLoader may be an estimate.
         count = len(batches) if isinstance(batches, Sequence) else math.inf
         with self.gradients.backwards.expecting(count):
             for index, batch in enumerate(batches):
@@ -371,7 +379,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def _watched(self, *, seeded: bool) -> Iterator[Recorder]:
-        """Record the order in which units are used, and look for what cannot be computed by layer."""
+        """Records the order in which units are used, and any reason against computing by layer."""
 
         def look() -> Callable[[], str | None]:
             values, foreign, states = ModuleValues(self.model), _foreign_generators(), self._generators.states()
@@ -393,7 +401,7 @@ class Accumulation:
             self.explain(self.never)
 
     def explain(self, why: str) -> None:
-        """Say in the log, once, why micro-batches are computed one after the other."""
+        """Logs, once for each reason, why micro-batches are computed one after the other."""
         if why not in self._told:
             self._told.add(why)
             _log.info("accumulate(): micro-batches are computed one after the other, since %s", why)
@@ -401,7 +409,7 @@ class Accumulation:
     # --- by layer -----------------------------------------------------------------------
 
     def _is_fit(self, count: int) -> bool:
-        """Whether this call is computed by layer; the log says why not."""
+        """True if this call is computed by layer; logs why not."""
         if count < 2:
             return False
         why = self.never or self._unfit_now()
@@ -418,7 +426,7 @@ class Accumulation:
                 return f"{gradient.name!r} has a gradient already"
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 hooks = gradient.place.parameter._post_accumulate_grad_hooks  # noqa: SLF001
-            # One of them is ours.
+            # One of the hooks is registered by `Gradients`.
             if hooks is not None and len(hooks) > 1:
                 return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
         return None
@@ -454,7 +462,7 @@ class Accumulation:
         return [one.result for one in baton.micro_batches]
 
     def _tidy(self) -> None:
-        """Occasionally give back what MKL keeps for the thread of a micro-batch while others run."""
+        """Frees MKL's scratch memory from time to time, before another micro-batch computes."""
         began = time.monotonic()
         if began >= self._gives_back_at:
             free_scratch()
@@ -470,7 +478,7 @@ class Accumulation:
             )
 
     def _abandon(self, sums: PartialSums) -> None:
-        """Drop all gradients of the call; before it there were none."""
+        """Drops all gradients of the call; none existed before it."""
         sums.drop()
         self.gradients.drop_all()
         for gradient in self.gradients.by_name.values():
@@ -498,7 +506,7 @@ def _drawn_seed() -> int:
 
 
 def _foreign_generators() -> tuple[Any, ...]:
-    """The states of the generators of Python and numpy, so that two of them can be compared."""
+    """Returns the states of Python's and numpy's random number generators, in a form that can be compared."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)

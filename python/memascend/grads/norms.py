@@ -1,4 +1,4 @@
-"""Measures gradients, once each, and takes the norm of all of a step: exact sums, on the host as on a device."""
+"""Measures each gradient once, and computes the norm of a step from exact sums, on the CPU or on a device."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
 
 
-# Whether a gradient has a value that is not finite, and its squared norm.
+# Whether a gradient has a value that is not finite; its squared norm.
 Numbers = tuple[bool, Squares]
-# The same as it was measured: numbers; on a device a row of sums, or, of dtypes without kernels, two tensors.
+# A measure that may still be on a device: `Numbers`, a row of sums, or, for dtypes without kernels, two tensors.
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# The dtypes that the kernels have.
+# The dtypes that the kernels support.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Gradients that wait to be measured by one launch: their copies take so much memory at most.
+# At most this many bytes of gradients wait to be measured by one launch, because copies of them take memory.
 _BUCKET_BYTES = 64 << 20
-# Rows that are made, and zeroed, at once.
+# The number of rows that are allocated and zeroed at once.
 _ROWS = 64
 
 
 class Norms:
-    """The norm of all gradients of a step, from a measure that was taken once of each."""
+    """Computes the norm of all gradients of a step; measures each gradient once."""
 
     def __init__(self, *, counts: bool = True) -> None:
-        """`counts`: whether this rank's squares count; where there are replicas, those of one do."""
+        """`counts`: whether this rank's squares enter the norm; of replicas, only one's do."""
         self._counts = counts
-        # Of gradients that were measured in memory for this step, by name.
+        # By parameter name: the measures of gradients that were measured in memory for this step.
         self._measures: dict[str, Measure] = {}
-        # Gradients on a device that are not measured yet.
+        # By parameter name: gradients on a device that are not measured yet.
         self._bucket: dict[str, torch.Tensor] = {}
-        # Rows for gradients that arrive, by the device and the stream that zeroes them and adds to them.
+        # Zeroed rows for arriving gradients, by device and by the stream that zeroes the rows and adds to them.
         self._rows: dict[object, list[torch.Tensor]] = {}
 
     def begin_step(self) -> None:
-        """Forget what the step before has measured."""
+        """Forgets the measures of the previous step."""
         self._measures.clear()
         self._bucket.clear()
         self._rows.clear()
 
     def measure(self, gradient: torch.Tensor) -> Measure:
-        """Begin to measure a gradient that arrives; where it lies on a device, by one launch."""
+        """Measures an arriving gradient; on a device, launches one kernel and does not wait for it."""
         values = _dense(gradient)
         if not _is_counted(values):
             return self._measured_here(values)
@@ -58,9 +58,9 @@ class Norms:
         return row[0]
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """Take the measure that this gradient has for this step, of its values in memory.
+        """Measures the values of this gradient in memory, unless the step has its measure already.
 
-        Gradients on a device are measured together: they must not be written to before the norm is computed.
+        Gradients on a device are measured together later: they must not be written to before the norm is computed.
         """
         if gradient.name in self._measures or gradient.name in self._bucket:
             return
@@ -88,7 +88,7 @@ class Norms:
         return rows.pop()
 
     def _measured_here(self, values: torch.Tensor) -> Measure:
-        """Of values in host memory, and of dtypes that the kernels do not have."""
+        """Measures values in host memory, and values of dtypes that the kernels do not support."""
         if values.dtype in _FLOATS:
             return kernels.checked(values)
         found = ~torch.isfinite(values).all()
@@ -96,65 +96,66 @@ class Norms:
         return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
 
     def read(self, measures: Sequence[Measure]) -> list[Numbers]:
-        """All of them as numbers; waits for the device once where it has any."""
+        """Returns all measures as numbers; waits for the device once if a measure is still on it."""
         rows = [index for index, measure in enumerate(measures) if isinstance(measure, torch.Tensor)]
         found: dict[int, Numbers] = {}
         if rows:
             stacked = torch.stack([cast("torch.Tensor", measures[index]) for index in rows])
             found.update(zip(rows, kernels.found_in(stacked), strict=True))
-        # Of dtypes that the kernels do not have, all others are numbers already.
+        # The other measures are numbers already, or, for dtypes without kernels, pairs of tensors.
         return [found.get(index) or _numbers(measure) for index, measure in enumerate(measures)]
 
     def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> Numbers:
-        """Whether any of these is not finite, and the sum of their squares.
+        """Returns whether any of these gradients is not finite, and the sum of their squares.
 
-        The sum of all ranks is rounded once: neither order, nor device, nor the number of ranks changes the norm.
-        Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
-        on storage, as clipping does, counts as a factor.
+        The sum over all ranks is rounded once, so neither order, device nor number of ranks changes the norm. Gradients
+        that were measured as they arrived, were stored or were used are not read again. Scalar arithmetic on a stored
+        gradient, such as clipping, counts as a factor.
         """
         numbers = self.each([one for one, _ in gradients])
-        # In the order of the parameters, whichever gradient came first.
+        # `total()` is exact, whichever gradient arrived first; rounded squares are added in the order of the
+        # parameters.
         squares = total(squared for _, squared in numbers)
         return any(bad for bad, _ in numbers), squares if self._counts else 0
 
     def each(self, gradients: Iterable[Gradient]) -> list[Numbers]:
-        """The same of each gradient by itself."""
+        """Returns for each gradient whether it is not finite, and its squared norm."""
         self._measure_bucket()
         known = self._measures
         return self.read([known[one.name] if one.name in known else one.measure() for one in gradients])
 
 
 def summands(own: Numbers) -> list[int]:
-    """What a rank adds to the sums over all ranks: its rows are no other's."""
+    """Returns this rank's summands for the sums over all ranks; no two ranks have the same rows."""
     bad, squares = own
     return [bad, 0, squares] if isinstance(squares, int) else [bad, 1, 0]
 
 
 def of_all_ranks(own: Numbers, sums: Sequence[int], exchange: Exchange) -> Numbers:
-    """The numbers of all ranks, from the sums of their `summands`; all ranks make this call together."""
+    """Returns the numbers over all ranks from the sums of their `summands()`; a collective call."""
     bad, were_rounded, squares = sums
-    # They are added in the order of ranks.
+    # `exchange.tell()` returns the squares in the order of ranks.
     return bool(bad), total(exchange.tell("rounded squares", own[1])) if were_rounded else squares
 
 
 def norm_of(squares: Squares) -> float:
-    """The norm with these squares, in double precision."""
+    """Returns the norm for a sum of squares, in double precision."""
     return math.sqrt(rounded(squares))
 
 
 def _is_counted(values: torch.Tensor) -> bool:
-    """Whether a kernel counts them on their device."""
+    """True if a kernel measures `values` on their device."""
     return values.device.type != "cpu" and values.dtype in _FLOATS
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient in whatever order they lie."""
+    """Returns the elements of a gradient as a one-dimensional tensor, in the order of memory."""
     values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
         values = values.contiguous()
-    # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
+    # Flag and norm do not depend on the order of dimensions, and the kernel supports few dimensions.
     return values.view(-1) if values.is_contiguous() else flat(values)
 
 

@@ -13,31 +13,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Elementwise, in place, and the same whenever they run: nothing random, nothing that looks at a whole tensor.
+# Elementwise in-place operations whose result does not depend on when they run: none is random or reads a whole tensor.
 _RECORDABLE = frozenset((
     "abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "copysign_", "div_", "fill_", "mul_", "nan_to_num_", "neg_",
     "pow_", "sgn_", "sign_", "sub_", "zero_",
 ))  # fmt: skip
-# The old values do not matter to these.
+# Operations whose result does not depend on the old values.
 _OVERWRITING = frozenset({"zero_", "fill_"})
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def _is_scalar(value: object) -> bool:
-    """Whether an argument is one number (or none, or a mode such as a rounding), whatever carries it."""
+    """True if `value` is a single number, in a tensor or not, or None, or the name of a mode such as a rounding."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.dim() == 0
     return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def is_recordable(name: str, arguments: list[Any]) -> bool:
-    """Whether the operation, by its name without "_foreach_", is elementwise by these arguments alone."""
+    """True if the operation is elementwise with these arguments; `name` is without "_foreach_"."""
     return name in _RECORDABLE and all(_is_scalar(argument) for argument in arguments)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of torch, and its arguments but for the gradient."""
+    """One in-place operation or norm of torch on a gradient, with its other arguments."""
 
     function: Any
     name: str
@@ -46,13 +46,13 @@ class Operation:
     listed: bool = False
 
     def owned(self) -> Operation:
-        """The same with tensors of its own: the caller's may change before the replay."""
+        """Returns a copy with cloned tensors: the caller's may change before the replay."""
         arguments, options = tree_map_only(torch.Tensor, torch.clone, (self.arguments, self.options))
         return replace(self, arguments=arguments, options=options)
 
     def apply(self, tensor: Tensor) -> Any:
-        """Do it to a tensor by torch, and return what torch does."""
-        # A list where torch was given a list: on a GPU the two have kernels of their own.
+        """Applies the operation to `tensor` by torch; returns torch's result."""
+        # On a GPU torch has other kernels for a list: pass one if the loop did.
         if not self.listed:
             return self.function(tensor, *self.arguments, **self.options)
         results = self.function([tensor], *self.arguments, **self.options)
@@ -60,21 +60,21 @@ class Operation:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether a number that it takes lies on a GPU."""
+        """True if an argument is a tensor on a GPU."""
         return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in self.arguments)
 
     @property
     def overwrites(self) -> bool:
-        """Whether the result is the same for any gradient."""
+        """True if the result does not depend on the gradient."""
         return self.name in _OVERWRITING
 
     @property
     def is_of_all(self) -> bool:
-        """Whether a norm is one number, that of all elements."""
+        """True if the operation, a norm, is one number over all elements."""
         return self.listed or len(self.arguments) <= 1
 
     def changes_nothing(self) -> bool:
-        """Whether any gradient stays as it is; waits for a GPU only where the number lies on one."""
+        """True if no gradient would change; waits for a GPU only if a number is on one."""
         numbers = [*self.arguments, *self.options.values()]
         values = [value.item() if isinstance(value, torch.Tensor) else value for value in numbers]
         if self.name == UNSCALE:
@@ -96,10 +96,10 @@ class Operation:
         return named.get("min", low), named.get("max", high)
 
     def factor(self, dtype: torch.dtype, dimensions: int, device: torch.device) -> float | None:  # noqa: PLR0911
-        """The fp32 number by which this multiplies, or None where it does anything else.
+        """Returns the fp32 number by which the operation multiplies, or None if it is no such multiplication.
 
-        torch multiplies 16-bit gradients in fp32 by the scalar in fp32 and rounds once. That does not hold where the
-        scalar takes part in the promotion: a double beside a gradient without dimensions is multiplied in double.
+        torch multiplies a 16-bit gradient in fp32 by the scalar in fp32 and rounds once. That does not hold if the
+        scalar takes part in type promotion: a double and a gradient without dimensions are multiplied in double.
         """
         if dtype not in {torch.float32, torch.bfloat16, torch.float16} or self.options:
             return None
@@ -124,11 +124,11 @@ class Operation:
             # torch's CPU code rounds the scalar to the gradient's dtype in `_foreach_mul_`, and not in `mul_`.
             value = rounded
         elif (self.listed or scalar.device.type != "cpu" or device.type != "cpu") and rounded != value:
-            # On a GPU it depends on the kernel whether the scalar is rounded to the gradient's dtype first.
+            # On a GPU some kernels round the scalar to the gradient's dtype first, and others do not.
             return None
         if self.name == "mul_":
             return value
-        # A division is a multiplication by a power of two, or it is none.
+        # A division is exactly a multiplication only if the divisor is a power of two.
         inverse = 1.0 / value if value else math.inf
         is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
