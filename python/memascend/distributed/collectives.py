@@ -1,4 +1,4 @@
-"""Runs collectives of all ranks, so that a failure on one ends them on all, with an error that names that rank."""
+"""Runs collectives of all ranks; a failure on one rank ends them on all, with an error that names that rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     _Done = TypeVar("_Done")
 
 
-# Names that are kept for the error about a step in which ranks computed different modules.
+# At most this many names of gathers and reductions are kept for the error of `require_same`.
 _NAMES_MAX = 4096
-# The share of the timeout for a collective. In the rest, ranks exchange what each was doing.
+# The share of the timeout for a collective. In the rest, ranks exchange their errors.
 _PART = 0.9
 _SECONDS_MIN = 0.5
 
@@ -33,20 +33,21 @@ _SECONDS_MIN = 0.5
 class Collectives:
     """Runs the collectives of a forward and a backward.
 
-    On the CPU they use gloo groups of the run's own, with its timeout: one of the ranks of a replica, and one of the
-    ranks with the same rows. A rank that fails leaves both, so that the others stop waiting and all ranks raise the
-    reason. On other devices they use the mesh's groups.
+    On the CPU it makes two gloo groups with the run's timeout: the ranks of this rank's replica, and the ranks with the
+    same rows. A rank that fails leaves both groups, so that the others stop waiting and all ranks raise the reason. On
+    other devices it uses the groups of the mesh.
     """
 
     def __init__(self, exchange: Exchange, layout: Layout | None = None, device: torch.device | None = None) -> None:
-        """Make the groups, by default one of all ranks; all ranks do so together. `device` computes; None: the CPU."""
+        """Makes the groups, by default one of all ranks; a collective call. `device` computes; None: the CPU."""
         self._exchange = exchange
         self.layout = layout = layout or Layout(exchange.rank, 1, exchange.size)
-        # Gathers and reductions since the ranks last compared them: the first names, and a checksum of all.
+        # Gathers and reductions since the ranks last compared them: the names of the first ones (`_done`), and a
+        # checksum of all (`_sum`). `_last` has the names up to the last comparison.
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
-        # Digests of rows that this rank gave to gathers since then, by the parameters' names.
+        # By parameter name: digests of the rows that this rank gave to gathers since the last comparison.
         self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
@@ -60,32 +61,32 @@ class Collectives:
             self._group_of_peers = exchange.meeting.make_group(seconds, peers)
 
     def note(self, done: str) -> None:
-        """Record a gather or a reduction of this rank."""
+        """Records a gather or a reduction of this rank."""
         if len(self._done) < _NAMES_MAX:
             self._done.append(done)
         self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
 
     def told(self) -> str:
-        """A checksum of gathers and reductions since the last call, which must be equal on all ranks."""
+        """Returns a checksum of gathers and reductions since the last call; it must be equal on all ranks."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
         return found
 
     def note_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Record the values of rows that this rank gives to a gather, to compare them with those of its peers."""
+        """Records a digest of rows that this rank gives to a gather, for the comparison with its peers."""
         if name not in self._rows:
             said = f"{name} {checksum_of(flat(rows).cpu())}".encode()
             self._rows[name] = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
     def told_rows(self) -> int:
-        """A digest of the rows noted since the last call, which must be equal on ranks with the same rows."""
+        """Returns a digest of the rows noted since the last call; it must be equal on ranks with the same rows."""
         found, self._rows = sum(self._rows.values()), {}
         return found
 
     def require_same(self, told: Sequence[str]) -> None:
-        """Reject a step in which ranks mixed rows or gradients of different modules; `told`: checksums by rank.
+        """Rejects a step in which ranks mixed rows or gradients of different modules; `told` has all ranks' checksums.
 
-        FSDP2 does not notice, since it compares only shapes.
+        FSDP2 does not detect this, because it compares only shapes.
         """
         if len(set(told)) == 1:
             return
@@ -98,35 +99,38 @@ class Collectives:
             f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}, and "
             "FSDP2 takes the one for the other where their shapes are equal, so that losses and gradients of this step "
             "are wrong, in memory too. Call zero_grad(); let every rank compute every module (an expert that no token "
-            "reaches: with no rows), or divide experts with what is around them, and call "
+            "reaches: with no rows), or shard experts together with the modules around them, and call "
             "model.set_reduce_scatter_unused_params(True), where torch has it"
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
-        """Run a collective of a replica, or of the ranks with the same rows, by `do` with a group; `given`: the mesh's.
+        """Calls `do` with the group of this replica, or with `peers` the group of the ranks with the same rows.
+
+        `given` is the mesh's group, which `do` gets if this object has none. `what` names the collective in errors.
 
         Raises:
-            RankError: a rank failed, is gone, or did not come in time; the run has ended.
+            RankError: a rank failed, is gone, or came too late; the run has ended.
         """
         if self._exchange.broken is not None:
             raise self._exchange.broken
         try:
             return do(self._chosen(given, peers=peers))
         except RuntimeError as error:
-            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
+            # Other ranks wait until this rank's connections close; a frame of the traceback that refers to the group
+            # would keep them open.
             traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
 
     def _chosen(self, given: Any, *, peers: bool) -> Any:
-        # Not a name within meet(), which would keep the connections open while the reason is exchanged.
+        # A local variable of meet() would keep the connections open while the ranks exchange the reason.
         own = self._group_of_peers if peers else self._group
         return given if own is None else own
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Around work of this rank before or after a collective: if it fails, the others stop waiting."""
+        """Wraps work of this rank before or after a collective: if the work fails, the other ranks stop waiting."""
         try:
             yield
         except BaseException as error:
@@ -137,7 +141,7 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Leave the groups, which ends the waits of other ranks for this one."""
+        """Leaves the groups, which ends the waits of other ranks for this one."""
         groups = self._group, self._group_of_peers
         self._group = self._group_of_peers = None
         for group in groups:

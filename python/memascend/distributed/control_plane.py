@@ -1,4 +1,4 @@
-"""Exchanges short messages between all ranks, agrees on commits, and names a rank that is gone."""
+"""Exchanges short messages between all ranks, agrees on commits, and names ranks that are gone."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-# What to do after a step that no rank has committed.
+# Advice in errors about a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
 _TEXT_CHARACTERS_MAX = 600
-# How often a wait for other ranks checks for Ctrl-C.
+# Seconds between two checks for Ctrl-C while this rank waits for others.
 _INTERRUPT_SECONDS = 0.05
-# The shortest wait, even if other ranks took all of the time: the message may have arrived.
+# The shortest wait in seconds, even if other ranks took all of the time: the message may have arrived.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
-# The share of the timeout that is left for details, in which ranks find out who is missing.
+# The share of the timeout that is kept for whole messages, by which ranks find out which of them is missing.
 _PART_DETAIL = 0.25
 _DETAIL_SECONDS_MAX = 5.0
-# How often, in that time, a rank that waits for a word looks whether another rank has given up.
+# A rank that waits for a word looks for an alarm of other ranks this many times in `_detail_seconds`.
 _LOOKS = 8
-# Of a word, and of the first part of a detail. The exact sum of squares takes 180 digits, and a digest 32.
+# The size of a word, and of the first part of a whole message. An exact sum of squares has 180 digits, a digest 32.
 _WORD_BYTES = 512
 _DIGEST_BYTES = 16
-# What the ranks of a word say: all the same; different things, or one failed; nothing, as one of them is missing.
+# The state of a word: its ranks sent equal values; their values differ, or one failed; one of them is missing.
 _SAME, _APART, _LOST = range(3)
-# failed: an error on this rank; lost: other ranks did not take part.
+# said: a value; failed: an error on this rank; lost: other ranks did not take part.
 _Kind = Literal["said", "failed", "lost"]
 
 
 class Message(NamedTuple):
-    """The message with one number that a rank has for all others."""
+    """One rank's message to all others; in one exchange, the messages of all ranks have the same number."""
 
     number: int
     kind: _Kind
-    about: str | None  # its subject, which must be the same on all ranks
+    about: str | None  # the subject, which must be the same on all ranks
     value: Any  # a JSON value, or the text of an error
-    numbers: list[int]  # to add over all ranks
-    waited: float = 0.0  # seconds, until it was sent to each rank by itself
+    numbers: list[int]  # are added over all ranks
+    waited: float = 0.0  # seconds in the exchange before this rank sent its whole message
 
 
 class Word(NamedTuple):
-    """The messages of some ranks with one number, added up. It has a fixed size, and is enough if all agree."""
+    """The combined messages of some ranks with one number, in a fixed size. No more is sent if all ranks agree."""
 
     state: int
     number: int
-    digest: str  # of the subject and the value
+    digest: str  # of subject and value
     sums: list[int]
 
     @classmethod
     def of(cls, message: Message) -> Word:
-        """The word of one rank."""
+        """Returns the word of one message."""
         said = json.dumps([message.about, message.value]).encode()
         digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES).hexdigest()
         state = _SAME if message.kind == "said" else _APART
@@ -81,11 +81,11 @@ class Word(NamedTuple):
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
     def apart(self) -> Word:
-        """The word of ranks that do not agree, or whose sums do not fit into one."""
+        """Returns this word in state `_APART`: its ranks do not agree, or their sums do not fit into a word."""
         return Word(max(self.state, _APART), self.number, self.digest, [])
 
     def and_of(self, other: Word) -> Word:
-        """The word of these ranks and of others."""
+        """Returns the word of the ranks of both words."""
         state = max(self.state, other.state)
         if self[1:3] != other[1:3] or len(self.sums) != len(other.sums):
             return Word(state, *self[1:]).apart()
@@ -102,10 +102,10 @@ def _room(nbytes: int = _WORD_BYTES) -> torch.Tensor:
 
 
 def _has_arrived(room: torch.Tensor) -> bool:
-    """Whether a whole text is there: none ends with a zero, and a connection delivers in order.
+    """True if `room` has a whole text: no text ends with a zero byte, and a connection delivers bytes in order.
 
-    gloo raises an error for a message that has arrived if its sender closes the connection before the wait returns. So
-    does a rank that has heard all, and reports an error of its own.
+    gloo raises an error for a message that has arrived if the sender closes the connection before the wait returns.
+    That happens if the sender received all messages and raises an error of its own.
     """
     return bool(room[-1])
 
@@ -118,58 +118,60 @@ _LOST_WORD = Word(_LOST, 0, "", [])
 
 
 class Failure(NamedTuple):
-    """The ranks that reported an error instead of a value."""
+    """The last failure that ranks reported in an exchange."""
 
     ranks: tuple[int, ...]  # the ranks that failed; empty if ranks only lost others
-    reasons: str  # of each rank, in words
+    reasons: str  # the error text of each rank
 
 
 class Exchange:
     """Exchanges small JSON values between all ranks, over a gloo group of its own.
 
-    Ranks that agree, as in most steps, send one word of a fixed size up a binomial tree and its sum down again. Only if
-    they say different things, or one failed or is missing, each sends its whole message to every other one, so that a
-    rank that died or hangs is known by its number. After that no message counts any more, since some ranks may have
-    received messages that others have not.
+    In most steps all ranks send equal values. So each rank sends one `Word` of fixed size up a binomial tree, and the
+    combined word comes down again. If values differ, or a rank failed or is missing, each rank sends its whole
+    `Message` to every other rank; a rank that died or hangs is then known by its number. After a loss the exchange
+    ends, because some ranks may have received messages that others have not.
 
-    gloo's own all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names a rank on rank 0 alone; and
-    with torch's store a rank waits for a dead one until the timeout.
+    The alternatives: gloo's all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names a rank on
+    rank 0 alone; and with torch's store a rank waits for a dead one until the timeout.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Make the group; all ranks do so together. See `rendezvous.meet` for its errors."""
+        """Makes the group; a collective call with the errors of `rendezvous.meet`."""
         self.meeting = Meeting(timeout)
         self.rank, self.size = self.meeting.rank, self.meeting.size
         self.timeout = timeout
-        # The error of every later call, once the exchange has ended.
+        # The error that every later call raises, once the exchange has ended.
         self.broken: RankError | None = None
         # The last failure that a rank reported.
         self.failure: Failure | None = None
         self._group: Any = self.meeting.make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        # The neighbours in the tree of rank 0: ranks of one host, whose numbers are close, are close in it.
+        # The neighbours in a binomial tree with root 0; ranks of one host have close numbers, and are close in the
+        # tree.
         self._parent = self.rank & (self.rank - 1)
         steps = [1 << power for power in range(self.size.bit_length())]
         below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
         self._children = [rank for rank in below if rank < self.size]
-        # Words that are sent with this message and the last one. A rank that answers has received all before.
+        # Words in flight: those of the previous message and of this one. A rank that answers has received all earlier
+        # ones.
         self._sending: tuple[list[Any], list[Any]] = ([], [])
         self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
-        # It moves rows to the first rank.
+        # Moves rows to the first rank.
         self.line = Line(self.meeting, timeout)
         self._count = 0
-        # Numbers that go with the next message.
+        # The lists of `add` that the next message takes along.
         self._adding: list[list[int]] = []
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
-        """Send the JSON value `said` to all other ranks, and return the values of all ranks, by rank.
+        """Sends the JSON value `said` to all other ranks; returns the values of all ranks, by rank.
 
-        `about` is the subject, which must be the same on all ranks. `remedy` says in an error what to do if another
+        `about` is the subject, which must be the same on all ranks. `remedy` is the advice in the error if another rank
         failed.
 
         Raises:
-            RankError: a rank did not answer in time, is gone, or made another call; or a rank failed, and then later
-                calls still work.
+            RankError: a rank failed, and later calls still work; or a rank did not answer in time, is gone, or made
+                another call, and the exchange has ended.
         """
         heard = self._heard("said", about, said)
         if any(one.kind == "failed" for one in heard):
@@ -179,25 +181,25 @@ class Exchange:
         return [one.value for one in heard]
 
     def add(self, numbers: Iterable[int]) -> list[int]:
-        """Let whole numbers go with the next message; the list then has their sums over all ranks, once it is there.
+        """Adds integers over all ranks with the next message; the returned list has the sums after that exchange.
 
-        All ranks add as many. One that is not to be counted adds zeros.
+        All ranks must add equally many. A rank that is not to be counted adds zeros.
         """
         sums = [*map(int, numbers)]
         self._adding.append(sums)
         return sums
 
     def everyone(self, mine: Any) -> list[Any]:
-        """The JSON values of all ranks, by rank; all ranks make this call together."""
+        """Returns the JSON values of all ranks, by rank; a collective call."""
         return self.tell("the findings", mine)
 
     def first_other(self, mine: Any) -> int | None:
-        """The first rank whose JSON value is not that of rank 0; None if all have the same."""
+        """Returns the first rank whose JSON value differs from that of rank 0; None if all are equal."""
         told = self.everyone(mine)
         return next((rank for rank, one in enumerate(told) if one != told[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Call `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
+        """Calls `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
 
         Raises:
             MemascendError: `do` raised on another rank; `other` makes the error.
@@ -216,7 +218,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """Around work of all ranks: if this rank fails, the others are notified instead of waiting for it."""
+        """Wraps work of all ranks: if this rank fails, the others are notified instead of waiting for it."""
         known = self.failure
         try:
             yield
@@ -226,7 +228,7 @@ class Exchange:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Notify the other ranks of an error, whatever they wait for; raises nothing itself."""
+        """Notifies the other ranks of an error, in any call in which they wait; raises no error itself."""
         if self.broken is not None:
             return
         try:
@@ -239,7 +241,7 @@ class Exchange:
             error.add_note(f"several ranks failed: {self.failure.reasons}")
 
     def lost(self, where: str, within: float) -> RankError:
-        """Notify all ranks that some did not take part; return the error to raise, after at most `within` seconds."""
+        """Notifies all ranks that some did not take part; returns the error to raise, within `within` seconds."""
         if self.broken is None:
             with contextlib.suppress(RankError):
                 self._heard("lost", None, where, within)
@@ -247,7 +249,7 @@ class Exchange:
         return self.broken
 
     def end(self, why: str) -> None:
-        """End the exchange: every later call raises."""
+        """Ends the exchange: every later call raises."""
         if self.broken is None:
             self.broken = RankError(
                 "the step ended on all ranks, and none commits any more: start all of them again, and the run resumes "
@@ -256,20 +258,20 @@ class Exchange:
             )
 
     def close(self) -> None:
-        """Leave all groups: ranks that still use them see that this one is gone."""
+        """Leaves all groups: ranks that still use them notice that this one is gone."""
         self.line.close()
         if self.broken is not None and self._group is not None:
-            # A wait for a word may still be there.
+            # A thread may still wait for a word.
             self._hang_up()
         elif self._group is not None:
             self._finish_sending()
-        # What is being sent keeps connections open.
+        # Handles of sends keep connections open.
         group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
 
     def _heard(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
-        """Send the next message, and return that of each rank with the same number."""
+        """Sends the next message; returns the messages of all ranks with the same number."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
@@ -286,15 +288,15 @@ class Exchange:
                 self._ring()
             own = own._replace(waited=time.monotonic() - began)
             heard: dict[int, Message] = {self.rank: own}
-            # Ranks that did not take part, and the reasons.
+            # By rank that did not take part: the reason.
             lost: dict[int, str] = {}
-            # It may end after close().
+            # After Ctrl-C the thread may outlive close(), so it gets the group as an argument.
             _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
         except BaseException:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
         if word.state == _LOST and not lost and all(one.kind != "lost" for one in heard.values()):
-            # All came in the end, after another rank had given up.
+            # All ranks answered in the end, after one had given up: the rank that waited least was late.
             lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
         told = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
@@ -310,8 +312,8 @@ class Exchange:
         return [heard[rank] for rank in range(self.size)]
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
-        """End the exchange if ranks are lost or made another call."""
-        # A rank that failed, or lost others, reports this whatever the subject.
+        """Ends the exchange and raises if ranks are lost or made another call."""
+        # A rank that failed, or lost others, reports this without a subject.
         asked = {one.about for one in heard.values()} - {None}
         strange = {
             rank: f"it is at message {one.number}, {one.about!r}, and this one, {self.rank}, at {own.number}, "
@@ -321,7 +323,7 @@ class Exchange:
         }
         if not lost and not strange:
             return
-        # Ranks that lose this one look up the ranks that it blames; it does the same for the ranks that it lost.
+        # Ranks that lose this rank look up which ranks it blames, as `at_fault` does for the ranks that it lost.
         self.meeting.left_by(lost)
         if lost:
             self._hang_up()
@@ -342,7 +344,7 @@ class Exchange:
     # --- words --------------------------------------------------------------------------
 
     def _agreed(self, own: Word, until: float) -> Word:
-        """The words of all ranks, added; that of a loss if one is missing, or if another rank has given up."""
+        """Returns the word of all ranks; `_LOST_WORD` if one is missing, or if another rank has given up."""
         found: list[Word] = []
         self._sending = (self._sending[1], [])
         over, rung = threading.Event(), threading.Event()
@@ -371,7 +373,7 @@ class Exchange:
     def _received(self, group: Any, rank: int) -> Word:
         room = _room()
         try:
-            # gloo closes all connections at its timeout, and details still need them then.
+            # Twice the timeout: gloo closes all connections when a wait times out, and whole messages need them.
             work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
             assert work is not None
             work.wait(timedelta(seconds=2 * self.timeout))
@@ -381,12 +383,12 @@ class Exchange:
         return Word(*_json_in(room))
 
     def _send(self, group: Any, word: Word, rank: int) -> None:
-        # A rank that is gone is noticed by the next word that does not come from it.
+        # If `rank` is gone, this rank notices when the next word from it does not arrive.
         with contextlib.suppress(RuntimeError):
             self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
-        """Notice within a short time that another rank has given up: this one may wait for one that hangs, too."""
+        """Sets `rung` soon after another rank has given up: a rank that hangs may keep this one waiting, too."""
         with contextlib.suppress(RuntimeError):
             while not over.wait(self._detail_seconds / _LOOKS):
                 if self.meeting.has_alarm():
@@ -394,31 +396,31 @@ class Exchange:
                     return
 
     def _ring(self) -> None:
-        """Call all ranks out of their waits for a word: through the store, and the neighbours also without it."""
+        """Ends all ranks' waits for a word: by an alarm in the store, and by `_LOST_WORD` to this rank's neighbours."""
         self.meeting.alarm()
         for rank in {*self._children, self._parent} - {self.rank}:
             self._send(self._group, _LOST_WORD, rank)
 
     def _finish_sending(self) -> None:
-        """Wait until the last words have left, within a short time: a rank that waits for one would lose this rank."""
+        """Waits, for a short time, until the last words have left: a rank that waits for one would lose this rank."""
         until = time.monotonic() + self._detail_seconds
         for work in (*self._sending[0], *self._sending[1]):
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
 
     def _hang_up(self) -> None:
-        """Close all connections, so that no rank waits for this one; gloo does that at a timeout."""
+        """Closes all connections, so that no rank waits for this one: gloo closes them when a wait times out."""
         with contextlib.suppress(RuntimeError):
             work = distributed.irecv(_room(), group=self._group, tag=_TAG_NOTHING)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
-    # --- details ------------------------------------------------------------------------
+    # --- whole messages -----------------------------------------------------------------
 
     def _talk(self, group: Any, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
         text = _padded(json.dumps(own))
-        # A text that is too long is sent after its length. All others arrive even if one rank hangs, at which gloo
-        # closes all connections.
+        # If one rank hangs, gloo closes all connections; short texts, which are sent first, have arrived by then. A
+        # text that is longer than a word is sent after its length.
         is_long = text.numel() > _WORD_BYTES
         first = {rank: _room() for rank in self._others}
         self._move(group, first, dict.fromkeys(first, _padded(str(text.numel())) if is_long else text), lost, until)
@@ -436,10 +438,10 @@ class Exchange:
         lost: dict[int, str],
         until: float,
     ) -> None:
-        """Receive from some ranks and send to some; ranks with which this failed are added to `lost`.
+        """Receives from the ranks in `into` and sends to those in `out`; adds those with which this failed to `lost`.
 
-        A rank whose text has arrived, and which then closed the connection, is not lost here: it has heard all, or the
-        next message notices that it ended.
+        A rank whose text arrived before it closed the connection is not lost here: it has received all messages, or the
+        next message shows that it ended.
         """
         begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
         begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]
@@ -457,7 +459,7 @@ class Exchange:
 
 
 def _put(sums: Iterable[int], adding: list[list[int]]) -> None:
-    """Put sums in place of the numbers that were added."""
+    """Writes `sums` into the lists that were added."""
     found = iter(sums)
     for each in adding:
         each[:] = itertools.islice(found, len(each))
@@ -471,7 +473,7 @@ def _begun(begin: Any, memory: torch.Tensor, rank: int, group: Any) -> Any:
 
 
 def _wait_for(do: Callable[[], object], is_over: Callable[[], bool] = lambda: False) -> None:
-    """Call `do` on a thread until it returns or `is_over`: gloo's waits ignore signals."""
+    """Calls `do` on a thread until it returns or `is_over()`: unlike gloo's waits, this one can be interrupted."""
     talk = threading.Thread(target=do, daemon=True)
     talk.start()
     while talk.is_alive() and not is_over():
@@ -484,22 +486,22 @@ class Alone:
     rank, size = 0, 1
 
     def tell(self, about: str, said: Any) -> list[Any]:
-        """The value of the only rank."""
+        """Returns the value of the only rank."""
         del about
         return [said]
 
     def everyone(self, mine: Any) -> list[Any]:
-        """The value of the only rank."""
+        """Returns the value of the only rank."""
         return [mine]
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Call `do`."""
+        """Calls `do`."""
         del other
         return do()
 
 
 def exchange_of(sharding: Sharding | None) -> Exchange | Alone:
-    """The exchange between the ranks of a model; for a single rank, and for one process, that of one."""
+    """Returns the exchange of a model's ranks; for a single rank or process, an `Alone`."""
     return Alone() if sharding is None or sharding.exchange is None else sharding.exchange
 
 
@@ -508,65 +510,65 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """The text of an error as other ranks get it."""
+    """Returns the text of an error as it is sent to other ranks."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "..."
 
 
 _IDENTITY_BYTES = 16
-# What to do where the first values differ.
+# Advice in errors about replicas with different first values.
 _OTHER_VALUES = "these are the first values of the run: give all ranks the same seed or the same files"
-# What to do after a commit of which some ranks may have the root.
+# Advice in errors about a commit whose root some ranks may have written.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
 
 
 @dataclass(eq=False)
 class Agreement:
-    """The commits of one run that several ranks make together.
+    """Makes the commits of one run, which all ranks make together.
 
     No rank stages a step before all have written the root of the step before. So ranks are never more than one commit
     apart, and the two slots of each store hold the newest commit that all ranks have.
     """
 
     exchange: Exchange
-    store: Store  # of this rank; all else is the same on all ranks
+    store: Store  # this rank's store; the other fields are equal on all ranks
     run: bytes  # the run's id, 16 bytes
-    number: int  # of the last commit; 0 before the first
-    identity: bytes  # of the last commit, or of the commit that first values are from
-    nonce: bytes  # drawn at this opening: commits of another opening of the same stores have other identities
+    number: int  # the number of the last commit; 0 before the first
+    identity: bytes  # the identity of the last commit, or of the commit that the first values are from
+    nonce: bytes  # drawn at this opening, so that commits of another opening of the same stores have other identities
     layout: Layout
-    # Number and identity of commits that this rank makes alone, to fill its store; None: all make them.
+    # Number and identity of the commits that this rank makes alone, to fill its store; None: all ranks commit together.
     _own: tuple[int, bytes] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.store.share(self)
 
     def alone(self, number: int, identity: bytes) -> None:
-        """Let this rank alone make the next commits, of this number and identity, until `together`."""
+        """Makes the next commits on this rank alone, with this number and identity, until `together()`."""
         self._own = number, identity
 
     def together(self) -> None:
-        """Let all ranks make later commits."""
+        """Makes later commits on all ranks."""
         self._own = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the work before a commit: if this rank fails, the others are notified instead of waiting."""
+        """Wraps the work before a commit: if this rank fails, the others are notified instead of waiting for it."""
         try:
             with self.exchange.part():
                 yield
         except BaseException:
             if self.exchange.broken is not None:
-                # Reopening finds the newest commit that all ranks have.
+                # The next opening finds the newest commit that all ranks have.
                 self.store.end()
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
-        """Make a commit on all ranks, or on none.
+        """Makes a commit on all ranks, or on none.
 
         Raises:
-            RankError: a rank failed. If it reported this before any root was written, the step can be discarded and
-                tried again on all ranks. Otherwise no rank commits any more, not by `close()` either.
+            RankError: a rank failed. If it reported this before any root was written, all ranks can discard the step
+                and try again. Otherwise no rank commits again, not even in `close()`.
         """
         if self._own is not None:
             return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
@@ -597,7 +599,7 @@ class Agreement:
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
-        """Wait until all ranks are at this phase of this commit."""
+        """Waits until all ranks are in this phase of this commit."""
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
@@ -605,16 +607,17 @@ class Agreement:
             raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
 
     def beside_others(self, digest: int) -> int:
-        """A number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
+        """Returns a number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
 
-        The first replica counts for, and all others against; rows are part of the hash, so that no differences cancel.
+        The numbers of the first replica are positive and the others negative. The hash includes the shard, so that
+        differences of several shards do not cancel.
         """
         layout = self.layout
         said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
-        """Reject a step where ranks with the same rows have computed other values: their stores would part."""
+        """Rejects a step for which ranks with the same rows computed other values: their stores would differ."""
         digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards

@@ -1,4 +1,4 @@
-"""Uses the private fields of torch's FSDP2, replaces its local tensors, and makes parameters of one rank's rows."""
+"""Accesses private fields of torch's FSDP2: replaces its local tensors, and makes parameters of one rank's rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of"]
-# The private attributes of torch's parameter groups, and of the parameters in them, that are used here.
+# The private attributes of torch's parameter groups and parameters that this file uses.
 _OF_GROUPS = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params", "gradient_divide_factor",
     "offload_policy", "_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook",
@@ -45,13 +45,13 @@ _OF_PARAMETERS = (
 )  # fmt: skip
 
 
-# Of one dimension, and of replicas that have all rows each.
+# The supported placements: rows sharded over a mesh of one dimension, or over the second of two (the first: replicas).
 _PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
 @dataclass(frozen=True, eq=False)
 class FsdpParameter:
-    """One parameter that `fully_shard` sharded."""
+    """One parameter that `fully_shard` sharded, with torch's own object for it."""
 
     name: str  # as `model.named_parameters()` gives it
     leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
@@ -67,23 +67,23 @@ class FsdpParameter:
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors of the parameter and of torch on the memory of this rank's rows."""
+        """The two tensors on the memory of this rank's rows: the parameter's and torch's."""
         return self.local, self._torch._sharded_param_data  # noqa: SLF001
 
     @property
     def is_kept(self) -> bool:
-        """Whether others hold the very tensor of this rank's rows, which `to_local()` without a graph may hand out."""
+        """True if other code holds this rank's rows as the very tensor, which `to_local()` without a graph returns."""
         if self.leaf.is_meta:
             return False
-        # Where C++ holds it, too (as the base of a view), the object has one more reference.
+        # If C++ holds the tensor, too (as the base of a view), the object has one more reference.
         also_there = int(self.leaf._local_tensor._use_count()) > 1  # type: ignore[attr-defined] # noqa: SLF001
-        # Holds a tensor as a DTensor does.
+        # For comparison: an object that holds a tensor as a DTensor does.
         alone = types.SimpleNamespace(_local_tensor=torch.empty(1, device="cpu"))
         return sys.getrefcount(self.leaf._local_tensor) > sys.getrefcount(alone._local_tensor) + also_there  # type: ignore[attr-defined] # noqa: SLF001
 
     @property
     def shape(self) -> torch.Size:
-        """Of this rank's rows."""
+        """The shape of this rank's rows."""
         return torch.Size(self._torch.sharded_size)
 
     @property
@@ -95,30 +95,31 @@ class FsdpParameter:
     def rows(self) -> Rows:
         """The range of rows of the parameter that this rank has."""
         shape = self.shape
-        # The last dimension of the mesh divides rows.
+        # The last dimension of the mesh shards rows.
         shard = int(self.leaf.device_mesh.get_coordinate()[-1])  # type: ignore[attr-defined]
         after = shard * self.padded_shape[0]
         return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
 
     @property
     def device(self) -> torch.device:
-        """The device that the model computes on."""
+        """The device on which the model computes."""
         kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
         return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def replace_local(self, rows: torch.Tensor) -> None:
-        """Replace the parameter's local tensor; the new one may have the hooks of an FSDP2 extension."""
-        # This also refers to the old rows.
+        """Replaces the parameter's local tensor; `rows` may have the hooks of an FSDP2 extension."""
+        # Drops torch's own reference to the old rows.
         self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
         if self.leaf.is_meta:
-            # The device of a DTensor cannot change.
+            # The device of a DTensor cannot change, so swap the DTensor.
             made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
             swap: Any = torch.utils.swap_tensors
             swap(self.leaf, made)
         self._unswapped.append(weakref.ref(self.leaf))
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
-        # After `load_state_dict()` and casts of a module, torch would replace the rows by a tensor in memory.
+        # torch's method, called after `load_state_dict()` and casts of a module, would replace `rows` by a tensor in
+        # memory.
         self._torch.reset_sharded_param = self._require_kept
 
     def _require_kept(self) -> None:
@@ -132,16 +133,16 @@ class FsdpParameter:
 
     @property
     def grad(self) -> Any:
-        """This rank's rows of the gradient."""
+        """This rank's rows of the gradient; None if there is no gradient."""
         found: Any = self.leaf.grad
         return None if found is None else found._local_tensor  # noqa: SLF001
 
     def set_grad(self, values: torch.Tensor | None) -> None:
-        """Replace the gradient, which is a DTensor."""
+        """Replaces the gradient by `values`, a DTensor."""
         self.leaf.grad = values
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor of the parameter's shape and sharding, with these rows: the form of `.grad`."""
+        """Returns a DTensor with the parameter's shape and sharding and these rows, the form of `.grad`."""
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found
@@ -149,15 +150,15 @@ class FsdpParameter:
 
 @dataclass(frozen=True, eq=False)
 class FsdpGroup:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that FSDP2 gathers and reduces together."""
 
-    name: str  # of the module
+    name: str  # the name of the group's module
     parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
     module: FSDPModule  # the group's module, or the first of several
     _torch: Any
 
     def layout(self) -> Layout:
-        """This rank's position among all ranks.
+        """Returns this rank's position among all ranks.
 
         Raises:
             ConfigError: the mesh leaves ranks out, or numbers them in another order.
@@ -179,7 +180,7 @@ class FsdpGroup:
         return Layout(rank, world_size // shards, shards)
 
     def require_supported(self, *, ordered: bool) -> None:
-        """Reject a way of sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks."""
+        """Rejects sharding that cannot be offloaded; `ordered`: gradients are added in the order of ranks."""
         kept = self._torch
         if type(kept.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ConfigError(
@@ -198,7 +199,7 @@ class FsdpGroup:
                 )
 
     def require_no_hooks(self) -> None:
-        """Reject hooks that would run before the gradients of all ranks are added in their order."""
+        """Rejects hooks that would run before the gradients of all ranks are added in their order."""
         hooked = next((one.name for one in self.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
         if hooked is not None:
             raise ConfigError(
@@ -208,7 +209,7 @@ class FsdpGroup:
             )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
-        """Reject code of the user that this run would replace, or that would see one rank's part instead of the sum."""
+        """Rejects user code that this run would replace, or that would get one rank's part instead of the sum."""
         comms = {
             "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
             "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
@@ -228,9 +229,9 @@ class FsdpGroup:
             )
 
     def reduce_within_replica(self, then: Callable[[torch.Tensor], None] | None, size: int) -> None:
-        """Have torch reduce gradients among the ranks of a replica alone, and call `then` with what came out.
+        """Makes torch reduce gradients among the ranks of a replica only, and then call `then` with the result.
 
-        `size` is the number of all ranks, by which torch divides unless it was told otherwise.
+        `size` is the number of all ranks; torch divides by it unless the user set a divisor.
         """
         kept = self._torch
         if isinstance(kept.mesh_info, HSDPMeshInfo):
@@ -243,11 +244,11 @@ class FsdpGroup:
         kept._all_reduce_hook = then  # noqa: SLF001
 
     def settle(self) -> None:
-        """Keep torch from searching for replaced parameters: these were replaced on purpose."""
+        """Keeps torch from searching for replaced parameters: offload() replaced these on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
-        """The divisor of a finished sum of this dtype; None: the sum is not divided."""
+        """Returns the divisor of a finished sum of this dtype; None if the sum is not divided."""
         found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
             self._torch.mesh_info.shard_process_group,
             None,
@@ -260,10 +261,10 @@ class FsdpGroup:
 
 
 def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
-    """The groups of a model, in the order of its modules."""
+    """Returns the groups of a model in the order of its modules; rejects sharding that cannot be offloaded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A forward without a backward leaves gathered parameters.
+            # A forward without a backward leaves parameters gathered.
             module.reshard()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[FsdpGroup] = []
@@ -298,19 +299,19 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
 
 
 def _groups_of_module(module: Any) -> list[Any]:
-    """Torch's groups of a module; several if it is sharded over several meshes."""
+    """Returns torch's groups of a module; several if the module is sharded over several meshes."""
     _require_known(module, ("_get_fsdp_state",))
     state = module._get_fsdp_state()  # noqa: SLF001
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
-    # Before torch 2.12 a module had at most one group.
+    # Before torch 2.12 a module has at most one group.
     _require_known(state, ("_fsdp_param_group",))
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
 
 
 def _require_known(kept: Any, names: tuple[str, ...]) -> None:
-    """Reject a torch whose FSDP2 lacks one of these attributes."""
+    """Rejects a version of torch whose FSDP2 lacks one of these attributes."""
     missing = [name for name in names if not hasattr(kept, name)]
     if missing:
         raise ConfigError(
@@ -319,7 +320,7 @@ def _require_known(kept: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# Operations that return the same tensor.
+# Operations that return their argument's values as the same tensor.
 _SAME = frozenset({"detach", "alias"})
 
 
@@ -334,7 +335,7 @@ class RowSource:
         alone: Callable[[], AbstractContextManager[None]],
         note: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
-        """`place`: the parameter's place in a unit; None: this rank has no rows. `alone`: around work of this rank.
+        """`place`: the parameter's place in a unit; None if this rank has no rows. `alone`: wraps this rank's work.
 
         `note` is called with the rows of each gather.
         """
@@ -346,13 +347,13 @@ class RowSource:
         self.residency = residency
         self._alone = alone
         self._note = note
-        # Rows of a whole state dict, until they are loaded, and the version of those that they replace.
+        # Rows of a whole state dict between the two calls of `load` for them, and the version of the rows to replace.
         self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """The rows for a gather, in `dtype`, padded to as many as each rank gives.
+        """Returns the rows for a gather, in `dtype`, padded to the number of rows that each rank gives.
 
-        They may lie in the arena, which keeps their bytes as long as the tensor exists.
+        The tensor may be on memory of the arena, which keeps its bytes as long as the tensor exists.
         """
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self.residency, self._place
@@ -369,7 +370,7 @@ class RowSource:
 
         with self._alone():
             residency.units.require_open()
-            # As where a module of the model is called by itself.
+            # A gather begins a forward if user code calls a module of the model by itself.
             residency.copies.forward_begins()
             if place is None or self.is_real:
                 take(self.rows())
@@ -378,9 +379,9 @@ class RowSource:
             return found[0]
 
     def load(self, values: torch.Tensor, caller: FrameType) -> bool:
-        """Take rows of a state dict that is being loaded; False elsewhere."""
+        """Takes rows of a state dict that is being loaded; returns False if none is."""
         if caller.f_code is _distribute_tensors.__code__:
-            # torch gives a whole state dict to the rows first, and then loads them into themselves.
+            # torch first copies a whole state dict into the rows, and then loads the rows into themselves.
             if self._place is not None:
                 self._given = (self.residency.filed(self._place, values), self._version)
             return True
@@ -393,18 +394,18 @@ class RowSource:
 
     @property
     def _version(self) -> int:
-        """Counts the values that the rows had."""
+        """The version of the rows' values; each change of the values changes it."""
         assert self._place is not None
         return self.residency.units.home_of[self._place.name].version
 
     @property
     def is_real(self) -> bool:
-        """Whether the rows are in memory, within `materialized()`."""
-        # The units become real in their order.
+        """True if the rows are in memory, within `materialized()`."""
+        # `materialized()` makes the units real in their order, so the last unit stands for all.
         return NOBODY in self.residency.units.homes[-1].holders
 
     def rows(self) -> torch.Tensor:
-        """The rows: real ones within `materialized()`, elsewhere a copy in an unlinked file that nothing else has."""
+        """Returns the real rows within `materialized()`, else a copy in an unlinked file that no other code has."""
         self._given = None
         self.residency.units.require_open()
         if self._place is None:
@@ -412,7 +413,7 @@ class RowSource:
         return self._place.parameter.detach() if self.is_real else self.residency.copy_of(self._place)
 
     def memory(self, what: str) -> torch.Tensor:
-        """The rows for an operation that hands out their memory: real ones, or a copy."""
+        """Returns the real rows, or a copy, for an operation that hands out their memory."""
         copies = self.residency.copies
         if not self.is_real and copies.computes:
             raise UsageError(
@@ -423,7 +424,7 @@ class RowSource:
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows without memory. Operations that read get a copy; operations that write are refused.
+    """This rank's rows as a tensor without memory. Operations that read get a copy; operations that write are rejected.
 
     Within `materialized()` all operations get the real rows.
     """
@@ -432,7 +433,7 @@ class LocalRows(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], source: RowSource, device: torch.device) -> Self:
-        """Make a tensor without memory."""
+        """Makes a tensor without memory, of the shape of the rows."""
         made: Self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=device)  # noqa: SLF001
         return made
 
@@ -447,7 +448,7 @@ class LocalRows(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], None]:
-        """The rows that this rank gives to a gather."""
+        """Returns the rows that this rank gives to a gather."""
         del mesh, outer_size, outer_stride, module
         return (self.source.gathered(mp_policy.param_dtype),), None
 
@@ -459,10 +460,10 @@ class LocalRows(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The gathered parameter, on the memory of the gather."""
+        """Returns the gathered parameter, on the memory of the gather."""
         del metadata, param_dtype
         if out is not None:
-            # It is in the same memory as before.
+            # The parameter is on the same memory as after the last gather.
             return None
         (gathered,) = outputs
         return gathered, (gathered,)
@@ -493,7 +494,7 @@ class LocalRows(torch.Tensor):
             changed.residency.units.require_open()
             raise refused_write(changed.name, f"written to by {name}()")
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
-        # By source: two tensors of the same rows are one tensor for the operation.
+        # By `id()` of the source: two tensors of the same rows become one tensor for the operation.
         instead: dict[int, torch.Tensor] = {}
         own: dict[int, LocalRows] = {}
 
@@ -507,20 +508,20 @@ class LocalRows(torch.Tensor):
             return instead[key]
 
         found = func(*tree_map(real, args), **tree_map(real, options))
-        # An operation in place returns what it was called on.
+        # An operation in place returns the tensor that it was called on.
         return found if changed is None else tree_map(lambda one: own.get(id(one), one), found)
 
-    # --- not called through the dispatcher ----------------------------------------
+    # --- calls outside of the dispatcher -------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Share the memory of the rows with numpy."""
+        """Shares the memory of the rows with numpy."""
         return self.source.memory("numpy").numpy(force=force)
 
     def __array__(self, *given: Any, **options: Any) -> Any:
         return self.source.memory("numpy").__array__(*given, **options)
 
     def tolist(self) -> Any:
-        """The numbers."""
+        """Returns the rows as nested lists."""
         return self.source.rows().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -539,13 +540,13 @@ class LocalRows(torch.Tensor):
 class LocalParameter(torch.nn.Parameter):
     """This rank's rows of a parameter that `fully_shard` sharded.
 
-    Its `grad` is this rank's part of the DTensor's `grad`. So each gradient exists once, and changes that users make to
-    the model's parameters are visible here.
+    Its `grad` is this rank's part of the DTensor's `grad`. So each gradient exists once, and gradients that users
+    assign to the model's parameters are visible here.
     """
 
     @staticmethod
     def __new__(cls: type[Self], sharded: FsdpParameter) -> Self:
-        """The present rows of a parameter, on the same memory."""
+        """Makes a parameter on the memory of the present rows."""
         made: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
         return made
 
@@ -554,7 +555,7 @@ class LocalParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """This rank's rows of the gradient."""
+        """This rank's rows of the gradient; None if there is no gradient."""
         return self.sharded.grad
 
     @grad.setter

@@ -1,4 +1,4 @@
-"""Makes groups of ranks, names ranks that are missing, and moves rows through a group, extent by extent."""
+"""Makes groups of ranks, finds out which ranks are missing, and moves rows through a group, extent by extent."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# The share of the timeout in which ranks report that they made no group: each has waited as long as the others.
+# The share of the timeout that is kept for reports of ranks that made no group: all ranks wait equally long before.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# With two ranks, the other one is always at fault.
+# With two ranks, a missing one is always at fault, so no notes are read.
 _PAIR = 2
-# The word of a rank that has made the group, or is about to.
+# The value in the store of a rank that has made the group, or is about to make it.
 _MADE = "made"
 
 
 class Meeting:
-    """The ranks of one opening of a run, which make groups together, through keys of their own in torch's store."""
+    """The ranks that open a run. They make groups together, through keys in torch's store that no other opening has."""
 
     def __init__(self, timeout: float) -> None:
-        """Agree on the keys; all ranks do so together. See `rendezvous.meet` for its errors."""
+        """Agrees with all ranks on the prefix of the keys; a collective call with the errors of `rendezvous.meet`."""
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self._prefix = meet(_store(), self.rank, self.size, timeout)
-        # The number of groups that were made, equal on all ranks.
+        # The number of groups that were made; equal on all ranks.
         self._groups = 0
-        # torch names groups by this count, and gloo's keys by that name: an earlier attempt has left the lowest ones.
+        # torch names a group by this count, and gloo's keys contain that name. An earlier attempt has left keys with
+        # low counts, so this one begins at a count derived from the prefix.
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
     def make_group(self, timeout: float, parts: Sequence[Sequence[int]] | None = None) -> Any:
-        """Make a group of all ranks, or of each of some parts, and return this rank's; all ranks do so together.
+        """Makes a group of all ranks, or one of each of `parts`; returns this rank's group. A collective call.
 
-        gloo does not report which rank is missing. So the ranks look for each other before and after, through the store
-        with which torch's own group was made. They wait `timeout` seconds, including the search for missing ranks.
+        gloo does not report which rank is missing. So each rank writes a key to the store of torch's own group, before
+        and after it makes the group, and looks for the keys of the others. `timeout` seconds include this search.
 
         Raises:
             RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
@@ -84,7 +85,7 @@ class Meeting:
         self.left_by(missing)
         if missing or not apart:
             raise gone(missing, timeout, why)
-        # Ranks without the group did not reach each other if the others made it.
+        # If some ranks have made the group, those without it are the ones that could not connect.
         some = tuple(apart) if len(apart) < self.size else ()
         raise RankError(
             f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
@@ -94,9 +95,10 @@ class Meeting:
         )
 
     def _all_at(self, moment: str, why: str, seconds: float) -> tuple[dict[int, str], tuple[int, ...]]:
-        """At a moment of making a group: which ranks have none and why, and the ranks at fault if some come too late.
+        """Waits for all ranks at one moment of making a group; returns ranks without one, and ranks at fault.
 
-        `why` this rank has none; "" if all is well.
+        `why` is the reason why this rank has no group, "" if all is well. The ranks without a group are keys of a dict
+        with their reasons. Ranks at fault are returned only if some ranks came too late.
         """
         prefix, until = f"{self._prefix}/{moment}", time.monotonic() + seconds
 
@@ -110,7 +112,7 @@ class Meeting:
                 time.sleep(look_seconds(self.size))
             if is_there and not store.check([f"{prefix}/apart"]):
                 return {}, []
-            # One by one, which is much for the store.
+            # Reading one value at a time is much work for the store: only after a failure.
             words = values_of_ranks(store, prefix, self.size, each=True)
             apart = {rank: word for rank, word in enumerate(words) if word not in ("", _MADE)}
             return apart, [rank for rank, word in enumerate(words) if not word]
@@ -119,26 +121,26 @@ class Meeting:
         return apart, self.at_fault(missing) if missing else ()
 
     def alarm(self) -> None:
-        """Leave a sign for all ranks that one of them has given up."""
-        # If the store is gone, ranks that lose others still notify their neighbours.
+        """Sets an alarm in the store: this rank has given up."""
+        # Without the store, `Exchange` still notifies the neighbours of this rank.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(f"{self._prefix}/alarm", "given up"), WORD_SECONDS)
 
     def has_alarm(self) -> bool:
-        """Whether a rank has given up."""
+        """True if a rank has given up."""
         return bool(_store().check([f"{self._prefix}/alarm"]))
 
     def left_by(self, blamed: Iterable[int]) -> None:
-        """Leave a note that this rank stopped because of others, so that ranks that wait for it name those."""
+        """Stores a note that this rank stopped because of the ranks `blamed`: other ranks' errors then name those."""
         note = json.dumps(sorted(blamed))
-        # If the store is gone, no rank waits.
+        # If the store is gone, no rank waits for the note.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(self._note_of(self.rank), note), 2 * WORD_SECONDS)
 
     def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
-        """The ranks at fault: missing ranks that left no note, and the ranks that the notes of the others blame."""
+        """Returns the ranks at fault: missing ranks without a note, and ranks that the notes of the others blame."""
         gone = {*missing}
-        # What ranks that left blame, by rank.
+        # By rank that left a note: the ranks that it blames.
         notes: dict[int, list[int]] = {}
         until = time.monotonic() + WORD_SECONDS
 
@@ -154,7 +156,7 @@ class Meeting:
                 time.sleep(LOOK_SECONDS)
 
         if self.size > _PAIR:
-            # If the store is gone, the notes that were read so far must do.
+            # If the store is gone, use the notes that were read so far.
             with contextlib.suppress(RuntimeError):
                 answered(listen, 2 * WORD_SECONDS)
         return tuple(sorted(silent() or gone))
@@ -164,13 +166,13 @@ class Meeting:
 
 
 def _made(parts: Sequence[Sequence[int]] | None, seconds: float) -> tuple[Any, str]:
-    """The group, or the reason why there is none. gloo may try for several times the timeout that it is given."""
+    """Returns this rank's group, or None and the reason. Bounds the wait: gloo may take several times its timeout."""
     timeout, rank = timedelta(seconds=seconds), distributed.get_rank()
 
     def make() -> Any:
         if parts is None:
             return distributed.new_group(backend="gloo", timeout=timeout)
-        # torch has all ranks make each group, those that are not in it, too.
+        # torch requires that all ranks make each group, including ranks outside of it.
         made = [distributed.new_group(list(part), backend="gloo", timeout=timeout) for part in parts]
         return next(group for part, group in zip(parts, made, strict=True) if rank in part)
 
@@ -185,19 +187,19 @@ def _store() -> Any:
 
 
 def let_go(group: Any) -> None:
-    """Leave a group, which ends the waits of other ranks for this one. None, and a second call, do nothing."""
+    """Leaves a group, which ends the waits of other ranks for this one. None, and a second call, do nothing."""
     if group is not None:
-        # The user may have destroyed it already.
+        # The user may have destroyed the group already.
         with contextlib.suppress(ValueError, AssertionError):
             distributed.destroy_process_group(group)
 
 
-# In place of the number of a tensor: no more pieces follow.
+# Marks the end of a series of pieces, in place of a tensor's number.
 _END = -1
 
 
 class StoppedError(Exception):
-    """Rows did not arrive, since a rank failed, is gone or hangs; the line is closed, and ranks report which it was."""
+    """Rows did not arrive: a rank failed, is gone or hangs. The line is closed; ranks then exchange the cause."""
 
     def __init__(self, why: RuntimeError) -> None:
         super().__init__(str(why).splitlines()[0][:200])
@@ -207,54 +209,55 @@ class StoppedError(Exception):
 class Line:
     """Moves rows from each rank to the first one, over a gloo group of its own.
 
-    A rank sends pieces and then an end, as often as both sides know. gloo sends nothing that the first rank does not
-    await, so it receives one piece at a time. A rank that fails closes the line, so that no other rank waits for it.
+    A rank sends pieces and then an end marker; both sides know how many such series follow. gloo sends only data that
+    the first rank awaits, so the first rank holds one piece at a time. A rank that fails closes the line, so that no
+    other rank waits for it.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
-        """`timeout`: seconds that one rank waits for another."""
+        """`timeout` is the number of seconds that one rank waits for another."""
         self._meeting = meeting
         self._seconds = timeout
         self._group: Any = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> Self:
-        """Make the group if there is none, as at first and after a failure; all ranks do so together."""
+        """Makes the group if none exists, as at first and after a failure; a collective call."""
         if self._group is None:
             self._group = self._meeting.make_group(self._seconds)
         return self
 
     def close(self) -> None:
-        """Leave the group, which ends the waits of other ranks for this one."""
+        """Leaves the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
         let_go(group)
 
     def send(self, tensor: int, start: int, values: torch.Tensor) -> None:
-        """Send elements of a tensor to the first rank.
+        """Sends elements of tensor number `tensor`, from element `start` on, to the first rank.
 
         Raises:
-            StoppedError: they did not arrive.
+            StoppedError: the elements did not arrive.
         """
         self._move(distributed.isend, torch.tensor([tensor, start, values.nbytes], device="cpu"), 0)
         if values.nbytes:
             self._move(distributed.isend, bytes_of(values), 0)
 
     def end(self) -> None:
-        """End a series of pieces.
+        """Sends the end marker of a series of pieces to the first rank.
 
         Raises:
-            StoppedError: the first rank does not know.
+            StoppedError: the marker did not arrive.
         """
         self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The pieces of a rank up to its next end, on the first rank; `dtypes` are those of the tensors.
+        """Yields, on the first rank, the pieces of a rank up to its next end; `dtypes` are those of the tensors.
 
-        Each is the number of its tensor, the number of its first element, and its elements, in memory that the next
+        A piece is the number of its tensor, the number of its first element, and its elements, in memory that the next
         piece overwrites.
 
         Raises:
-            StoppedError: they did not arrive.
+            StoppedError: a piece did not arrive.
         """
         while True:
             header = torch.empty(3, dtype=torch.int64, device="cpu")
@@ -273,7 +276,8 @@ class Line:
         try:
             begin(memory, rank, group=self._group).wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            # Ranks that wait for this one notice when its connections close, with the last reference to the group.
+            # Other ranks wait until this rank's connections close; a frame of the traceback that refers to the group
+            # would keep them open.
             traceback.clear_frames(error.__traceback__)
             self.close()
             raise StoppedError(error) from error

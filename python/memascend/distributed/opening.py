@@ -1,4 +1,10 @@
-"""Opens the stores of all ranks at the newest commit that all of them have."""
+"""Opens the stores of all ranks at the newest commit that all of them have.
+
+[Note: One common commit] Ranks are never more than one commit apart (see `Agreement`), so of the commits that a store's
+two roots name, at least one is on all ranks. All ranks exchange the contents of their roots (`seen_at`), and each opens
+its store at the newest commit that all have: by "resume", or by "previous" if its own newest commit is not on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +29,37 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# The field of a first commit's hyperparameters that lists the stores it replaces, the ones that were read first.
+# The field of a first commit's hyperparameters that lists the stores which it replaces, first those that were read.
 EARLIER = "earlier"
-# The number of a run's first commit; commits of a single process have none.
+# The number of a run's first commit on several ranks; commits of a single process have number 0.
 _FIRST = 1
+# `Stores.count` of a single process.
 _OF_ONE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """The stores of one number of ranks, in one folder."""
+    """The stores of one number of ranks, in one folder, as they were seen before any was opened."""
 
-    count: int  # of ranks that divide the rows of a replica
+    count: int  # the number of ranks that shard the rows of a replica
     all_owners: Mapping[int, int]  # by old rank, the present rank that reads its store
-    # By old rank, the contents of its roots: see `seen_at`; and, as "said", what `told_by` returns.
+    # By old rank, the contents of its roots: the result of `seen_at`, and under "said" that of `told_by`.
     all_seen: Mapping[int, Mapping[str, Any]]
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """For each share of the rows the first old rank whose store has them."""
+        """By shard, the old rank whose store is read: of all replicas, the one with the newest commit."""
         ranks = sorted(self.all_seen, key=lambda rank: (-self._newest(rank), rank))
         return {rank % self.count: rank for rank in reversed(ranks)}
 
     def _newest(self, rank: int) -> int:
-        """The number of the newest commit; 0 for a single process, less where there is none of the run."""
+        """Returns the number of a store's newest commit: 0 for a single process, -1 if it has no commit of the run."""
         one = self.all_seen[rank]
         return -1 if _is_unverified(one) else max((commit["number"] for commit in one["commits"]), default=-1)
 
     @property
     def redundant(self) -> list[int]:
-        """The old ranks whose stores are those of `numbers`, or have no commit that these have not."""
+        """The old ranks whose stores are those of `numbers`, or have no commit that these lack."""
         known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
             rank
@@ -65,41 +72,41 @@ class Stores:
 
     @property
     def owners(self) -> dict[int, int]:
-        """The present ranks that read these."""
+        """By shard, the present rank that reads its store."""
         return {shard: self.all_owners[rank] for shard, rank in self.numbers.items()}
 
     @property
     def seen(self) -> dict[int, Mapping[str, Any]]:
-        """The contents of their roots."""
+        """By shard, the contents of the roots of its store; see `seen_at`."""
         return {shard: self.all_seen[rank] for shard, rank in self.numbers.items()}
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose store is missing or has no commit."""
+        """The shards whose store is missing or has no commit."""
         return [rank for rank in range(self.count) if rank not in self.seen or self._is_empty(rank)]
 
     @property
     def is_unfilled(self) -> bool:
-        """Whether some have no first commit: no rank stages its second commit before all have the first."""
+        """True if some stores lack the first commit; no rank has then staged its second one, which waits for all."""
         numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
     @property
     def said(self) -> Mapping[str, Any] | None:
-        """What the first store says of itself; None if it cannot be opened."""
+        """The result of `told_by` for the first store; None if that store cannot be opened."""
         first = min(rank for rank, one in self.seen.items() if one["commits"] or one["error"])
         said: Mapping[str, Any] | None = self.seen[first]["said"]
         return said
 
     def named(self, number: int | None) -> dict[str, Any]:
-        """The identity of a commit of these stores; a single process's has its store's id and step."""
+        """Returns the identity of a commit of these stores; for a single process, its store's id and step."""
         if number is None:
             said = self.said or {}
             return {"ranks": self.count, "run": said.get("uuid"), "number": said.get("step")}
         return {"ranks": self.count, "run": self.seen[0]["commits"][0]["run"], "number": number}
 
     def are(self, identity: Mapping[str, Any]) -> bool:
-        """Whether they are stores of this identity; some of those may have been removed."""
+        """True if these are the stores of `identity`; some of its stores may have been removed."""
         if self.count == _OF_ONE:
             return self.said is not None and self.named(None) == identity
         return all(
@@ -109,13 +116,13 @@ class Stores:
         )
 
     def _is_empty(self, rank: int) -> bool:
-        # An empty file and a store whose first write did not finish name no commit.
+        # An empty file names no commit, and neither does a store whose first write did not finish.
         one = self.seen[rank]
         return _is_unverified(one) or (not one["commits"] and (not one["there"] or not one["filled"]))
 
 
 def told_by(file: Path) -> dict[str, Any] | None:
-    """Id, step and replaced stores of a store; None if it cannot be opened."""
+    """Returns id, step and replaced stores of a store; None if the store cannot be opened."""
     try:
         with look(file) as store:
             said = store.hyperparameters
@@ -126,11 +133,11 @@ def told_by(file: Path) -> dict[str, Any] | None:
 
 
 def outlived_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
-    """The stores, all of them filled, that complete newer ones replaced: by number of ranks, their identities."""
+    """Returns the identities of those filled stores that newer, complete stores replaced, by number of ranks."""
     by_count = {one.count: one for one in found}
     outlived: dict[int, Mapping[str, Any]] = {}
     for one in by_count.values():
-        # Stores of which some are missing replace nothing, since not all of their rows are there.
+        # An incomplete set of stores replaces no other set: it lacks some of the rows.
         for identity in () if one.missing or one.said is None else one.said[EARLIER]:
             other = by_count.get(identity["ranks"])
             if other is not None and other is not one and other.are(identity):
@@ -155,31 +162,31 @@ AS_THEY_WERE = (
     "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr, and without --rdzv-backend and "
     "--rdzv-endpoint, under which torchrun numbers them itself), or move each store to where its rank looks for it"
 )
-# The identity where there is no commit.
+# The identity of new stores, which have no commit.
 _NO_IDENTITY = bytes(16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How this rank opens its store, so that all ranks are at one commit."""
+    """How this rank opens its store, so that all ranks begin at one commit."""
 
     exchange: Exchange  # between the ranks
-    existing: Existing  # as in `Store.create`; "previous" if this rank is ahead of others
+    existing: Existing  # the argument of `Store.create`; "previous" if this rank is ahead of others
     run: bytes  # the run's id
-    number: int  # of the commit that is opened; 0 for new stores
-    identity: bytes  # of that commit; zeros for new stores
-    nonce: bytes  # of this opening
+    number: int  # the number of the commit to open; 0 for new stores
+    identity: bytes  # the identity of that commit; zeros for new stores
+    nonce: bytes  # drawn at this opening
     layout: Layout
-    lost: Mapping[int, int] = field(default_factory=dict)  # ranks without a store, and those that fill them
+    lost: Mapping[int, int] = field(default_factory=dict)  # by rank without a store, the rank that fills its new one
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
-        """Open the store by `make`, and drop commits that not all ranks have, before any rank stages.
+        """Opens the store by `make`, and drops commits that not all ranks have, before any rank stages.
 
         If `make` opens the commit before the newest, the newest stays until `Store.go_back()`. `earlier` is the
         identity of the commit that new stores are filled from, if any.
 
         Raises:
-            RankError: another rank could not open its store; nothing was changed on any.
+            RankError: another rank could not open its store; no store was changed.
         """
         store = None
         try:
@@ -218,10 +225,10 @@ def choose(
     layout: Layout,
     others: Mapping[int, Sequence[str]] | None = None,
 ) -> Opening:
-    """Choose the commit at which each rank opens its store. Writes nothing; all ranks call it together.
+    """Chooses the commit at which each rank opens its store. Writes nothing; a collective call.
 
-    Without `paths` the store is temporary. `others`: places on this rank's host, by the rank whose store would be
-    there. A rank that had another number on this host may have left a store in such a place. A rank that has lost its
+    If `paths` is None, the store is temporary. `others` has places on this rank's host, by the rank whose store belongs
+    there: a rank that had another number on this host may have left its store in such a place. A rank that has lost its
     store gets a new one, which is filled from that of a rank with the same rows.
 
     Raises:
@@ -230,7 +237,7 @@ def choose(
         CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that is whole on all ranks.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
-    # All ranks use the bytes that the first one drew.
+    # All ranks use the random bytes of the first one.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
     seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
@@ -254,8 +261,8 @@ def choose(
     if len(missing) == len(seen):
         if existing == "previous":
             raise ConfigError(
-                "there is no store on any rank, and existing='previous' opens one that exists: correct storage=, or "
-                "leave existing= out"
+                "no rank has a store, and existing='previous' opens a store that exists: correct storage=, or leave "
+                "existing= out"
             )
         return anew
     if existing == "refuse":
@@ -265,7 +272,7 @@ def choose(
         begun = {(commit["number"], commit["run"]) for one in kept.values() for commit in one["commits"]}
         is_first = len(begun) == 1 and next(iter(begun))[0] == _FIRST
         if existing == "resume" and is_first and not lost and all(seen[rank]["pending"] for rank in missing):
-            # The ranks were killed before all had the first commit of their run, so that none has stepped.
+            # The ranks were killed before all of them had the first commit, so no rank has made a step.
             require_own(kept, layout.shards)
             return replace(anew, existing="replace")
         raise ConfigError(
@@ -280,7 +287,7 @@ def choose(
     if exchange.rank in lost:
         return replace(anew, existing="replace")
     own = seen[exchange.rank]["commits"][0]
-    # After a close, both roots may name the same commit.
+    # "resume" opens the newest commit, "previous" the one before. After a close, both roots may name the same commit.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
     return replace(anew, existing="resume" if newest else "previous")
 
@@ -288,10 +295,11 @@ def choose(
 def _left_out(
     seen: Mapping[int, dict[str, Any]], layout: Layout, number: int, identity: bytes, lost: dict[int, int]
 ) -> tuple[int, bytes, dict[int, int]]:
-    """The commit to open, and the ranks to fill for it, where the last replicas took no part in the newest one.
+    """Returns the commit to open and the ranks to fill, if the last replicas took no part in the newest commit.
 
-    They have the commit before it, so that all could go back a step, which the others have made. Their stores are not
-    of another continuation: the others name the commit that they have, too.
+    These replicas have only the commit before it, and all other ranks have made the newest. So all ranks open the
+    newest commit, and the stores of these replicas are filled anew. They are not of another continuation of the run,
+    because the other ranks' roots name their commit, too.
     """
     newest = {rank: one["commits"][0] for rank, one in seen.items()}
     ahead = {rank for rank, one in newest.items() if one["number"] == number + 1}
@@ -304,13 +312,13 @@ def _left_out(
 
 
 def _is_unverified(one: Mapping[str, Any]) -> bool:
-    """Whether a store was filled from another replica's, and not yet read again."""
+    """True if a store was filled from another replica's and has not been read back yet."""
     runs = {(commit["run"] != _NO_IDENTITY.hex(), commit["number"]) for commit in one["commits"]}
     return runs == {(True, 0)}
 
 
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
-    """The ranks without a store, or with one that was not filled to its end, and ranks that have the same rows."""
+    """Returns the ranks without a completely filled store, each with a rank that has one with the same rows."""
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):
@@ -323,7 +331,7 @@ def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
-    """The contents of a store's roots, or the error on reading them; a store that is not "filled" has no commit."""
+    """Returns the contents of a store's roots, or the error on reading them; "filled": the store has a commit."""
     seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
     seen["pending"] = False
     if paths is None:
@@ -334,7 +342,7 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     except (MemascendError, OSError) as error:
         return {**seen, "error": shortened(error)}
     if found is None:
-        # Until its first root a store of one file has this name.
+        # Until its first root is written, a store of one file has this name.
         pending = all(Path(f"{file_of(path)}.new").exists() for path in paths_listed(paths))
         return {**seen, "there": False, "pending": pending}
     named, damage = found
@@ -345,10 +353,10 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
 
 
 def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
-    """Number and identity of the newest commit that all of some stores have, from `seen_at` of each.
+    """Returns number and identity of the newest commit that all stores have; `seen` has the `seen_at` of each.
 
     Raises:
-        RankError, ConfigError, CorruptionError: there is none.
+        RankError, ConfigError, CorruptionError: a store cannot be read, or no commit is in all stores.
     """
     by_rank = dict(enumerate(seen))
     _require_read(by_rank)
@@ -362,7 +370,7 @@ def _require_read(seen: Mapping[int, dict[str, Any]]) -> None:
 
 
 def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
-    """Reject stores whose commits name other rows than their rank has, which `count` ranks divide."""
+    """Rejects stores whose commits name other rows than those of their rank; `count` ranks shard the rows."""
     known = {rank: whose for rank, one in seen.items() if (whose := _whose(one)) is not None}
     apart = {
         rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
@@ -381,7 +389,7 @@ def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
 
 
 def _whose(one: dict[str, Any]) -> tuple[int, int] | None:
-    """Rank and number of ranks that the commits of a store name; None if none names them."""
+    """Returns the rank and the number of ranks that the commits of a store name; None if no commit names them."""
     return next(((commit["rank"], commit["ranks"]) for commit in one["commits"] if commit["ranks"]), None)
 
 
@@ -390,15 +398,15 @@ def _rank_of(whose: tuple[int, int]) -> str:
 
 
 def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
-    """Unique names of the places of other ranks, by rank."""
+    """Returns unique names of the places of other ranks, by rank."""
     return {rank: f"{socket.gethostname()}:{os.path.realpath(places[0])}" for rank, places in others.items()}
 
 
 def _require_none_elsewhere(
     seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
 ) -> None:
-    """Reject the call if a rank finds no store and the host of another rank has it: no run begins anew beside that."""
-    # Only one rank looks at each store, since this locks it.
+    """Rejects the call if a rank's store is missing but is on another rank's host: no new run begins beside it."""
+    # One rank looks at each store, because looking locks it.
     looks: dict[str, tuple[int, int]] = {}
     for seer, one in enumerate(seen):
         for rank, place in one["others"]:
@@ -422,12 +430,12 @@ def _require_none_elsewhere(
 
 
 def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
-    """Whether a commit from `seen_at` has this number and identity."""
+    """True if a commit from `seen_at` has this number and identity."""
     return bool(commit["number"] == number and commit["identity"] == identity.hex())
 
 
 def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str = _ANEW) -> tuple[bytes, int, bytes]:
-    """The run's id, and number and identity of the commit that all ranks open."""
+    """Returns the run's id, and number and identity of the commit that all ranks open."""
     runs = {one["commits"][0]["run"] for one in seen.values()}
     damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
     alone = {rank: "belongs to no run" for rank, one in seen.items() if not one["commits"][0]["number"]}

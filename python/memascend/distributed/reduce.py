@@ -1,4 +1,4 @@
-"""Gathers rows and reduces gradients among all ranks, in the order of ranks or by the backend."""
+"""Gathers rows and reduces gradients among all ranks, either in the order of ranks or by the backend."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
 
-    # Called with `.grad` of earlier rounds, and whether its values are needed: these, in a tensor with memory.
+    # Called with the `.grad` of earlier rounds, and with whether its values are needed; returns them in memory if so.
     Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
 class _Met:
-    """A collective of FSDP2 that `Collectives` runs."""
+    """A collective of FSDP2 for one unit, which `Collectives` runs."""
 
     def __init__(self, collectives: Collectives, name: str) -> None:
         self._collectives = collectives
         self._name = name
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory to send from or to receive into."""
+        """Returns memory to send from or to receive into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -40,7 +40,7 @@ class Gather(_Met, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """As torch's own."""
+        """Runs the gather, with the signature of torch's `AllGather`."""
         self._collectives.note(f"the gather of {self._name}")
         return self._collectives.meet(
             f"in the gather of {self._name}",
@@ -50,12 +50,12 @@ class Gather(_Met, AllGather):
 
 
 class NativeReduction(_Met, ReduceScatter):
-    """Reduces the gradients of one unit as torch's backend does."""
+    """Reduces the gradients of one unit by torch's backend, in its order."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        """As torch's own."""
+        """Runs the reduction, with the signature of torch's `ReduceScatter`."""
         return self._collectives.meet(
             f"in the reduction of {self._name}",
             group,
@@ -64,32 +64,35 @@ class NativeReduction(_Met, ReduceScatter):
 
 
 class OrderedReduction(_Met, ReduceScatter):
-    """Exchanges the parts of one group's gradients, so that each rank has its rows' parts from all ranks.
+    """Exchanges the parts of one group's gradients, so that each rank can add the parts of its rows in order of ranks.
 
-    FSDP2 uses the output of the call as the whole gradient, and then calls the hooks of each parameter in turn. The
-    hooks take the parts. Meanwhile `.grad` of earlier rounds is put aside: FSDP2 would add the first part to it.
+    FSDP2 takes the output of the call for the whole gradient, and then calls the hooks of each parameter in turn. These
+    hooks call `take`, which adds up the parts. Until then `.grad` of earlier rounds is set aside, because FSDP2 would
+    add the first part to it.
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         super().__init__(collectives, group.name)
         self._group = group
-        # The parts of the present round, of the ranks of this replica.
+        # The parts of the present round, from all ranks of this replica; None once all were taken.
         self._parts: torch.Tensor | None = None
-        # The memory that torch reduces from.
+        # The memory that torch reduces from, if a replica is a single rank.
         self._from: torch.Tensor | None = None
+        # The offset in `_parts` of the next parameter.
         self._at = 0
+        # By `id()` of the parameter: the `.grad` of earlier rounds that was set aside.
         self._before: dict[int, torch.Tensor] = {}
 
     def forward_begins(self) -> None:
-        """Forget what a round that failed has left."""
+        """Forgets the memory of a round that failed."""
         self._from = None
 
     def exact_factor(self, dtype: torch.dtype) -> float:
-        """FSDP2's divisor of a sum of this dtype.
+        """Returns FSDP2's divisor of a sum of this dtype.
 
         Raises:
-            UsageError: it is no power of two. Then the sum of all rounds would have to be divided once, after the last
-                round, and FSDP2 does not say which round is the last.
+            UsageError: the divisor is not a power of two. The sum of all rounds would then have to be divided once,
+                after the last round, and FSDP2 does not tell which round is the last.
         """
         factor = self._group.factor_after(dtype)
         if factor is None:
@@ -106,7 +109,7 @@ class OrderedReduction(_Met, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the first rank's part to the output; `take` adds up all parts."""
+        """Writes the first rank's part to the output; `take` adds up all parts."""
         del op, async_op
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
@@ -114,32 +117,32 @@ class OrderedReduction(_Met, ReduceScatter):
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        # FSDP2 divides this as if it were the sum.
+        # FSDP2 divides the output as if it were the sum.
         output_tensor.copy_(parts.view(group.size(), -1)[0])
         self._begin(parts)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory to send from or to receive into: torch asks first for the former, and then for the latter."""
+        """Returns memory to send from or to receive into: torch asks first for the former, then for the latter."""
         made = super().allocate(size, dtype=dtype, device=device)
         if self._collectives.layout.shards == 1 and self._from is None:
             self._from = made
         return made
 
     def reduced_alone(self, output_tensor: torch.Tensor) -> None:
-        """Torch has reduced among the ranks of a replica, which is one rank: it has copied its gradients."""
+        """Begins the round of a replica of one rank, as FSDP2's all-reduce hook; torch has copied the gradients."""
         del output_tensor
         assert self._from is not None
         given, self._from = self._from, None
         if given.is_cuda:
-            # torch frees it after its own copy of it, and this stream reads it later.
+            # torch frees the memory after copying from it, and this stream reads it later.
             given.record_stream(torch.cuda.current_stream(given.device))
         self._begin(given)
 
     def _begin(self, parts: torch.Tensor) -> None:
-        """Divide the parts of this replica, and put gradients of earlier rounds aside."""
+        """Divides the parts of this replica, and sets gradients of earlier rounds aside."""
         factor = self.exact_factor(parts.dtype)
         self._parts = parts.view(self._collectives.layout.shards, -1)
-        # Dividing each part equals dividing the sum of all rounds: by a power of two nothing is rounded.
+        # Each part is divided instead of the sum of all rounds: division by a power of two rounds nothing.
         self._parts.div_(factor)
         self._at = 0
         for one in self._group.parameters:
@@ -148,13 +151,13 @@ class OrderedReduction(_Met, ReduceScatter):
                 one.set_grad(None)
 
     def take(self, one: FsdpParameter, earlier: Earlier) -> torch.Tensor | None:
-        """Put this round's sum into a parameter's gradient; where it has one of earlier rounds, return the sum of both.
+        """Puts this round's sum into a parameter's gradient; returns the sum with earlier rounds, or None without any.
 
         Parts are divided by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:
-            # FSDP2 has reduced nothing.
+            # FSDP2 has reduced no gradient in this round.
             return None
         end = self._at + one.padded_shape.numel()
         parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
@@ -163,7 +166,7 @@ class OrderedReduction(_Met, ReduceScatter):
             self._end()
         if before is not None:
             one.set_grad(before)
-        # What torch made, or the sum of earlier rounds.
+        # `values` is torch's output, or the sum of earlier rounds.
         values, total = one.grad, None
         if self._collectives.layout.replicas > 1 and one.shape.numel():
             total = self._passed_on(one, parts, values, partial(earlier, None if before is None else values))
@@ -184,13 +187,13 @@ class OrderedReduction(_Met, ReduceScatter):
         like: torch.Tensor,
         earlier: Callable[[bool], torch.Tensor | None],
     ) -> torch.Tensor:
-        """The sum of all replicas: each adds its parts to the sum of those before it, and the last one's is final.
+        """Returns the sum over all replicas: each adds its parts to the sum of those before it; the last completes it.
 
         So a gradient is added in the order of ranks, and moves once from each replica to the next.
         """
         layout = self._collectives.layout
         peers, at = layout.peers, layout.replica
-        # All ranks alike reject more of a gradient that was used, before one waits for another.
+        # `earlier` rejects a gradient that was used already: on all ranks alike, and before one waits for another.
         begun = earlier(not at)
         total = torch.empty_like(like, memory_format=torch.contiguous_format)
 
@@ -209,7 +212,7 @@ class OrderedReduction(_Met, ReduceScatter):
         return total
 
     def _end(self) -> None:
-        """All gradients of this round were taken: other parameters get their previous `.grad` back."""
+        """Ends the round after its last gradient: other parameters get back their `.grad` of earlier rounds."""
         self._parts = None
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)
@@ -218,7 +221,7 @@ class OrderedReduction(_Met, ReduceScatter):
 
 
 def _sum_up(total: torch.Tensor, parts: Sequence[torch.Tensor], *, is_empty: bool = True) -> None:
-    """Add parts to a sum one by one, in its own type; `is_empty`: the first one begins it."""
+    """Adds parts to `total` one by one, in its dtype; with `is_empty`, the first part replaces its values."""
     for number, part in enumerate(parts):
         if is_empty and not number:
             total.copy_(part)

@@ -1,4 +1,4 @@
-"""Lets all ranks agree on fresh keys in torch's store, and rejects hosts whose gloo address no other host reaches."""
+"""Agrees with all ranks on fresh keys in torch's store; rejects hosts whose gloo address other hosts cannot reach."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
 
 _Answer = TypeVar("_Answer")
-# How often a rank that waits for others looks for a key: of more ranks, each looks less often, since all ask one store.
+# Seconds between a waiting rank's looks for a key. If more than `_LOOKING_MAX` ranks wait, each looks less often,
+# because all query one store.
 LOOK_SECONDS = 0.01
 _LOOKING_MAX = 16
-# How long to wait for the reason of a rank that may just have left; a dead rank leaves none.
+# Seconds to wait for the note of a rank that may just have left; a dead rank leaves none.
 WORD_SECONDS = 0.5
 
 
 def meet(store: Any, rank: int, count: int, timeout: float) -> str:
-    """Agree with all ranks on a prefix for keys that no other attempt of the run has used; all ranks do so together.
+    """Agrees with all ranks on a prefix for keys that no other attempt of the run has used; a collective call.
 
-    torchrun keeps its store when it restarts the processes, so that the keys of the attempt before are still there. So
-    each rank writes a word that it draws now. Rank 0 answers each word with a digest of the words of all, and does so
-    again if one changes: it was of an earlier attempt. Once all ranks have the same digest, each of them is there.
+    torchrun keeps its store when it restarts the processes, so keys of the attempt before are still in it. Each rank
+    therefore writes a random word. Rank 0 answers each word with a digest of the words of all ranks, and does so again
+    if a word changes, because the old one was of an earlier attempt. Once all ranks have the same digest, all are
+    present.
 
     Raises:
         RankError: a rank did not come; the error names it.
-        ConfigError: a host of several would tell the others an address that only itself can reach, or a rank may open
-            too few files.
+        ConfigError: one of several hosts would give the others an address that only it can reach, or a rank may
+            open too few files.
     """
     apart: list[int] = []
     try:
@@ -53,18 +55,18 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
 
 
 class _Gathering:
-    """The words of all ranks, in a store that may have those of an earlier attempt."""
+    """The words of all ranks, in a store that may still have those of an earlier attempt."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store = store
         self._rank = rank
         self._count = count
         self._word = secrets.token_hex(8)
-        # The words that rank 0 has answered last.
+        # The words that rank 0 answered last.
         self._answered: list[str] = []
 
     def answer(self, seconds: float) -> tuple[dict[str, str], list[int]]:
-        """The answer that all ranks have, and the ranks that did not come in time."""
+        """Returns the answer that all ranks have, and the ranks that did not come in time."""
         store, own = self._store, f"memascend/answer/{self._word}"
         store.set(_about(self._word), json.dumps({**_this_host(), "refused": _too_few_files(self._count)}))
         store.set(f"memascend/word/{self._rank}", self._word)
@@ -94,7 +96,7 @@ class _Gathering:
         self._answered = words
 
     def _apart(self, digest: str) -> list[int]:
-        """The ranks that have another digest than this one, or no word; the first one if it has answered none."""
+        """Returns the ranks with another digest than this one's, or without a word; rank 0 if it has answered none."""
         missing = [
             rank
             for rank, one in enumerate(values_of_ranks(self._store, "memascend/word", self._count, each=True))
@@ -107,26 +109,26 @@ class _Gathering:
 
 
 def come(store: Any, prefix: str, count: int) -> None:
-    """Note that this rank has come, which each does once; the last one notes that all have."""
+    """Records that this rank has come; each rank does so once, and the last one records that all have."""
     if store.add(f"{prefix}/came", 1) == count:
         store.set(f"{prefix}/all", "came")
 
 
 def have_all_come(store: Any, prefix: str) -> bool:
-    """Whether all ranks have noted that they came."""
+    """True if all ranks have recorded that they came."""
     return bool(store.check([f"{prefix}/all"]))
 
 
 def look_seconds(count: int) -> float:
-    """How long one of `count` ranks waits before it looks again."""
+    """Returns the seconds after which one of `count` waiting ranks looks again."""
     return LOOK_SECONDS * max(1, count / _LOOKING_MAX)
 
 
 def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[str]:
-    """What each rank has written under a prefix, or "".
+    """Returns the value that each rank has written under a prefix, or "".
 
-    As long as a rank has written nothing, all are "" unless `each` asks for every key by itself, which is much for the
-    store if many ranks do so again and again.
+    As long as one rank has written no value, all are "", unless `each` requests every key by itself. That is much work
+    for the store if many ranks repeat it.
     """
     keys = [f"{prefix}/{rank}" for rank in range(count)]
     if store.check(keys):
@@ -135,7 +137,7 @@ def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
-    """The error of ranks that are missing before all can talk."""
+    """Returns the error for ranks that are missing before all ranks can exchange messages."""
     named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
     return RankError(
         f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
@@ -145,15 +147,15 @@ def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
 
 
 def store_failed(error: RuntimeError) -> str:
-    """The reason if the store of the process group fails."""
+    """Returns the reason for an error of the process group's store."""
     return f"the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
 
 
 def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Call `ask` on a thread: the store of the process group may be in a process that hangs, and then never answers.
+    """Calls `ask` on a thread: the process group's store may be in a process that hangs, and then never answers.
 
     Raises:
-        RuntimeError: it failed, or did not answer within `seconds`.
+        RuntimeError: `ask` failed, or did not return within `seconds`.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -161,7 +163,7 @@ def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     def run() -> None:
         try:
             answers.append(ask())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked
+        except BaseException as error:  # noqa: BLE001 - `answered` raises it
             errors.append(error)
 
     asking = threading.Thread(target=run, daemon=True)
@@ -182,12 +184,12 @@ def _about(word: str) -> str:
 
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# The ranks that an error lists.
+# At most this many ranks are listed in an error.
 _NAMED_MAX = 8
 
 
 def _this_host() -> dict[str, Any]:
-    """The host of this process, as the other ranks learn of it."""
+    """Describes the host of this process for the other ranks."""
     return {
         "host": _identity(),
         "name": socket.gethostname(),
@@ -197,14 +199,15 @@ def _this_host() -> dict[str, Any]:
 
 
 def _refusal(abouts: Sequence[dict[str, Any]]) -> str:
-    """Why the ranks cannot talk, or "".
+    """Returns why the ranks cannot connect, or "".
 
-    A host would tell others a loopback address, so that ranks would wait for each other in vain; or a limit is too low.
+    One host would give the others a loopback address, and ranks would wait for each other in vain; or a rank's limit of
+    open files is too low.
     """
     low = [f"rank {rank} on {one['name']}: {one['refused']}" for rank, one in enumerate(abouts) if one.get("refused")]
     if low:
         return f"{'; '.join(low[:_NAMED_MAX])}; nothing was changed"
-    # The first rank of each host.
+    # The first rank of each host, by the host's identity.
     hosts: dict[str, tuple[int, dict[str, Any]]] = {}
     for rank, one in enumerate(abouts):
         hosts.setdefault(one["host"], (rank, one))
@@ -224,7 +227,7 @@ def _refusal(abouts: Sequence[dict[str, Any]]) -> str:
 
 
 def _identity() -> str:
-    """Identifies the host, or the container with a network of its own."""
+    """Returns an id of the host, or of the container if that has a network of its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -233,11 +236,11 @@ def _identity() -> str:
 
 
 def _loopback() -> str:
-    """The address at which a gloo group of this process waits for others, if it is a loopback address; else ""."""
+    """Returns the address on which gloo groups of this process listen, if it is a loopback address; else ""."""
     named = os.environ.get(_INTERFACES)
     if named:
         return _LOOPBACK if named.split(",")[0] == "lo" else ""
-    # As torch chooses it: the first address of the host's name that can be bound.
+    # torch chooses in the same way: the first address of the host's name that can be bound.
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -254,7 +257,7 @@ def _loopback() -> str:
 
 
 def _interface() -> str:
-    """The interface of the first route, which is the default route if there is one."""
+    """Returns the interface of the first route, which is the default route if one exists."""
     try:
         return Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1].split()[0]
     except (OSError, IndexError):
@@ -263,16 +266,16 @@ def _interface() -> str:
 
 # --- files ------------------------------------------------------------------------------
 
-# gloo groups that a run makes at most at once: of messages, of rows and gradients, of a save() or of first values.
+# The most gloo groups of a run at once: for messages, for rows and gradients, and for a save() or first values.
 _GROUPS = 3
-# What stores, loaders of data and others open meanwhile.
+# The number of files that stores, data loaders and other code open besides.
 _FILES_BESIDE = 128
 
 
 def _too_few_files(count: int) -> str:
-    """Let this process open the files that it needs, as far as it may; why it cannot, or "".
+    """Raises this process's limit of open files as far as needed; returns why that is not allowed, or "".
 
-    A group of gloo has a socket for each other rank, and one on which it listens.
+    A gloo group has a socket for each other rank, and one on which it listens.
     """
     need = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _GROUPS * count + _FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

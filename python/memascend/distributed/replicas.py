@@ -1,4 +1,4 @@
-"""Fills the store of a rank from another replica's: its drive was lost, or replicas were added."""
+"""Fills the store of a rank from another replica's store: a drive was lost, or replicas were added."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _log = logging.getLogger("memascend")
 
 
 class Refill:
-    """Fills the stores of ranks that have lost theirs, at an opening; all ranks do so together.
+    """Fills, at an opening, the stores of ranks that have lost theirs; all ranks take part.
 
-    On such a rank it is the source of the first values, see `EarlierValues`. A filled store belongs to the run once
-    every byte was read again and is what was sent: until then its commit has no number, and another opening fills it
-    anew.
+    On such a rank, the `Refill` is the source of the first values, in place of `EarlierValues`. A filled store belongs
+    to the run once every byte was read back and equals the byte that was sent. Until then its commit has number 0, and
+    another opening fills the store anew.
     """
 
-    # Known in `between`.
+    # `between` sets these two.
     _store: Store
     _collectives: Collectives
 
     def __init__(self, opening: Opening) -> None:
-        """`opening` says which ranks have lost their stores."""
+        """`opening.lost` has the ranks that have lost their stores."""
         self._opening = opening
         self._exchange = exchange = opening.exchange
         # The rank that sends to this one; None: this rank has its store.
@@ -53,29 +53,29 @@ class Refill:
         # The ranks to which this one sends.
         self._targets = [rank for rank, source in opening.lost.items() if source == exchange.rank]
         self._facts: Mapping[str, Any] = {}
-        # Of the commit that is sent: this rank's own user_state is lost.
+        # Step and user_state of the commit that is sent: a rank that has lost its store lacks its own.
         self.step = 0
         self.user_state: Any = None
-        # Of the bytes that were sent.
+        # A checksum of the bytes that this rank sent, or has read back from its filled store.
         self._sum = Checksum()
-        # The most records that a rank sends, and how many of them all ranks have gone through together.
+        # The most records that any rank sends, and how many of them all ranks have gone through together.
         self._records = self._reached = 0
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
-        """Around what reads this rank's store, or fills it, by which this is asked for first values."""
+        """Wraps reading or filling this rank's store; inside, a rank without a store takes first values from here."""
         began = time.monotonic()
         self._begin(store)
         try:
             yield
             self._send()
         finally:
-            # Also where this rank failed: no other one waits for it.
+            # Also if this rank failed, so that no other rank waits for it.
             self._collectives.close()
         self._end(began)
 
     def _begin(self, store: Store) -> None:
-        """Learn of the commit that is sent."""
+        """Exchanges which commits are sent, and makes the group for sending."""
         self._store, exchange = store, self._exchange
         said = {
             "described": _described(store),
@@ -84,26 +84,26 @@ class Refill:
             "hyperparameters": store.hyperparameters,
             "records": len(_names(store)),
         }
-        told = exchange.tell("the stores that others are filled from", said if self._targets else None)
+        told = exchange.tell("the stores that fill others", said if self._targets else None)
         self._records = max(each["records"] for each in told if each is not None)
         if self.source is not None:
             self._facts = told[self.source]
             self.step, self.user_state = self._facts["step"], self._facts["user_state"]
-            # Until it is verified, the commit has no number.
+            # The commit has number 0 until `_end` has verified the store.
             store.shared.alone(0, bytes(16))
         self._collectives = Collectives(exchange)
 
     # --- on a rank that has lost its store -------------------------------------------------
 
     def check(self) -> None:
-        """Check nothing: the commit is not known before `between`."""
+        """Checks nothing, because the commit is not known before `between`."""
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters of the commit."""
+        """Returns the hyperparameters of the commit that is sent."""
         return dict(self._facts.get("hyperparameters") or {})
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
-        """Each parameter once, as it arrives."""
+        """Yields each parameter once, as it arrives."""
         del units
         if self._facts["described"] != _described(self._store):
             raise ConfigError(
@@ -115,7 +115,7 @@ class Refill:
             yield name, values, state, step
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a persistent buffer of the commit."""
+        """Receives a persistent buffer of the commit into `tensor`."""
         tensor.copy_(self._received(name)[0])
 
     def _received(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
@@ -130,7 +130,7 @@ class Refill:
     # --- on a rank that sends ----------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send the commit of this rank's store to the ranks that have lost theirs."""
+        """Sends the commit in this rank's store to the ranks that have lost theirs."""
         store = self._store
         for name in _names(store) if self._targets else ():
             values, state = store.read(name)
@@ -145,12 +145,12 @@ class Refill:
         self._reach_end()
 
     def _reach(self) -> None:
-        """Go on to the next record with all ranks: those with nothing to fill wait for one record, not for all."""
+        """Waits for all ranks at the next record, so that ranks with nothing to fill wait for one record at a time."""
         self._exchange.everyone(None)
         self._reached += 1
 
     def _reach_end(self) -> None:
-        """Wait for ranks that have more records."""
+        """Waits for the ranks that have more records than this one."""
         while self._reached < self._records:
             self._reach()
         self._reached = 0
@@ -166,7 +166,7 @@ class Refill:
     # --- at the end --------------------------------------------------------------------------
 
     def _end(self, began: float) -> None:
-        """Read what was filled again, and commit it as the run's if it is what was sent; `began`: a monotonic time."""
+        """Reads the filled store back, and commits it as the run's if the bytes are those sent; `began`: monotonic."""
         store, exchange = self._store, self._exchange
         nbytes = 0
         for name in () if self.source is None else _names(store):
@@ -179,8 +179,8 @@ class Refill:
         apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
         if apart:
             raise CorruptionError(
-                f"the store of rank {apart[0]} was filled from that of rank {self._opening.lost[apart[0]]}, and what "
-                "was read again is not what was sent: start again, and it is filled anew"
+                f"the store of rank {apart[0]} was filled from that of rank {self._opening.lost[apart[0]]}, and the "
+                "bytes that were read back are not those that were sent: start again, and it is filled anew"
             )
         if self.source is None:
             return
@@ -188,16 +188,16 @@ class Refill:
         store.commit(store.step)
         store.shared.together()
         _log.warning(
-            "rank %d had no store: it was filled from that of rank %d, whose user_state it has, too: %d bytes were "
-            "written and read again in %.1f s",
+            "rank %d had no store: it was filled from that of rank %d, and has the user_state of that rank: %d bytes "
+            "were written and read again in %.1f s",
             exchange.rank, self.source, nbytes, time.monotonic() - began,
         )  # fmt: skip
 
 
 def retire(files: Sequence[Path], opening: Opening) -> None:
-    """Remove stores of replicas that the run has no more, if they have the commit that is opened.
+    """Removes stores of replicas that the run has dropped, if they have the commit that is opened.
 
-    Another one may have steps that no rank has: it stays, and a run with that replica rejects it.
+    Another store may have steps that no rank has: it stays, and a run with that replica rejects it.
     """
     for file in files:
         seen = seen_at(file)
@@ -205,22 +205,22 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
             remove_store(file)
             _log.info("%s is removed: the run goes on with fewer replicas", file)
         else:
-            _log.warning("%s is not of the step at which the run goes on, and stays", file)
+            _log.warning("%s has another step than the one at which the run goes on, and stays", file)
 
 
 def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str]:
-    """The parameters, the buffers or both of a store, in an order that does not depend on it."""
+    """Returns the names of a store's parameters, its buffers or both, sorted, and so equal for all replicas."""
     each = sorted((record["buffer"], record["name"]) for record in store.each_record())
     return [name for is_buffer, name in each if is_buffer in buffers]
 
 
 def _updates(record: Mapping[str, Any]) -> torch.Tensor:
-    """The updates of a record; a buffer has none, and its store counts otherwise once it is filled anew."""
+    """Returns the number of updates of a record; 0 for a buffer, whose count differs in a store that is filled anew."""
     return torch.tensor([0 if record["buffer"] else record["step"]])
 
 
 def _described(store: Store) -> str:
-    """A digest of the records that a store has, and of how their bytes lie."""
+    """Returns a digest of a store's records and of the layout of their bytes."""
     kept = ("name", "buffer", "dtype", "shape", "state", "order", "format")
     records: Iterator[Any] = ([record[of] for of in kept] for record in store.each_record())
     said = json.dumps(sorted(records, key=lambda record: record[0]))

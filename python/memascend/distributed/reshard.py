@@ -1,4 +1,4 @@
-"""Finds the stores of a run that had another number of ranks, and fills new ones from ranges of them."""
+"""Finds the stores of a run that had another number of ranks, and fills new stores from ranges of their rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.rows import Layout
 
-    # A parameter's name, values and state, and how many updates made it.
+    # A parameter's name, values and state, and the number of its updates.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
 
 
@@ -36,14 +36,14 @@ _log = logging.getLogger("memascend")
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
 _FOLDER_OF_REPLICA = re.compile(r"replica-(\d{1,5})")
 _FILE = "memascend.store"
-# The name under which a parameter's count of updates moves with its rows.
+# The name under which a parameter's number of updates moves with its rows.
 _STEP = "\0step"
 
 
 def file_of_rank(folder: str, rank: int, count: int) -> Path:
-    """The store of one of several ranks in their folder, if `count` of them divide the rows of a replica.
+    """Returns the file of a rank's store in a folder; `count` ranks shard the rows of a replica.
 
-    Those of the first replica are directly in the folder, and so is the store of a single process.
+    The stores of the first replica are directly in the folder, and so is the store of a single process.
     """
     replica, shard = divmod(rank, count)
     of_replica = Path(folder, f"replica-{replica}") if replica else Path(folder)
@@ -51,9 +51,9 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
 
 
 def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[Path]:
-    """The stores with this rank's rows, on its host, of replicas that the run has no more.
+    """Returns the stores with this rank's rows, on its host, of replicas that the run has dropped.
 
-    Without those in the folders that are `used`: a rank goes on with such a store where its own is not there.
+    Leaves out stores in the folders `used`: a rank whose own store is missing goes on with such a store.
     """
     there = stores_in(folder, layout.shards).items()
     of_others = [file for rank, file in there if rank >= layout.size and rank % layout.shards == layout.shard]
@@ -61,7 +61,7 @@ def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[P
 
 
 def stores_in(folder: str, count: int) -> dict[int, Path]:
-    """The stores in a folder whose rows `count` ranks divide, by rank."""
+    """Returns, by rank, the stores in a folder whose rows `count` ranks shard."""
     return {rank: file_of_rank(folder, rank, count) for rank, of in sorted(_there(folder)) if of == count}
 
 
@@ -76,25 +76,25 @@ class Earlier:
         exchange: Exchange | Alone,
         layout: Layout,
     ) -> None:
-        """`outlived`: stores that newer ones replaced, and their identities. No rank reads them."""
+        """`outlived` has stores that newer ones replaced, with their identities; no rank reads these stores."""
         self.exchange = exchange
         self.layout = layout
         self.rank, self.count = layout.rank, layout.shards
-        # By old rank, the present rank that reads the store, and its file. Both are empty if the run resumes with the
-        # present stores and only removes others.
+        # `owners`: by old rank, the present rank that reads its store; `files`: by old rank, the file. Both are empty
+        # if the run resumes with the present stores and only removes others.
         self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
         self.files = (
             []
             if source is None
             else [file_of_rank(folder, source.numbers[rank], source.count) for rank in range(source.count)]
         )
-        # By old rank, those that are open on this rank.
+        # By old rank: the stores that are open on this rank.
         self.stores: dict[int, Store] = {}
-        # Of the commit at which the old stores are opened, from which the new ones continue.
+        # The identity of the commit at which the old stores are opened, and from which the new ones continue.
         self.identity = bytes(16)
-        # Stores of the present number of ranks are overwritten.
+        # Stores of the present number of ranks are overwritten, not removed.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
-        # The stores that the first commit of the new ones replaces; known once the old ones are open.
+        # The identities of the stores that the first commit of the new ones replaces; `open` adds that of the old ones.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
         gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
@@ -104,7 +104,7 @@ class Earlier:
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Open the stores that this rank reads, at the newest commit that all have; they are locked until `close()`."""
+        """Opens the stores that this rank reads, at the newest commit that all have; locks them until `close()`."""
         source = self._source
         assert source is not None
         each = [dict(source.seen[number]) for number in range(source.count)]
@@ -120,11 +120,11 @@ class Earlier:
         self.stands_for = [source.named(common), *self.stands_for]
 
     def close(self) -> None:
-        """Close the stores."""
+        """Closes the stores."""
         self._open.close()
 
     def remove(self) -> None:
-        """Remove the old stores, once all ranks have committed the new ones."""
+        """Removes the old stores; called once all ranks have committed the new ones."""
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
             remove_store(file)
@@ -136,15 +136,15 @@ class Earlier:
 
 
 def remove_store(file: Path) -> None:
-    """Remove the store of a rank, and the folders of ranks and replicas that are empty then."""
+    """Removes a rank's store, and the folders of ranks and replicas that are then empty."""
     file.unlink(missing_ok=True)
-    # A removal survives a loss of power: a store must not reappear beside the newer one that replaced it.
+    # Sync the folder: after a loss of power, the store must not reappear beside the newer one that replaced it.
     descriptor = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    # A folder with other files stays.
+    # `rmdir` fails for a folder with other files, which stays.
     with contextlib.suppress(OSError):
         for folder in file.parents:
             if not (_FOLDER.fullmatch(folder.name) or _FOLDER_OF_REPLICA.fullmatch(folder.name)):
@@ -153,9 +153,9 @@ def remove_store(file: Path) -> None:
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:
-    """The stores of another number of ranks from which a run resumes; None if there are none.
+    """Returns the stores of another number of ranks from which a run resumes; None if the folder has none.
 
-    The number is of ranks that divide the rows of a replica.
+    Numbers of ranks are those of one replica, which shard its rows.
     """
     count = layout.shards
     found = _found(folder, exchange, count)
@@ -179,7 +179,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"stores of {of} ranks are in {folder}, and none says that it was made from the others: move away "
+            f"stores of {of} ranks are in {folder}, and none records that it was made from the others: move away "
             "the stores that the run shall not resume from; nothing was changed"
         )
     (source,) = newest
@@ -197,26 +197,26 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
 
 
 def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Stores]:
-    """The stores in the folder, by number of ranks; empty if all are of the present number, `count`."""
+    """Returns the stores in the folder, by number of ranks; empty if all are of the present number, `count`."""
     seers: dict[int, dict[int, list[int]]] = {}
-    for seer, each in enumerate(exchange.tell("which stores are there", _there(folder))):
+    for seer, each in enumerate(exchange.tell("the stores in the folder", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
     if not seers.keys() - {count}:
         return {}
-    # Only one rank looks at each store, since this locks it.
+    # One rank looks at each store, because looking locks it.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
     own = [(of, number) for of, each in owners.items() for number, owner in each.items() if owner == exchange.rank]
     files = {(of, number): file_of_rank(folder, number, of) for of, number in sorted(own)}
     seen = [[of, number, {**seen_at(file), "said": told_by(file)}] for (of, number), file in files.items()]
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
-    for of, number, one in (one for each in exchange.tell("what they name", seen) for one in each):
+    for of, number, one in (one for each in exchange.tell("the contents of the stores", seen) for one in each):
         all_seen[of][number] = one
     return {of: Stores(count=of, all_owners=owners[of], all_seen=all_seen[of]) for of in sorted(owners)}
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
-    """Refuse to begin anew if some of the unfilled stores have a commit."""
+    """Rejects a resume that would begin anew although one of the unfilled stores has a commit."""
     if existing != "resume" or filled or not any(one["commits"] for one in unfilled.seen.values()):
         return
     raise ConfigError(
@@ -227,7 +227,7 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
 
 
 def _there(folder: str) -> list[list[int]]:
-    """The stores in a folder: by (rank, number of ranks that divide the rows)."""
+    """Returns the stores in a folder, each as its rank and the number of ranks that shard the rows."""
 
     def names(of: str) -> list[str]:
         try:
@@ -249,7 +249,7 @@ def _there(folder: str) -> list[list[int]]:
 
 
 def _has_store(file: Path) -> bool:
-    # Also one that was never filled: a warning says that it can go.
+    # A store that was never filled counts, too: a warning says that it can be removed.
     return file.is_file() or pending_file(file).is_file()
 
 
@@ -263,15 +263,15 @@ class Passed(NamedTuple):
 
 
 class Transfer:
-    """Moves tensors between ranks, which all call `move` together. If a rank closes it early, errors name that rank."""
+    """Moves tensors between ranks, which all call `move`. If a rank calls `close` early, errors name that rank."""
 
     def __init__(self, exchange: Exchange | Alone) -> None:
-        """Make the group; all ranks do so together."""
+        """Makes the group; a collective call."""
         self._ranks, self._rank = range(exchange.size), exchange.rank
         self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange)
 
     def move(self, pieces: Sequence[Passed]) -> None:
-        """Move all pieces that this rank sends or receives. Pieces of a pair of ranks have the same order on both.
+        """Moves all pieces that this rank sends or receives. Both ranks of a pair list their pieces in the same order.
 
         Raises:
             RankError: a rank failed, or is gone.
@@ -295,20 +295,20 @@ class Transfer:
             got.copy_(values.clone().view(got.dtype).view(got.shape))
 
     def close(self) -> None:
-        """Leave the group, which ends the waits of other ranks for this one."""
+        """Leaves the group, which ends the waits of other ranks for this one."""
         if self._collectives is not None:
             self._collectives.close()
 
 
 @dataclass(eq=False)
 class EarlierValues:
-    """The first values of new stores, from ranges of rows of earlier ones."""
+    """The first values of new stores, read from ranges of rows of earlier stores."""
 
     earlier: Earlier
-    shapes: Mapping[str, torch.Size]  # of whole parameters, the same on all ranks
-    named: Mapping[str, torch.Tensor]  # this rank's rows of them
-    describe: Callable[[str], Mapping[str, torch.Tensor]]  # the state of a parameter, on meta, by its name
-    optimizer: str
+    shapes: Mapping[str, torch.Size]  # the shapes of whole parameters, equal on all ranks
+    named: Mapping[str, torch.Tensor]  # this rank's rows of the parameters
+    describe: Callable[[str], Mapping[str, torch.Tensor]]  # returns the state of a parameter, by its name, on meta
+    optimizer: str  # the optimizer's title
 
     def __post_init__(self) -> None:
         earlier = self.earlier
@@ -321,15 +321,17 @@ class EarlierValues:
             for number, store in earlier.stores.items()
         }  # fmt: skip
         of = {
-            int(number): one for each in earlier.exchange.tell("where they stand", said) for number, one in each.items()
+            int(number): one
+            for each in earlier.exchange.tell("the commits of the stores", said)
+            for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
-        # That of the old rank with this rank's number; of the first one if there were fewer.
+        # The user_state of the old rank with this rank's number; that of the first old rank if there were fewer.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
     def check(self) -> None:
-        """Reject stores of another model or optimizer, before anything is written."""
+        """Rejects stores of another model or optimizer, before any write."""
         there = self._there
         if self._optimizer_there != self.optimizer:
             raise ConfigError(
@@ -351,12 +353,12 @@ class EarlierValues:
             )
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters of the last commit."""
+        """Returns the hyperparameters of the last commit, with the stores that the new ones replace."""
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
         return {**kept, EARLIER: self.earlier.stands_for}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
-        """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
+        """Yields each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
         del units
         with contextlib.closing(Transfer(self.earlier.exchange)) as transfer:
             for name, shape in self.shapes.items():
@@ -367,7 +369,7 @@ class EarlierValues:
                     yield name, into.pop(""), into, step
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a persistent buffer from the first old rank to all ranks."""
+        """Copies a persistent buffer from the first old rank's store to all ranks."""
         store, owner = self.earlier.stores.get(0), self.earlier.owners[0]
         sent = None if store is None else store.read(name)[0]
         got = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -377,7 +379,7 @@ class EarlierValues:
         tensor.copy_(got)
 
     def _room(self, name: str) -> dict[str, torch.Tensor]:
-        """Memory for this rank's part of a parameter; empty if it has no rows."""
+        """Returns memory for this rank's part of a parameter; empty if the rank has no rows."""
         own = self.named.get(name)
         if own is None:
             return {}
@@ -386,7 +388,7 @@ class EarlierValues:
         return {**room, _STEP: torch.zeros((), dtype=torch.int64)}
 
     def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Passed]:
-        """The pieces of a parameter that this rank sends or receives."""
+        """Returns the pieces of a parameter that this rank sends or receives."""
         earlier = self.earlier
         rows = shape[0]
         olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
@@ -405,7 +407,7 @@ class EarlierValues:
                 tensors = sent or got
                 for of in sorted(tensors):
                     if not first and Rows(tensors[""].shape, 0, len(tensors[""])).first_of(of, tensors[of]) is None:
-                        # An undivided tensor is the same in all stores.
+                        # A tensor that is not sharded is equal in all old stores: only the first one sends it.
                         continue
                     out = _part(sent, of, low - old_start, high - old_start) if sent else None
                     room = _part(got, of, low - start, high - start) if got else None
@@ -420,25 +422,26 @@ class EarlierValues:
 
 
 def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
-    """The range of rows of one of `count` ranks, as FSDP2 divides them."""
+    """Returns the range of rows of one of `count` ranks, as FSDP2 shards them."""
     size = -(-rows // count)
     return min(rows, rank * size), min(rows, (rank + 1) * size)
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """The part of a tensor for some rows; if its state has blocks, the rows begin and end with one."""
+    """Returns the part of a tensor for a range of rows; if state has blocks, the range begins and ends with one."""
     return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 
 def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Properties of a parameter's rows that do not depend on the number of rows."""
+    """Returns the properties of a parameter's rows that do not depend on the number of rows."""
     kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
-    # In another order of dimensions, blocks consist of other elements.
+    # In another order of dimensions, a block has other elements.
     reordered = any(map(is_in_blocks, state)) and order_of(values) is not None
     return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
 
 
 def _described(store: Store) -> dict[str, list[Any]]:
+    """Returns the `_description` of each parameter in a store, by name."""
     found = {}
     for record in store.each_record():
         if record["buffer"]:

@@ -1,4 +1,4 @@
-"""Describes the rows of whole parameters that a rank has, and the units of parameters that are gathered together."""
+"""Describes which rows of whole parameters a rank has, and which parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Arithmetic
 
 
-# Elements that have one scale in a format of 8 bits.
+# The number of elements that share one scale in an 8-bit format.
 BLOCK_ELEMENTS = 256
 
 
@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 256
 class Rows:
     """A range of rows of one parameter."""
 
-    whole: torch.Size  # the shape of all of it
+    whole: torch.Size  # the shape of the whole parameter
     first: int  # the first row
     count: int  # the number of rows
 
@@ -37,11 +37,11 @@ class Rows:
 
     @property
     def first_element(self) -> int:
-        """The number of their first element in the whole parameter."""
+        """The number of the rows' first element in the whole parameter."""
         return self.first * self.whole[1:].numel()
 
     def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
-        """These rows of a whole tensor; `state` is the name of a state tensor, or "" for the values."""
+        """Returns these rows of a whole tensor; `state` is the name of a state tensor, or "" for the values."""
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
         block = _block_of(state)
@@ -51,14 +51,14 @@ class Rows:
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
-        """The position in a whole tensor at which the part for these rows begins; None: it is not divided."""
+        """Returns the position in a whole tensor at which the part for these rows begins; None if it is not sharded."""
         if part.shape == self.shape:
             return self.first_element
         block = _block_of(state)
         return self.first_element // block if block else None
 
     def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
-        """The shape of the whole tensor, from the part for these rows."""
+        """Returns the shape of the whole tensor, given the part for these rows."""
         if part.shape == self.shape:
             return self.whole
         return blocks_of(self.whole) if is_in_blocks(state) else part.shape
@@ -66,11 +66,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's position among all, which are numbered replica by replica: each replica has all rows of the model."""
+    """A rank's position among all ranks, numbered replica by replica; each replica has all rows of the model."""
 
     rank: int
     replicas: int
-    shards: int  # the ranks among which a replica divides the rows
+    shards: int  # the number of ranks that shard the rows of a replica
 
     @property
     def size(self) -> int:
@@ -79,12 +79,12 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """The replica that the rank belongs to."""
+        """The replica to which the rank belongs."""
         return self.rank // self.shards
 
     @property
     def shard(self) -> int:
-        """The rank's number within its replica, which says which rows it has."""
+        """The rank's number within its replica, which decides which rows the rank has."""
         return self.rank % self.shards
 
     @property
@@ -101,35 +101,36 @@ class Partition:
     layout: Layout = Layout(0, 1, 1)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole parameter on meta, from its part; the part itself if the parameter is not sharded."""
+        """Returns the whole parameter on meta, given its part; the part itself if the parameter is not sharded."""
         if name not in self.rows:
             return part
         return on_meta(part, self.rows[name].whole)
 
     def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
-        """This process's part of a parameter, or of the state tensor that `state` names."""
+        """Returns this process's part of a parameter, or of the state tensor that `state` names."""
         return self.rows[name].of(state, whole) if name in self.rows else whole
 
 
 def on_meta(parameter: torch.Tensor, shape: torch.Size) -> torch.nn.Parameter:
-    """A parameter alike, on meta, of another shape."""
+    """Returns a parameter on meta with the dtype and `requires_grad` of `parameter`, in another shape."""
     made = torch.empty(shape, dtype=parameter.dtype, device="meta")
     return torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 def is_in_blocks(state: str) -> bool:
-    """Whether a state tensor has one number for each block of elements, by its name."""
+    """True if a state tensor of this name has one number for each block of elements."""
     return state.endswith("_absmax")
 
 
 def _block_of(state: str) -> int:
-    """How many elements have one number in a state tensor; 0 if each has one, or all share the tensor."""
-    # A byte of "rounded_up" has a bit for each of eight elements: which way a compact master was rounded.
+    """Returns how many elements share a number of a state tensor; 0 if each has one, or all share the tensor."""
+    # A byte of "rounded_up" has one bit for each of eight elements: whether the value of a compact record was rounded
+    # up.
     return BLOCK_ELEMENTS if is_in_blocks(state) else 8 if state == "rounded_up" else 0
 
 
 def blocks_of(shape: torch.Size) -> torch.Size:
-    """The shape of such a tensor, for a parameter of `shape`."""
+    """Returns the shape of a state tensor with one number per block, for a parameter of `shape`."""
     return torch.Size([-(-shape.numel() // BLOCK_ELEMENTS)])
 
 
@@ -137,17 +138,17 @@ def blocks_of(shape: torch.Size) -> torch.Size:
 class RowsOfRank(Partition):
     """The rows of a sharded model that one rank has."""
 
-    named: Mapping[str, torch.nn.Parameter]  # by the parameters' names, in the model's order; only those with rows
-    gathers: Sequence[tuple[str, Sequence[str]]]  # names, and the names of the parameters that are gathered together
+    named: Mapping[str, torch.nn.Parameter]  # the rows, by parameter name, in the model's order; none is empty
+    gathers: Sequence[tuple[str, Sequence[str]]]  # each gather's name, and the names of the parameters in it
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
-    refill: Refill | None = None  # of ranks that have lost their stores
+    refill: Refill | None = None  # fills the stores of ranks that have lost theirs
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rows of a parameter of the model; any other tensor is returned as it is."""
+        """Returns the rows of a parameter of the model; any other tensor is returned as it is."""
         return self.local.get(id(parameter), parameter)
 
     def units(self) -> tuple[Unit, ...]:
-        """The units: parameters that are gathered together, since only the rows of one gather are needed at once."""
+        """Returns one unit per gather, because only the rows of one gather are needed at once."""
         units: list[Unit] = []
         taken: set[str] = set()
         for name, parameters in self.gathers:
@@ -171,12 +172,12 @@ class RowsOfRank(Partition):
         return tuple(units)
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Reject optimizers that need whole parameters, and rows that end within a block of state."""
+        """Rejects optimizers that need whole parameters, and rows that end within a block of state."""
         for rule in arithmetic.rules.values():
             if rule.whole is not None and rule.whole.whole:
                 raise ConfigError(
                     f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() "
-                    "divides their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
+                    "shards their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
                     "process"
                 )
         for name, parameter in self.named.items():
@@ -189,7 +190,8 @@ class RowsOfRank(Partition):
                 # Each byte of `rounded_up` has the bits of eight elements.
                 block = 8
             whole = self.rows[name].whole
-            # The rows of the second rank begin here, and those of each further one as far from those before.
+            # The rows of the second rank begin at this element, and those of each further rank the same number of
+            # elements later.
             first = -(-whole[0] // self.layout.shards) * whole[1:].numel()
             if first < whole.numel() and first % block:
                 kept = "8bit" if "8bit" in given else "bf16"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def filled(path: str, rank: int) -> str:
-    """A path with the rank, and the rank on its host, filled in."""
+    """Returns `path` with the rank, and the rank on its host, filled in."""
     local = os.environ.get("LOCAL_RANK", str(rank))
     return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
 
@@ -57,19 +57,20 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
             f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
             "{local_rank} in it"
         )
-    # Its name contains the number of ranks that divide the rows: another number has other rows.
+    # The name has the number of ranks that shard the rows: with another number, a rank has other rows.
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Its host had another replica, of which there are fewer now. A folder that all ranks see has those of all.
+        # Go on with the store of a dropped replica on this host. A folder that all ranks see has those of all dropped
+        # replicas: then each replica takes another one.
         own = left[layout.replica if layout.replica < len(left) else 0]
-    # The folder is created if missing.
+    # Creates the folder if it is missing.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
     return f"{own.parent}/"
 
 
 def shared_folder(options: Options) -> str | None:
-    """The folder that contains the stores of all ranks; None if each rank has a path of its own."""
+    """Returns the folder that contains the stores of all ranks; None if each rank has a path of its own."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
@@ -77,21 +78,21 @@ def shared_folder(options: Options) -> str | None:
 
 
 def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
-    """Places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
+    """Returns the places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
     folder, rank = shared_folder(options), layout.rank
     if folder is not None:
-        # Also of replicas that there are no more: no run begins anew beside them.
+        # Includes dropped replicas: a new run must not begin beside their stores.
         return {other: [f"{file.parent}/"] for other, file in stores_in(folder, layout.shards).items() if other != rank}
     local = os.environ.get("LOCAL_RANK", str(rank))
     paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
     parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
     if len(parts) < 2:
-        # The path is the same for all ranks.
+        # The path does not depend on the rank.
         return {}
     first, *more = map(re.escape, parts)
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
     there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
-    # Files belong to the run by their names. A device whose number is no rank's belongs to something else.
+    # A file belongs to the run by its name. A block device does so only if its number is that of a rank.
     numbers = {
         int(match[1])
         for match in there
@@ -101,12 +102,12 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
-    """Possible places of a rank's store: first its own, then those of other numbers of ranks, by name."""
+    """Returns possible places of a rank's store: first its own, then those of other numbers of ranks, by name."""
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
         return [places]
     folder = Path(paths[0])
-    # A single process creates a file if there is no folder.
+    # A single process creates a file if no folder exists.
     own = str(file_of_rank(paths[0], rank, count)) if count > 1 or folder.is_dir() else paths[0]
     there = [
         str(file) for pattern in ("rank-*-of-*/memascend.store", "memascend.store") for file in folder.glob(pattern)
@@ -115,7 +116,7 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
 
 
 def require_own(places: Sequence[str], exchange: Exchange) -> None:
-    """Check that no two ranks have the same file or device; all ranks make this call together."""
+    """Rejects a file or device that two ranks are given; a collective call."""
     owner: dict[str, int] = {}
     for rank, theirs in enumerate(exchange.everyone([_identity(place) for place in places])):
         for identity in theirs:
@@ -147,10 +148,11 @@ def divide(
     exchange: Exchange,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Shard a model among all ranks, and give its optimizer, which has no state yet, the sharded parameters.
+    """Shards a model among all ranks, and gives its optimizer, which has no state yet, the sharded parameters.
 
-    `units` are names of modules that are gathered as one each; None: found from the model. `undo` undoes the changes to
-    the optimizer; the model stays sharded even if the rest of `offload()` is rejected: torch cannot undo it.
+    `units` has names of modules, each to be gathered as one; None: `find_units` chooses them. `undo` reverts the
+    changes of the optimizer; the model stays sharded even if the rest of `offload()` is rejected, as torch cannot undo
+    it.
     """
     modules = exchange.together(lambda: _found(model, optimizer, units))
     other = exchange.first_other(_checksum(model))
@@ -169,7 +171,7 @@ def divide(
         undo.callback(group.__setitem__, "params", given)
         group["params"] = [divided[names[id(one)]] if id(one) in names else one for one in given]
     _log.info(
-        "fully_shard() was applied to %d modules and to the model, which divides its rows among %d ranks",
+        "fully_shard() was applied to %d modules and to the model, whose rows are sharded among %d ranks",
         len(modules),
         exchange.size,
     )
@@ -178,7 +180,7 @@ def divide(
 def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
-    """The modules that are gathered as one each; all other parameters are gathered with the model."""
+    """Returns the modules to gather as one each; all other parameters are gathered with the model."""
     if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
@@ -202,12 +204,13 @@ def _found(
     require_unaliased(own, model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
-    # A unit with a parameter that is tied to another unit is gathered with the model, since both use it.
+    # A unit that is tied to another unit by a parameter is gathered with the model, because both use that parameter.
     whole = [unit.module for unit in found if unit.module and not unit.again]
     return [named[name] for name in whole]
 
 
 def _checksum(model: torch.nn.Module) -> str:
+    """Returns a checksum of all parameters that are not on meta."""
     checksum = Checksum()
     for parameter in model.parameters():
         if parameter.is_meta:
@@ -218,16 +221,17 @@ def _checksum(model: torch.nn.Module) -> str:
     return str(checksum)
 
 
-# The default of `timeout=`.
+# The default of `timeout=`, in seconds.
 _TIMEOUT_SECONDS = 600.0
 
 
 def begin(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
 ) -> tuple[Sharding | None, Options, Earlier | None]:
-    """A model's sharding, the options of this rank, and the stores of an earlier run with another number of ranks.
+    """Returns a model's sharding, this rank's options, and the stores of an earlier run with another number of ranks.
 
-    Sharding and earlier stores are None for a plain model in one process, which imports nothing for them.
+    The sharding is None for a plain model in one process; the earlier stores are None if no others have to be read or
+    removed.
     """
     several = distributed.is_initialized() and distributed.get_world_size() > 1
     if not (several or _is_sharded(model)):
@@ -247,7 +251,7 @@ def begin(
         if not divides:
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
-        # A model that is sharded here is gathered by its units.
+        # If offload() shards the model, `divide` has used the option `units`, and each gather is a unit.
         several = not isinstance(options.storage, (str, os.PathLike))
         places = [_place(path, sharding.layout, several=several) for path in options.paths or ()]
         return sharding, replace(options, storage=places or None, units=None if divides else options.units)
@@ -259,22 +263,22 @@ def begin(
     earlier = None if folder is None else find_earlier(folder, options.existing, exchange, layout)
     if earlier is not None:
         undo.callback(earlier.close)
-    # Stores of the present number of ranks were never filled, or the earlier ones replace them.
+    # If the run resumes from earlier stores, those of the present number of ranks are older or were never filled.
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, layout, places_of_others(options, layout))
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     used = {place for each in exchange.everyone(own.paths or []) for place in each}
-    # Only one rank looks at each store, since this locks it.
+    # One rank looks at each store, because looking locks it.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
-    # A rank that is one commit ahead of others goes back.
+    # A rank that is one commit ahead of others opens the commit before.
     return sharding, replace(own, existing=opening.existing), earlier
 
 
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
-    """The stores of several ranks in the folder of a single process, which resumes from them."""
+    """Finds stores of several ranks in the folder of a single process, and sets the options to resume from them."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not Path(expanded(storage)).is_dir():
         return options, None
@@ -282,9 +286,9 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     of_replicas = left_over(expanded(storage), alone)
     if of_replicas and not file_of_rank(expanded(storage), 0, 1).is_file():
         raise ConfigError(
-            f"{of_replicas[0]} is the store of one of several ranks, of which each has all rows, and this is one "
-            "process: start them as before, call optimizer.save(folder), and begin with checkpoint=folder; to begin "
-            "anew, move it away; nothing was changed"
+            f"{of_replicas[0]} is the store of one of several ranks, each of which has all rows, and this is one "
+            "process: start the ranks as before, call optimizer.save(folder), and begin with checkpoint=folder; to "
+            "begin anew, move it away; nothing was changed"
         )
     earlier = find_earlier(expanded(storage), options.existing, Alone(), alone)
     if earlier is None:
@@ -319,7 +323,7 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
-    """Reject other ways to train on several ranks."""
+    """Rejects other ways to train on several ranks."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
         if kind in kinds:
@@ -330,35 +334,35 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
 
 
 def refuse_options(options: Options, *, divides: bool = False) -> None:
-    """Reject options that need a single rank; `units` work only if `offload()` shards the model (`divides`)."""
+    """Rejects options that need a single rank; `units` works only if `offload()` shards the model (`divides`)."""
     refused = "does not work under fully_shard()"
     if options.activations != "device":
         raise ConfigError(f"activations={options.activations!r} {refused}: leave it out, and checkpoint activations")
     if options.units is not None and not divides:
-        raise ConfigError(f"units={options.units!r} {refused}: what it was called on is a unit: leave it out")
+        raise ConfigError(f"units={options.units!r} {refused}: each module given to it is a unit: leave the option out")
 
 
 class PlannedSharding(RowsOfRank):
     """The rows, on meta, of the first of `count` ranks, which has the most, as `offload()` shards a plain model."""
 
-    # There are no other ranks.
+    # A plan involves no other ranks.
     exchange = None
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
-        """Plan to shard a model on meta among `count` ranks; `options` are those of `offload()`."""
+        """Plans to shard a model on meta among `count` ranks; `options` are those of `offload()`."""
         refuse_options(options, divides=True)
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
             if not parameter.dim():
                 raise ConfigError(
-                    f"{name} is a single number without rows, which fully_shard() does not divide: give it one "
+                    f"{name} is a single number without rows, which fully_shard() does not shard: give it one "
                     "dimension, as torch.ones(1)"
                 )
         rows = {name: Rows(one.shape, 0, -(-one.shape[0] // count)) for name, one in whole.items()}
         named = {name: on_meta(one, rows[name].shape) for name, one in whole.items()}
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
-        # In the order in which torch gathers them.
+        # The root first, then the blocks: torch gathers in this order.
         root = ("root", [name for name in whole if name not in inside])
         super().__init__(
             rows,
@@ -367,7 +371,7 @@ class PlannedSharding(RowsOfRank):
             gathers=[root, *((unit.name, unit.parameters) for unit in blocks)],
             local={id(parameter): named[name] for name, parameter in whole.items()},
         )
-        # What each rank sends and receives.
+        # The bytes that each rank sends and receives.
         self.network = self._network()
 
     def _network(self) -> Network:
@@ -383,12 +387,12 @@ class PlannedSharding(RowsOfRank):
             forward=others * (root + sum(blocks)),
             backward=others * sum(blocks),
             gradients=others * sum(gradients),
-            # In a gather each rank sends as many rows as the first.
+            # In a gather, each rank sends as many rows as the first one.
             gathered=count * (root + 2 * max(blocks, default=0) + 2 * max(gradients)),
         )
 
     def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """A copy of the optimizer that owns the rows."""
+        """Returns a copy of the optimizer that owns the rows instead of the whole parameters."""
         members = members_of(optimizer)
         if len(members) > 1:
             return JoinedOptimizers([self.stand_in(member) for member in members])

@@ -1,4 +1,4 @@
-"""Represents a sharded model on one rank: its rows are parameters, in a store of their own."""
+"""Represents a sharded model on one rank, whose rows are parameters with a store of their own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Sharding(RowsOfRank):
-    """This rank's rows of a model."""
+    """This rank's rows of a model, and the code that FSDP2 runs to gather and reduce them."""
 
     def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
-        """Changes nothing of the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
+        """Leaves the model as it is. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
@@ -47,14 +47,14 @@ class Sharding(RowsOfRank):
                 f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
                 "fully_shard(model) to the whole model after its blocks, without ignored_params"
             )
-        # Between the ranks. With a single rank this, `opening` and `collectives` are None.
+        # Exchanges values between the ranks. With a single rank, `exchange`, `opening` and `collectives` are None.
         self.exchange = exchange
         # How the stores of all ranks are opened at one commit.
         self.opening: Opening | None = None
         layouts = [group.layout() for group in self._groups]
         layout = layouts[0]
         if any(one != layout for one in layouts):
-            raise ConfigError("fully_shard() was given several meshes: offload() works where one mesh divides all rows")
+            raise ConfigError("fully_shard() was given several meshes: offload() works where one mesh shards all rows")
         for group in self._groups:
             group.require_supported(ordered=self._ordered)
             if exchange is not None:
@@ -75,46 +75,49 @@ class Sharding(RowsOfRank):
             gathers=[(group.name, [one.name for one in group.parameters]) for group in self._groups],
             local={id(self._sharded[name].leaf): local for name, local in named.items()},
         )
-        # Of a forward and a backward.
+        # Runs the collectives of a forward and a backward.
         self.collectives: Collectives | None = None
         if exchange is not None:
-            # That of the mesh: rows may be on meta.
+            # The device of the mesh, because the rows may be on meta.
             self.collectives = Collectives(exchange, layout, next(iter(self._sharded.values())).device)
         self._reductions: list[OrderedReduction] = []
         self._gradients: Any = None
+        # Stores of dropped replicas, which `retire_replicas` removes.
         self._left: Sequence[Path] = ()
+        # Names of parameters in the RAM tier of any rank: they are compared as they are gathered.
         self._compared: Collection[str] = ()
 
     # --- before there is a store ---------------------------------------------------------
 
     def open_by(self, opening: Opening, left: Sequence[Path]) -> None:
-        """Set how the stores of all ranks are opened; those that are `left` of replicas go once the run goes on."""
+        """Sets how the stores of all ranks are opened; `left` has stores of dropped replicas, to be removed later."""
         self.opening, self._left = opening, left
         self.refill = Refill(opening) if opening.lost else None
 
     def compare(self, store: Store, ram_tier: Collection[str]) -> None:
-        """Compare what ranks with the same rows have computed, at each commit; all ranks call this together.
+        """Compares, at each commit, the values that ranks with the same rows have computed; a collective call.
 
-        What one of them keeps in RAM has no new values at the commit: it is compared when the next forward gathers it.
+        Parameters in the RAM tier of one of these ranks have no new values at the commit: they are compared when the
+        next forward gathers them.
         """
         if self.exchange is None or self.layout.replicas == 1:
             return
-        self._compared = {name for each in self.exchange.tell("what is in RAM", sorted(ram_tier)) for name in each}
+        self._compared = {name for each in self.exchange.tell("the RAM tiers", sorted(ram_tier)) for name in each}
         streamed = [not record["buffer"] and record["name"] not in self._compared for record in store.each_record()]
         store.compare([number for number, is_streamed in enumerate(streamed) if is_streamed])
 
     def retire_replicas(self) -> None:
-        """The run goes on: remove the stores of replicas that it has no more."""
+        """Removes the stores of dropped replicas; called when the run goes on."""
         if self.opening is not None:
             retire(self._left, self.opening)
 
     def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
-        """Give the optimizer this rank's rows for the model's parameters, and their part of its state."""
+        """Gives the optimizer this rank's rows in place of the model's parameters, with the rows of its state."""
         leaves = {id(one.leaf) for one in self._sharded.values()}
         for group in optimizer.param_groups:
             given = group["params"]
             undo.callback(group.__setitem__, "params", given)
-            # This rank has no rows of some parameters.
+            # Leaves out parameters of which this rank has no rows.
             group["params"] = [
                 self.local.get(id(one), one) for one in given if id(one) in self.local or id(one) not in leaves
             ]
@@ -134,19 +137,19 @@ class Sharding(RowsOfRank):
         return [tensor for one in self._sharded.values() for tensor in one.held]
 
     def require_unaliased(self) -> None:
-        """Refuse rows whose very tensor others hold; further tensors on its memory are looked for as without ranks."""
+        """Rejects rows whose tensor object other code holds; other checks find further tensors on the same memory."""
         kept = held_for_good(self._sharded, lambda name: self._sharded[name].is_kept)
         if kept:
             raise shared_memory("the weight", kept)
 
     @property
     def order(self) -> list[str]:
-        """The parameters with rows on the first rank, in the order of its units: all parameters that have elements."""
+        """The names of all parameters that have elements, in the order of the first rank's units."""
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
 
     @property
     def written(self) -> set[str]:
-        """The parameters whose rows this rank writes to a checkpoint: replicas have the same rows, and share them."""
+        """The names of parameters whose rows this rank writes to a checkpoint; replicas divide this work among them."""
         return self.rows.keys() & set(self.order[self.layout.replica :: self.layout.replicas])
 
     @property
@@ -156,11 +159,11 @@ class Sharding(RowsOfRank):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of whole parameters that have elements, by name, in the model's order: the same on all ranks."""
+        """The shapes of whole parameters that have elements, by name, in the model's order; equal on all ranks."""
         return {name: one.leaf.shape for name, one in self._sharded.items() if one.leaf.shape.numel()}
 
     def require_same_generators(self) -> None:
-        """Check that all ranks initialise parameters on meta equally: each makes them whole. All ranks call this."""
+        """Rejects different random states if ranks initialise whole parameters from meta; a collective call."""
         if self.exchange is None or not any(one.leaf.is_meta for one in self._sharded.values()):
             return
         other = self.exchange.first_other(checksum_of(torch.get_rng_state()))
@@ -172,22 +175,22 @@ class Sharding(RowsOfRank):
             )
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The model's parameter of some rows; any other tensor is returned as it is."""
+        """Returns the model's parameter for some rows; any other tensor is returned as it is."""
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
 
     def reshard(self) -> None:
-        """Free gathered parameters that a forward without a backward has left: the model has its own ones again."""
+        """Frees gathered parameters that a forward without a backward left: the model has its sharded ones again."""
         for group in self._groups:
             group.module.reshard()
 
     # --- the run ---------------------------------------------------------------------------
 
     def install(self, residency: Residency, places: Mapping[str, Place], gradients: Any) -> None:
-        """Let FSDP2 gather rows from storage, and pass on the gradients that it reduces.
+        """Makes FSDP2 gather rows from storage, and passes on the gradients that it reduces.
 
-        `places` are those of this rank's rows, by the parameters' names. `gradients` gets each gradient.
+        `places` has the places of this rank's rows, by parameter name. `gradients` handles each gradient.
         """
-        # torch keeps hooks where Python's garbage collector cannot see them.
+        # Weak, because torch keeps hooks where Python's garbage collector cannot see them.
         self._gradients = weakref.ref(gradients)
         for group in self._groups:
             reduction = self._reduction_of(group)
@@ -202,9 +205,9 @@ class Sharding(RowsOfRank):
             group.settle()
 
     def require_exact(self) -> None:
-        """Reject a step whose gradients could not be reduced in order.
+        """Rejects a step whose gradients could not be reduced in order.
 
-        FSDP2 divides them by a factor that is no power of two, or the user has replaced the collectives of a module.
+        The reason is a divisor of FSDP2 that is not a power of two, or a collective of a module that the user replaced.
         """
         if self.collectives is not None:
             for group in self._groups:
@@ -214,7 +217,7 @@ class Sharding(RowsOfRank):
             reduction.forward_begins()
 
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
-        """Gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
+        """Makes FSDP2 gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
         if self.collectives is None:
             return None
         module: Any = group.module
@@ -225,7 +228,7 @@ class Sharding(RowsOfRank):
             return None
         reduction = OrderedReduction(group, self.collectives)
         module.set_custom_reduce_scatter(reduction)
-        # torch divides the result, not the parts.
+        # Makes torch divide the result, not the parts.
         module.set_force_sum_reduction_for_comms(enable=True)
         layout = self.layout
         if layout.replicas > 1:
@@ -237,7 +240,7 @@ class Sharding(RowsOfRank):
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
     def _hear(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
-        """Pass on a gradient that FSDP2 has reduced."""
+        """Passes on a gradient that FSDP2 has reduced."""
         if leaf is not one.leaf:
             # A user's hook returned another tensor, which torch rejects after the last hook.
             return
@@ -250,7 +253,7 @@ class Sharding(RowsOfRank):
             total = None if reduction is None else reduction.take(one, gradients.earlier_sum)
             local = self.named.get(one.name)
             if local is None:
-                # No rows, no gradient.
+                # This rank has no rows of the parameter, so its gradient is dropped.
                 one.set_grad(None)
                 return
             gradients.heard_sum(local, total)
