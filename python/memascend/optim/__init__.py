@@ -1,9 +1,11 @@
-"""Optimizers on streamed state: which can stream, the state that each keeps, and the update of one parameter.
+"""Runs optimizers on streamed state: decides which can stream, finds the state of each, and updates one parameter.
 
-Invariant: updates of one parameter at a time are bit-identical to torch's step of all parameters. A class of which that
-is not known is tried on copies before anything is offloaded, and rejected with an error that names it where it differs.
-Adam and SGD run in the engine where their state is as the engine has it; all other optimizers run their own code.
+[Note: One at a time] Updates of one parameter at a time are bit-identical to torch's step of all parameters. torch's
+own classes are listed (`trial`). Any other class is tried on copies before anything is offloaded, and rejected with an
+error that names it if the bits differ. Adam and SGD run in the engine if it has a format for their state; all other
+optimizers run their own code.
 
-The original optimizer is never stepped here: copies of it are, on the memory of one parameter. Values that its steps
-change for all parameters alike (counters, options) are adopted once all updates agree; else the step is rejected.
+The original optimizer is never stepped: copies of it step, on the memory of one parameter. Values that a step changes
+for all parameters alike (counters, options) are set on the original once the updates of all parameters agree on them;
+otherwise the step is rejected.
 """

@@ -1,4 +1,4 @@
-"""Tries optimizers: compares steps of small parameters together, as torch makes them, and one at a time."""
+"""Compares an optimizer's steps of all parameters together with its steps of one parameter at a time."""
 
 from __future__ import annotations
 
@@ -37,28 +37,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Manner:
-    """How an optimizer is run for one parameter at a time, bit-identical to a step of all parameters."""
+    """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
-    # Groups without a parameter are left out: the optimizer stacks the parameters of each group, and fails on none.
+    # Leaves out groups without a parameter: the optimizer stacks the parameters of each group, and fails on an empty
+    # one.
     omits: bool = False
-    # A parameter without a gradient is updated with zeros, as soon as any parameter has a gradient.
+    # Updates a parameter without a gradient by zeros, as soon as any parameter has a gradient.
     zeros: bool = False
-    # The trial found that torch's step keeps the state of several parameters as one stack; here each has its own.
+    # In the trial, torch's step kept the state of several parameters as one stack; streamed, each parameter has its
+    # own.
     stacks: bool = False
-    # Attributes that each update writes before it reads them: their values between steps are meaningless, and others
-    # in a trial.
+    # Attributes that each update writes before it reads them. Their values between steps have no meaning, so a trial
+    # may overwrite them.
     scratch: frozenset[str] = frozenset()
 
 
 PLAIN = Manner()
+# Steps of a trial in which every parameter has a gradient.
 _STEPS = 4
-# Tried parameters have at most so many elements in each dimension.
+# The size of a tried parameter in each dimension is at most this.
 _TRIAL_DIM_MAX = 6
-# At most so many of each group are tried.
+# At most this many parameters that differ in dimensions or dtype are tried of each group.
 _TRIED_MAX = 4
-# A stack is tried at its true size: at most so many matrices, and bytes of all of them (but at least two matrices).
+# A stack is tried at its true size, with at most this many matrices and bytes, but at least two matrices.
 _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
-# Methods beside step() by which an optimizer may change its parameters between training and evaluation.
+# Methods other than step() by which an optimizer may change its parameters, between training and evaluation.
 MODES = ("train", "eval")
 
 
@@ -67,7 +70,7 @@ class _Draws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # A trial compiles nothing; to tell torch's compiler so would load it, which takes seconds.
+        # No operation of a trial is compiled; torch's implementation would load the compiler, which takes seconds.
         return False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -75,7 +78,7 @@ class _Draws(TorchDispatchMode):
         self._optimizer = optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A generator that the step makes itself begins with the same state for each parameter.
+        # A generator that the step creates itself starts in the same state for each parameter.
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             raise _draws_refused(self._optimizer)
         return func(*args, **(kwargs or {}))
@@ -91,15 +94,16 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Run a trial of an optimizer, without warnings; one that draws random numbers is rejected.
+    """Runs a trial of an optimizer, without warnings; raises ConfigError if its step draws random numbers.
 
-    The generators of torch, Python and numpy stay as they are. On `meta`, unlike elsewhere, torch itself draws from
-    Python's generator for a collective. What a step compiles runs uncompiled: for small tensors it would take minutes.
+    The generators of torch, Python and numpy keep their states. With `meta`, draws from Python's generator are allowed:
+    on that device torch itself draws from it for a collective. Code that a step compiles runs uncompiled: compiling it
+    for small tensors would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
-    # Without the compiler nothing is compiled yet, and loading it takes seconds.
+    # Without `torch._dynamo` no code has been compiled, and loading it takes seconds.
     uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
     try:
         with (
@@ -120,7 +124,7 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
 
 
 class _Member:
-    """A parameter of the trial, and the position in its group of the real parameter that it stands for."""
+    """A small parameter of the trial, with the position in its group of the real parameter that it represents."""
 
     def __init__(
         self,
@@ -139,17 +143,17 @@ class _Member:
         self.begin = self.drawn(generator)
 
     def drawn(self, generator: torch.Generator) -> torch.Tensor:
-        """Random values of its shape."""
+        """Returns random values of the member's shape and dtype."""
         return torch.randn(self.shape, generator=generator).to(self.dtype)
 
 
 class _Joint:
-    """All members in one copy, as torch steps them."""
+    """Steps all members in one copy of the optimizer, as torch does."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
     ) -> None:
-        """With `spread`, each member has its real position in the group, among others that never have a gradient."""
+        """`spread`: each member has its real position in the group, among parameters that never have a gradient."""
         shared = begin.copy(deep=True)
         self.parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
         groups = [{**options, "params": []} for options in shared.groups]
@@ -174,7 +178,7 @@ class _Joint:
 
 
 class _OneByOne:
-    """Each member in a copy of its own, which begins with the shared values of the step before."""
+    """Steps each member in a copy of its own; each copy starts with the shared values after the previous step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], manner: Manner
@@ -200,7 +204,7 @@ class _OneByOne:
             give_gradient(parameter, None if gradient is None else gradient.clone())
             begin, state = self._shared.copy(deep=True), self._states[number]
             for name in self._manner.scratch:
-                # A value that no step would leave in it.
+                # Overwrite the attribute with a value that no step leaves in it.
                 value = begin.attributes[name]
                 value.fill_(float("nan") if value.is_floating_point() else 101)
             copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._manner)
@@ -210,7 +214,7 @@ class _OneByOne:
         changes = common_end(ends)
         lost = next((name for name, value in changes.items() if not storable(value)), None)
         if lost is not None:
-            raise refused(self._optimizer, f"its step changes {lost} to what is neither number nor text")
+            raise refused(self._optimizer, f"its step changes {lost} to a value that is neither number nor text")
         self._shared = self._shared.with_changes(changes)
 
     def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
@@ -225,7 +229,7 @@ def copy_of_one(
     state: Mapping[str, Any],
     manner: Manner,
 ) -> torch.optim.Optimizer:
-    """A copy of the optimizer, with these shared values, that has one parameter, in the group of that number."""
+    """Returns a copy of the optimizer with these shared values and one parameter, in the group of that number."""
     groups = [{**shared.groups[group], "params": [parameter]}]
     if not manner.omits:
         groups = [{**own, "params": [parameter] if at == group else []} for at, own in enumerate(shared.groups)]
@@ -235,7 +239,7 @@ def copy_of_one(
 def changes_alone(
     begin: SharedValues, copy: torch.optim.Optimizer, group: int, manner: Manner
 ) -> dict[SharedName, Any]:
-    """The changes of shared values by a copy that has one parameter, in the group of that number."""
+    """Returns the shared values that `copy` changed; it has one parameter, in the group of that number."""
     after = SharedValues.of(copy)
     if manner.omits:
         after = SharedValues(after.attributes, [*begin.groups[:group], *after.groups, *begin.groups[group + 1 :]])
@@ -243,7 +247,7 @@ def changes_alone(
 
 
 def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> dict[SharedName, Any]:
-    """The changes of a step, but for scratch attributes."""
+    """Returns the changes of a step without those of scratch attributes."""
     if not scratch:
         return changes
     return {place: value for place, value in changes.items() if place.group is not None or place.name not in scratch}
@@ -252,10 +256,10 @@ def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> 
 def _chosen_members(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """The first and the last of each group, and some that differ from these in dimensions or type."""
+    """Returns members for the first and last parameters of each group, and for some of other dimensions or dtypes."""
     members = []
     for number, group in enumerate(optimizer.param_groups):
-        # Whole numbers have no gradient.
+        # Integer parameters have no gradient.
         every = [(place, given) for place, given in enumerate(group["params"]) if given.is_floating_point()]
         kinds = {(parameter.dim(), parameter.dtype): (place, parameter) for place, parameter in reversed(every)}
         chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
@@ -268,7 +272,7 @@ def _chosen_members(
 def _members_at_size(
     optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """The first parameters of a group that stacks them, at their true size, on which matrix products depend."""
+    """Returns the first parameters of a stacking group as members of true size: matrix products depend on it."""
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
@@ -277,15 +281,16 @@ def _members_at_size(
     return [_Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in alike]
 
 
+# The calls of a trial: the name of the method, and for each member whether it has a gradient.
 _Plan = list[tuple[str, list[bool]]]
 
 
 def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Steps with all gradients, then an evaluation between two steps."""
+    """Returns steps with all gradients, and, if the class has `eval()`, an evaluation before the last step."""
     every, none = [True] * len(members), [False] * len(members)
     plan: _Plan = [("step", every)] * _STEPS
     if callable(getattr(type(optimizer), "train", None)):
-        # Twice: the second call must change nothing.
+        # Twice: the second call must change no parameter.
         plan = [("train", none), ("train", none), *plan]
         if callable(getattr(type(optimizer), "eval", None)):
             plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
@@ -293,7 +298,7 @@ def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -
 
 
 def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Steps in each of which another member has no gradient."""
+    """Returns steps in each of which another member has no gradient."""
     plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
     plan = [(method, present) for method, present in plan if any(present)]
     plan.append(("step", [True] * len(members)))
@@ -304,13 +309,13 @@ def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) 
 
 @dataclass(eq=False)
 class _Comparison:
-    """Compares steps of all members together with steps of one at a time."""
+    """Compares steps of all members together with steps of one member at a time."""
 
     optimizer: torch.optim.Optimizer
     begin: SharedValues
     members: Sequence[_Member]
     manner: Manner
-    spread: bool  # see `_Joint`
+    spread: bool  # see `_Joint.__init__`
 
     def __post_init__(self) -> None:
         try:
@@ -318,14 +323,14 @@ class _Comparison:
             self._joint = _Joint(self.optimizer, self.begin, self.members, spread=self.spread)
         except Exception as error:
             raise refused(
-                self.optimizer, f"what it holds cannot be copied ({type(error).__name__}: {error})"
+                self.optimizer, f"its attributes and options cannot be copied ({type(error).__name__}: {error})"
             ) from error
         self._last = ""
-        # The numbers of groups in which torch's step keeps the state of several parameters as one.
+        # The numbers of groups in which torch's step keeps the state of several parameters as one stack.
         self.stacked: set[int] = set()
 
     def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
-        """Run the plan; returns the shared values at the end."""
+        """Makes the calls of `plan`; returns the shared values at the end."""
         for method, present in plan:
             gradients = [
                 member.drawn(generator) if there else None for member, there in zip(self.members, present, strict=True)
@@ -343,14 +348,14 @@ class _Comparison:
             raise
         except Exception as error:
             if self.spread:
-                # torch's own step fails, too: there is nothing to compare.
+                # torch's own step fails with these gradients, too: no result to compare.
                 return False
             raise refused(
                 optimizer, f"its {method} failed on small parameters ({type(error).__name__}: {error})"
             ) from error
         idle = method in MODES and self._last in ("", method)
         if idle and not same(before, self._joint.now()[:2]):
-            raise refused(optimizer, f"its {method} changes parameters also where there is nothing to change")
+            raise refused(optimizer, f"its {method} changes parameters even if there is nothing to change")
         self._last = method
         try:
             self._one_by_one.do(method, gradients)
@@ -370,10 +375,9 @@ class _Comparison:
         if differs is not None:
             raise refused(
                 self.optimizer,
-                f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be "
-                "another",
+                f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would differ",
             )
-        # Before its first gradient a member may have state that `__init__` made (Adagrad), which does not count yet.
+        # State that `__init__` made (Adagrad) is compared only after the member's first gradient.
         begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
         stacks = _stacks(begun, other_states)
         if stacks is None or not same(values, others):
@@ -387,16 +391,16 @@ class _Comparison:
 
 
 def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> set[int] | None:
-    """The numbers of states that are stacks of their own alone and of the next ones, which then have none.
+    """Returns the numbers of states that stack the states of their member and of the next ones, whose own are empty.
 
-    None where a state differs otherwise.
+    Returns None if a state differs in another way.
     """
     found, number = set(), 0
     while number < len(joint):
         state, count = joint[number], 1
         if not same(state, others[number]):
             plain = {name: value for name, value in state.items() if type(value) is torch.Tensor and value.dim()}
-            # Others, as sparse ones, have no slices that could be compared.
+            # Tensors of other layouts, such as sparse ones, have no slices to compare.
             tensors = {name: value for name, value in plain.items() if value.layout == torch.strided}
             count = min(map(len, tensors.values()), default=0)
             if count < 2 or any(joint[number + 1 : number + count]):
@@ -410,25 +414,25 @@ def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
-    """The error for an optimizer that cannot stream, with the reason."""
+    """Returns the error for an optimizer that cannot run on streamed state, with the reason `why`."""
     return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")
 
 
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
 ) -> tuple[dict[SharedName, Any], Manner]:
-    """Reject an optimizer whose parameters do not get the same bits together and one at a time.
+    """Rejects an optimizer whose parameters get other bits one at a time than together; see [Note: One at a time].
 
-    Small parameters are stepped several times, all with a gradient, then some without. `train()` and `eval()` are tried
-    too, where the class has them. Returns the values that a step changes for all parameters alike, as at the end of the
-    trial, and the first manner that works, in which the optimizer is then run for one parameter.
+    Steps small parameters several times, first all with a gradient, then some without, and also calls `train()` and
+    `eval()` if the class has them. Returns the values that a step changes for all parameters alike, as at the end of
+    the trial, and the first `Manner` in which the bits agree.
     """
     first: ConfigError | None = None
     for omits, zeros in itertools.product((False, True), repeat=2):
         try:
             return _tried(optimizer, master_dtype, Manner(omits=omits, zeros=zeros))
         except ConfigError as error:
-            # A manner in which the code runs, and differs, explains more than one in which it fails.
+            # The error of code that runs, and differs, explains more than that of code that fails.
             if first is None or (first.__cause__ is not None and error.__cause__ is None):
                 first = error
     assert first is not None
@@ -456,7 +460,7 @@ def _tried(
         name, scratch = other.place.name, manner.scratch
         is_attribute = other.place.group is None and name not in scratch
         if is_attribute and type(begin.attributes.get(name)) is torch.Tensor:
-            # The trial fails again where an update reads it before it writes it.
+            # If an update reads the attribute before it writes it, the repeated trial fails, too.
             return _tried(optimizer, master_dtype, replace(manner, scratch=scratch | {name}))
         raise refused(optimizer, f"its step changes {other} by values of single parameters") from None
     changes = without_scratch(begin.changes(after), manner.scratch)

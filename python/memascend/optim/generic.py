@@ -39,48 +39,49 @@ if TYPE_CHECKING:
     from memascend.optim.state import StateLayout
     from memascend.storage import Chunk
 
-    # Takes the changes of a run beside its parameter and the parameter's state.
+    # Called with the changes that a run made to values other than its parameter and the parameter's state.
     Ended = Callable[[dict[SharedName, Any]], None]
 
 
 class Given(NamedTuple):
-    """What an update is given beside its chunks."""
+    """The arguments of an update other than its chunks."""
 
-    sparse: torch.Tensor | None = None  # the parameter's gradient, in place of the chunks'; then a chunk has all of it
+    sparse: torch.Tensor | None = None  # replaces the chunks' gradient; one chunk then has the whole parameter
     factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's own type, in this order
-    grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
+    grad_scale: float = 1.0  # multiplies the gradient after `factors`, in the dtype in which the update computes
 
 
 @dataclass(kw_only=True, eq=False)
 class OwnUpdate:
-    """One update of one parameter, for `Engine.apply` with `whole=layout.whole`.
+    """One update of one parameter by the optimizer's own step, for `Engine.apply` with `whole=layout.whole`.
 
-    It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
+    The step runs on the memory of the chunks; state tensors that it allocates are copied into the chunks' state.
     """
 
     optimizer: torch.optim.Optimizer
-    group: int  # the number of its group
+    group: int  # the number of the parameter's group
     layout: StateLayout
     given: Given
-    ended: Ended  # takes the options and attributes that the run changed, on the engine's thread
+    ended: Ended  # called on the engine's thread after the last chunk
     first: bool  # the parameter has no state yet
-    method: str  # "step"; any other one is run without a gradient
+    method: str  # the method to run; any other than "step" runs without a gradient
 
     def __post_init__(self) -> None:
         self._is_known = known(self.optimizer)
-        # Taken now: the chunks come on the engine's thread, while a scheduler may already be at the next step's.
+        # Copied here: chunks arrive on the engine's thread, when a scheduler may have set the next step's options
+        # already.
         shared = SharedValues.of(self.optimizer)
         if self._is_known:
-            # A class that we do not know may read its first group, whichever the parameter is in, and write to any.
+            # Only for torch's own classes: another class may read its first group, or write to any group.
             self._begin = SharedValues(shared.attributes, copied([shared.groups[self.group]]))
             self.group = 0
         else:
             self._begin = shared.copy()
-        # The scalars as they were before the update: each chunk advances a copy.
+        # The scalars as they were before the update: each chunk advances a copy of them.
         self._scalars: dict[str, torch.Tensor] = {}
 
     def __call__(self, chunk: Chunk) -> None:
-        """Update the part of the parameter that a chunk has."""
+        """Updates the part of the parameter in `chunk`."""
         layout = self.layout
         whole = chunk.start == 0 and chunk.last
         assert whole or not layout.whole, "the update needs the whole parameter at once"
@@ -103,7 +104,7 @@ class OwnUpdate:
             self.ended({} if self._is_known else changes_alone(self._begin, copy, self.group, layout.manner))
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
-        """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
+        """Returns `tensor` with the parameter's shape and strides; flat if it is only a part of the parameter."""
         if not whole:
             return tensor.reshape(-1)
         return tensor if tensor.shape == self.layout.shape else tensor.as_strided(self.layout.shape, self.layout.stride)
@@ -120,7 +121,7 @@ class OwnUpdate:
         return gradient if scale == 1.0 else gradient * scale
 
     def _shared(self, name: str) -> bool:
-        """Whether every chunk has the same tensor under that name."""
+        """True if all chunks share one tensor of that name, because its shape is not the parameter's."""
         return self.layout.tensors[name].shape != self.layout.shape
 
     def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class OwnUpdate:
                 raise self._unfit(name, value)
             tensors = {name: value} if parts is None else parts.apart(name, value)
             for part, tensor in tensors.items():
-                # Every chunk writes the same values to shared state: each began from a copy.
+                # Every chunk writes the same values to shared state, because each began with a copy.
                 self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
@@ -185,14 +186,14 @@ class OwnUpdate:
 def import_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """The state that the optimizer already has for `parameter`, as tensors for the store, and how many updates made it.
+    """Returns the optimizer's existing state for `parameter` as tensors for the store, and its number of updates.
 
-    The optimizer's own tensors where they fit; no master. State that torch does not count counts as one update, so that
-    0 means none.
+    Shares memory with the optimizer's tensors where dtype and layout match; has no master. State without a step count
+    counts as one update, so that 0 means no state.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
-    # State on "meta" was made with the parameter and holds nothing yet.
+    # State on "meta" was made with the parameter and has no values yet.
     if not existing or any(isinstance(value, torch.Tensor) and value.is_meta for value in existing.values()):
         return {}, 0
     missing = [name for name in layout.names if name not in existing]
@@ -218,13 +219,13 @@ def import_state(
                     f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
                     f"{list(described.shape)}; start without its state"
                 )
-            # With the parameter's strides where it has the parameter's shape, else row by row.
+            # A tensor of the parameter's shape gets the parameter's strides; others are contiguous.
             state[part] = laid_out(plain, layout.stride) if plain.shape == layout.shape else plain.contiguous()
     return state, max(1, int(existing.get("step", 1)))
 
 
 def _kind(value: Any) -> object:
-    """The traits of an option's value on which the code that runs depends."""
+    """Returns the traits of an option's value that decide which code of the optimizer runs."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.device
     if isinstance(value, list | tuple):
@@ -238,21 +239,22 @@ def _kind(value: Any) -> object:
 
 @dataclass(eq=False)
 class Runs:
-    """One optimizer, and the runs of its own code: the kinds that succeeded, and the changes by the runs of a step.
+    """Makes the updates by one optimizer's own code, and collects the shared values that they change.
 
-    Changes beside their parameters are collected until all runs have ended, and are then adopted.
+    A run's changes to values other than its parameter and state are set on the optimizer by `adopt`, after all runs of
+    the step have ended.
     """
 
     optimizer: torch.optim.Optimizer
-    examples: dict[SharedName, Any]  # values that steps change, as a step leaves them
+    examples: dict[SharedName, Any]  # values that steps change, as a step leaves them: `restore` needs their types
     manner: Manner
-    first_group: int  # its number among the groups of all optimizers
+    first_group: int  # the number of the optimizer's first group among the groups of all optimizers
 
     def __post_init__(self) -> None:
-        # It is torch's own, whose code changes nothing beside parameters and their state.
+        # True for torch's own classes, whose code changes only parameters and their state.
         self.is_known = known(self.optimizer)
         self._kinds_ended: set[Hashable] = set()
-        # By the names of parameters: the number of the group, and the changes of the last run.
+        # By parameter name: the number of its group, and the changes by its last run.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
     def update(
@@ -266,9 +268,9 @@ class Runs:
         first: bool,
         method: str = "step",
     ) -> tuple[OwnUpdate, bool]:
-        """An update of a parameter of `dtype`, and whether it may be called after the commit, when it must not fail.
+        """Returns the update of a parameter of `dtype`, and whether it may run after the commit, when it must not fail.
 
-        Only torch's own code may, once a run of the same kind and with the same options has ended well.
+        True only for torch's own code, once a run of the same kind and with the same options has succeeded.
         """
         self._ends.pop(name, None)
         options = self.optimizer.param_groups[group].items()
@@ -300,10 +302,10 @@ class Runs:
     def adopt(
         self, names: Iterable[str], finish: Callable[[], None], changed: Mapping[SharedName, Any] | None = None
     ) -> Callable[[], None]:
-        """Set the values that the runs of these parameters changed; returns the function that reverts it.
+        """Sets the values that the runs of parameters `names` changed; returns a function that reverts that.
 
-        `finish` waits until all runs have ended. `changed`: the changes that each run must make; they are set also
-        where there are no runs.
+        `finish` waits until all runs have ended. `changed`: the changes that each run must have made; they are set even
+        if no parameter had a run.
         """
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
@@ -328,7 +330,7 @@ class Runs:
         return revert
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
-        """The changes by `train()` or `eval()` for all parameters alike, found on a copy; nothing is set."""
+        """Returns the changes by `train()` or `eval()` for all parameters alike, from a call on a copy."""
         if not callable(getattr(type(self.optimizer), mode, None)):
             return {}
         begin = SharedValues.of(self.optimizer).copy()
@@ -342,13 +344,13 @@ class Runs:
         return vars(self.optimizer) if place.group is None else self.optimizer.param_groups[place.group]
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that steps change, as JSON; changed options of groups are stored with all options."""
+        """Returns the attributes that steps change, as JSON; changed options are stored with the groups' options."""
         now = attributes_of(self.optimizer)
         names = [place.name for place in self.examples if place.group is None]
         return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set stored attributes; `undo` restores the optimizer's own."""
+        """Sets stored attributes; `undo` restores the optimizer's own."""
         for name, value in attributes.items():
             place = SharedName(None, name)
             own = attributes_of(self.optimizer).get(name, GONE)

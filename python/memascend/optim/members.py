@@ -1,4 +1,4 @@
-"""The optimizers that offload() is given: unwrapped, joined where there are several, and who owns which parameter."""
+"""Unwraps and joins the optimizers that `offload()` is given, and records which of them owns which parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """The optimizers of a list that `offload()` is given. This one is never stepped."""
+    """The optimizers of a list that `offload()` was given, as one; its own `step()` never runs."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        """The groups are the members' own dicts, so that an option set on either is set on both."""
-        # torch's own __init__ would reject groups with names of parameters beside groups without.
+        """Takes the members' own group dicts, so that an option set in a member is set in this optimizer, too."""
+        # Optimizer.__init__ is not called: it rejects groups with parameter names beside groups without.
         self.members = tuple(members)
         self.param_groups = [group for member in self.members for group in member.param_groups]
         first, *others = self.members
@@ -29,12 +29,12 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that this one stands for: itself, unless it joins several."""
+    """Returns the joined optimizers, or the optimizer itself if it joins none."""
     return optimizer.members if isinstance(optimizer, JoinedOptimizers) else (optimizer,)
 
 
 def joined(optimizers: Sequence[Any]) -> Any:
-    """One optimizer for those of a list; a list of one gives that one."""
+    """Returns one optimizer for those of a list; for a list of one, that one."""
     if not optimizers:
         raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
     for place, one in enumerate(optimizers):
@@ -46,12 +46,12 @@ def joined(optimizers: Sequence[Any]) -> Any:
 
 
 def title_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's name in stores and checkpoints: "AdamW", "Muon + AdamW"."""
+    """Returns the optimizer's name in stores and checkpoints: "AdamW", or "Muon + AdamW"."""
     return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def roster_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The committed list of several optimizers: the class and number of groups of each; empty for one alone."""
+    """Returns the class and number of groups of each joined optimizer, for commits; empty for a single one."""
     members = members_of(optimizer)
     if len(members) == 1:
         return []
@@ -59,7 +59,7 @@ def roster_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def is_roster(value: Any) -> bool:
-    """Whether a value that was read has the form that `roster_of` makes."""
+    """True if a value from a store or checkpoint has the form of `roster_of`'s result."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("optimizer"), str) and isinstance(one.get("groups"), int)
         for one in value
@@ -67,7 +67,7 @@ def is_roster(value: Any) -> bool:
 
 
 def is_owners(value: Any) -> bool:
-    """Whether a value that was read has the form that `GroupOwners.runs` makes."""
+    """True if a value from a store or checkpoint has the form of `GroupOwners.runs`'s result."""
     return (
         isinstance(value, list)
         and len(value) % 2 == 0
@@ -76,7 +76,7 @@ def is_owners(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Reject a store or checkpoint (`where`) that was made with other optimizers; `stored` is empty for one alone."""
+    """Rejects a store or checkpoint (`where`) of other optimizers; `stored` is empty if it had a single optimizer."""
     if [(one["optimizer"], one["groups"]) for one in own] != [(one["optimizer"], one["groups"]) for one in stored]:
         had, has = _listed(stored), _listed(own)
         raise ConfigError(
@@ -84,33 +84,33 @@ def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[st
         )
 
 
-# More runs than a model of thousands of layers has: a commit holds 128 KiB of options at most.
+# More runs than a model of thousands of layers needs; a commit has room for 128 KiB of options.
 _RUNS_MAX = 4096
 
 
 class GroupOwners:
-    """Which group has each parameter, as it is committed and compared: stored options go to groups by their number.
+    """The group of each parameter, for commits: stored options are given to groups by number, so the groups must match.
 
-    It is committed as runs, in the order of the parameters' names: a group's number, the count of parameters of that
-    group that follow each other, and so on.
+    A commit stores it as runs, in the order of parameter names: a group's number, then how many consecutive parameters
+    that group owns, and so on.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """`names` are those of the parameters, by id; a rank has only those of which it has rows."""
+        """`names` has the parameters' names by id; on a rank, only parameters with rows on that rank."""
         groups = optimizer.param_groups
         owned = [(id(one), number) for number, group in enumerate(groups) for one in group["params"]]
         self._owners = dict(sorted((names[one], number) for one, number in owned if one in names))
         self._count = len(groups)
 
     def runs(self) -> list[int]:
-        """The committed value; empty where there is one group alone, or too many runs."""
+        """Returns the runs for a commit; empty if only one group exists, or if there are too many runs."""
         runs = [(number, sum(1 for _ in run)) for number, run in groupby(self._owners.values())]
         return list(chain(*runs)) if self._count > 1 and len(runs) <= _RUNS_MAX else []
 
     def require_same(self, groups: int, runs: Sequence[int], where: str) -> None:
-        """Reject stored options of so many `groups`, from `where`, if the groups had other parameters (see `runs`)."""
-        # Another number of groups has a check of its own. A rank without rows of some parameters leaves the comparison
-        # to the first rank, which has rows of all.
+        """Rejects stored options (from `where`) of `groups` groups if these owned other parameters than now."""
+        # `require_as_many` checks the number of groups. On a rank without rows of some parameters the counts differ:
+        # the first rank, which has rows of all parameters, makes the comparison.
         if groups != self._count or sum(runs[1::2]) != len(self._owners):
             return
         stored = [number for number, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
@@ -133,7 +133,7 @@ def _listed(roster: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject a parameter that several of the optimizers own."""
+    """Rejects a parameter that more than one optimizer owns."""
     owners: dict[int, torch.optim.Optimizer] = {}
     for member in members_of(optimizer):
         for group in member.param_groups:
@@ -148,19 +148,19 @@ def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torc
 
 
 class JoinedHooks(OrderedDict[int, Any]):
-    """The hooks that are registered with the optimizer that is returned, and those of all originals."""
+    """The hooks of the returned optimizer, together with those of the original optimizers."""
 
     def __init__(self, members: Iterable[dict[int, Any]]) -> None:
         super().__init__()
         self._members = tuple(members)
 
     def values(self) -> Any:
-        """The hooks, those of the originals first, in their order."""
+        """Returns all hooks: the originals' first, in their order."""
         return list(chain(*(member.values() for member in self._members), super().values()))
 
 
-# Wrappers by their class, since neither library need be installed: the attribute that has the optimizer, and the call
-# that wraps it.
+# The wrapper classes, by module and name, because neither library need be installed: the attribute that has the
+# optimizer, and the call that wraps it.
 _WRAPPERS = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): ("optimizer", "accelerator.prepare()"),
     ("lightning.fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
@@ -169,7 +169,7 @@ _WRAPPERS = {
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps, without the wrapper of accelerate or Fabric; those of a list as one."""
+    """Returns the optimizer inside a wrapper of accelerate or Fabric; joins the optimizers of a list."""
     if isinstance(optimizer, list | tuple):
         return joined([_unwrapped(one) for one in optimizer])
     return _unwrapped(optimizer)
@@ -189,7 +189,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _more_than_steps(wrapper: Any) -> str | None:
-    """What a wrapper does beside passing steps on, in words."""
+    """Describes the effect of a wrapper besides passing steps on; None if it only passes steps on."""
     if hasattr(wrapper, "gradient_state"):
         if wrapper.scaler is not None:
             return "the AcceleratedOptimizer scales gradients (fp16)"
@@ -209,7 +209,7 @@ def _wrapper(optimizer: Any) -> tuple[str, str] | None:
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
-    """Put the offloaded optimizer into the wrapper of the original, which then stays usable."""
+    """Puts the offloaded optimizer into the original's wrapper, so that the user's reference stays valid."""
     found = _wrapper(optimizer)
     if found is not None:
         setattr(optimizer, found[0], offloaded)

@@ -1,4 +1,4 @@
-"""Chooses how each parameter is updated, by the engine or by the optimizer's own code, and with which state."""
+"""Chooses how each parameter is updated, by the engine or by the optimizer's own code, and in which form of state."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(kw_only=True, eq=False)
 class _Rule:
-    """How one parameter is updated, and the state that this takes; chosen once, before there is a store."""
+    """The update of one parameter and the form of its state; `Arithmetic` chooses it once, before the store exists."""
 
     arithmetic: Arithmetic
-    code: Runs  # the optimizer, and the runs of its own code
-    number: int  # of its group, among those of all optimizers
+    code: Runs  # the optimizer that owns the parameter, and the runs of its own code
+    number: int  # the number of the parameter's group among the groups of all optimizers
     name: str
     parameter: torch.Tensor
-    format: str | None  # the engine's format of the state; None where the state has torch's tensors
-    sparse: bool  # its gradients may be, so that it is updated whole
+    format: str | None  # the engine's format of the state; None if the state has torch's tensors
+    sparse: bool  # the parameter's gradients may be sparse, so it is updated whole
 
-    # Whether updates draw random bits.
+    # True if updates draw random bits, for stochastic rounding.
     draws: bool = field(init=False, default=False)
-    # The layout of the state, where a whole parameter is updated at once.
+    # The layout of the state if updates need the whole parameter at once; else None.
     whole: StateLayout | None = field(init=False, default=None)
-    # Whether updates need the values, for the plan.
+    # Whether updates need the parameter's values, in memory or read from storage; for the plan.
     needs_values: Literal["resident", "read", "never"] = field(init=False, default="never")
-    # Whether updates are the engine's own, so that they can be replayed from their gradients alone.
+    # True if only the engine's own arithmetic updates the parameter, so that updates can be replayed from gradients.
     is_replayed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        # As the parameter is before it is offloaded.
+        # Copied before the parameter is offloaded.
         self._shape, self._dtype = self.parameter.shape, self.parameter.dtype
         self._stride = dense_strides(self.parameter)
 
@@ -71,17 +71,17 @@ class _Rule:
 
     @property
     def has_master(self) -> bool:
-        """Whether the engine's format keeps a master of 16-bit values."""
+        """True if the state has an fp32 master weight for 16-bit values (unless they are rounded stochastically)."""
         return not (self.format or "").startswith("stochastic")
 
     def options(self) -> dict[str, Any]:
-        """What an update would use now of the group's options."""
+        """Returns the options of the group as an update would use them at present."""
         raise NotImplementedError
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum | None:
-        """The engine's arguments for the update after `done` ones, by a gradient that is multiplied by `scale`.
+        """Returns the engine's arguments for update number `done + 1`, with the gradient multiplied by `scale`.
 
-        None where the optimizer's own code has to run with these options.
+        Returns None if the optimizer's own code has to run with these options.
         """
         raise NotImplementedError
 
@@ -96,11 +96,11 @@ class _Rule:
         values: torch.Tensor | None = None,
         early: bool = False,
     ) -> dict[str, Any] | None:
-        """Begin the update after `done` ones by a gradient in memory, multiplied by `scale`; returns its options.
+        """Begins update number `done + 1` by `gradient`, multiplied by `scale`; returns the options that it uses.
 
-        Without a gradient, by the one that was spilled, multiplied by each of `factors` in turn, then `scale`. `values`
-        are the parameter's, where they are in memory. `early`: only with the engine's own arithmetic, and the gradient
-        is spilled as well; None: the optimizer's own code would have to run, and nothing has begun.
+        If `gradient` is None, uses the spilled gradient, multiplied by each of `factors` in turn, then by `scale`.
+        `values` are the parameter's, if they are in memory. With `early`, the gradient is spilled as well, and only the
+        engine's own arithmetic may run: returns None, and begins nothing, if the optimizer's own code would have to.
         """
         options = self.options()
         is_sparse = gradient is not None and gradient.is_sparse
@@ -108,7 +108,7 @@ class _Rule:
         if numbers is None:
             if early:
                 return None
-            # The rows of a sparse one are few, and looked up by the engine's thread.
+            # The sparse tensor has few rows, and the engine's thread looks them up.
             sparse = gradient.cpu() if gradient is not None and is_sparse else None
             given = Given(sparse, tuple(factors), scale)
             self._run(engine, done, given, gradient if sparse is None else sparse.to_dense(), values=values)
@@ -119,45 +119,45 @@ class _Rule:
         return options
 
     def _run(self, *_: Any, **__: Any) -> None:
-        """Begin a run of the optimizer's own code, which only `OwnRule` has."""
+        """Begins a run of the optimizer's own code; only `OwnRule` supports it."""
         raise UsageError(
             f"{type(self.code.optimizer).__name__} does not support sparse gradients, and {self.name!r} has one; use "
             "SparseAdam or SGD, or an embedding without sparse=True"
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """Stage what the optimizer's `train()` or `eval()` does to the parameter; returns whether there is anything."""
+        """Stages the changes by the optimizer's `train()` or `eval()` to the parameter; returns False if none."""
         del engine, mode, done
         return False
 
 
 @dataclass(kw_only=True, eq=False)
 class EngineRule(_Rule):
-    """Adam or SGD with momentum, by the engine's own arithmetic on state in its own form."""
+    """Adam, or SGD with momentum, by the engine's arithmetic on state in the engine's form."""
 
     kind: Literal["adam", "momentum"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A momentum in bfloat16 is rounded to nearest.
+        # A momentum in bfloat16 is rounded to nearest, without random bits.
         self.draws = not self.has_master or (self.kind == "adam" and "bf16" in (self.format or ""))
         needs_none = self.has_master and self._dtype == torch.float16
         self.needs_values = "never" if needs_none else "resident"
         self.is_replayed = not self.sparse
-        # The format of its state, of which the engine knows "compact" by its tensors, too; None: plain tensors.
+        # The format of the state; None: plain tensors. The engine recognises "compact" by its tensors alone.
         self._form = self.format or ("compact" if self._dtype == torch.bfloat16 else None)
 
     def describe(self) -> dict[str, torch.Tensor]:
-        """The state tensors, on meta."""
+        """Returns the state tensors, on meta."""
         meta = self._empty("meta")
         return adam_state(meta) if self._form is None else state_tensors(meta, self._form, self.kind)
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that the optimizer has already, and the number of updates that made it."""
+        """Returns the optimizer's existing state and the number of updates that made it."""
         state = self.code.optimizer.state.get(self.parameter) or {}
         names = ("exp_avg", "exp_avg_sq", "momentum_buffer")
         found = {name: self._laid_out(state[name]) for name in names if state.get(name) is not None}
-        # SGD counts no steps; a momentum means that there was one.
+        # SGD counts no steps; an existing momentum means at least one.
         step = int(state.get("step", "momentum_buffer" in found))
         if found and self._dtype != torch.float32 and self.has_master:
             found["master"] = self._laid_out(self.parameter)
@@ -167,7 +167,7 @@ class EngineRule(_Rule):
         return self._empty("cpu", torch.float32).copy_(tensor)
 
     def options(self) -> dict[str, Any]:
-        """See `_Rule`."""
+        """Implements `_Rule.options`."""
         group = self._group
         if group.get("amsgrad") if self.kind == "adam" else not group["momentum"]:
             raise UsageError(
@@ -187,25 +187,25 @@ class EngineRule(_Rule):
         return self.arithmetic.shared(self.number, options)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum:
-        """See `_Rule`."""
+        """Implements `_Rule.numbers`."""
         kind: Any = Adam if self.kind == "adam" else Momentum
         return kind(step=done + 1, grad_scale=scale, seed=self.arithmetic.seed, **options)  # type: ignore[no-any-return]
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
-        """What storage has after `done` updates, by torch's names, and the master."""
+        """Returns the stored state after `done` updates, by torch's names, with the master."""
         form = self._form
         found = {"master": values, **state} if form is None else decode_state(values, state, form)
         master = {"master": found.pop("master")}
         if done == 0:
             return master
-        # SGD counts no steps.
+        # SGD has no step count in torch.
         step = {"step": torch.tensor(float(done), dtype=torch.float32, device="cpu")} if self.kind == "adam" else {}
         return {**step, **found, **master}
 
 
 @dataclass(kw_only=True, eq=False)
 class OwnRule(_Rule):
-    """Any optimizer, on its own state: by its own code, or for plain SGD by the engine's arithmetic with equal bits."""
+    """Any optimizer on its own state: by its own code, or for plain SGD by engine arithmetic with equal bits."""
 
     layout: StateLayout
 
@@ -216,28 +216,28 @@ class OwnRule(_Rule):
         if self._dtype != torch.float32 and self.format is None and not self.is_replayed:
             self.needs_values = "read"
         else:
-            # torch's own code reads values where they have a format; with a master they are only written.
+            # With a format, torch's own code reads the values; with a master they are only written.
             self.needs_values = "resident" if self._dtype == torch.float32 or self.format else "never"
 
     def describe(self) -> dict[str, torch.Tensor]:
-        """The state tensors, on meta."""
+        """Returns the state tensors, on meta."""
         if self.format is None:
             return dict(self.layout.tensors)
         return state_tensors(self._empty("meta"), self.format, "momentum")
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that the optimizer has already, and the number of updates that made it."""
+        """Returns the optimizer's existing state and the number of updates that made it."""
         return import_state(self.code.optimizer, self.parameter, self.layout)
 
     def options(self) -> dict[str, Any]:
-        """See `_Rule`."""
+        """Implements `_Rule.options`."""
         return group_options(self._group)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
-        """The engine's arguments for SGD whose bits are those of torch's code that is not fused.
+        """Returns the engine's arguments for SGD, whose bits are those of torch's code that is not fused.
 
-        With momentum, torch's fused kernel has other bits. torch's own code also handles options that are no numbers
-        in their ranges, or that need other state than there is.
+        Returns None for `fused=True` (with momentum, torch's fused kernel has other bits), and for options that only
+        torch's own code handles: numbers out of range, or a momentum that does not match the state.
         """
         if type(self.code.optimizer) is not torch.optim.SGD:
             return None
@@ -283,16 +283,16 @@ class OwnRule(_Rule):
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """See `_Rule`."""
+        """Implements `_Rule.switch`."""
         if done == 0:
-            # Before its first step there is nothing to do, which offload() has tried.
+            # offload() has verified that a change of mode before the first step does nothing.
             return False
-        # The engine takes a gradient. Nothing reads this one, and pages that are never written take no memory.
+        # The engine requires a gradient. No code reads this one, and pages that are never written take no memory.
         self._run(engine, done, Given(), self._empty("cpu"), method=mode)
         return True
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
-        """What storage has after `done` updates, by torch's names, and the master."""
+        """Returns the stored state after `done` updates, by torch's names, with the master."""
         if self.format is not None:
             state = decode_state(values, state, self.format)
         master = {"master": state.pop("master", values)}
@@ -309,10 +309,10 @@ def takes_engine_state(
     master_dtype: torch.dtype | None,
     given: str | None,
 ) -> Literal["adam", "momentum"] | None:
-    """The engine's arithmetic for a parameter of `dtype` in `group`; None where its state is the optimizer's own.
+    """Returns the engine's arithmetic for a parameter of `dtype` in `group`, or None if it keeps the optimizer's state.
 
-    Adam and AdamW, by their exact type, run there where master and moments are float32, or in a format (`given`). SGD
-    does where its momentum is in a format.
+    The engine runs Adam and AdamW (exact types) if master and moments are float32 or in a format (`given`), and SGD if
+    its momentum is in a format.
     """
     kind = engine_kind(optimizer)
     if kind == "adam":
@@ -322,10 +322,10 @@ def takes_engine_state(
 
 
 class Arithmetic:
-    """The rules of all parameters, and the optimizers that own them.
+    """Holds the rules of all parameters, and the optimizers that own the parameters.
 
-    `sparse` has the ids of parameters whose gradients may be sparse: these are updated whole. `formats` are those of
-    the state; of several optimizers, of those that have such formats. `names` are of the parameters, by id.
+    `sparse` has the ids of parameters whose gradients may be sparse: they are updated whole. `formats` has the state
+    formats; only members that support one get it. `names` has the parameters' names by id.
     """
 
     def __init__(
@@ -338,9 +338,9 @@ class Arithmetic:
     ) -> None:
         self.optimizer = optimizer
         self.seed = formats.seed
-        # By the ids of parameters.
+        # By `id()` of the parameter.
         self.rules: dict[int, Rule] = {}
-        # The last ones of each group, by its number.
+        # The most recent options of each group, by the group's number.
         self._options: dict[int, dict[str, Any]] = {}
         members, first = [], 0
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
@@ -365,35 +365,35 @@ class Arithmetic:
         self._owners = GroupOwners(optimizer, names)
 
     def shared(self, group: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Equal options as one object, which thousands of parameters of a group share."""
+        """Returns one shared object for equal options, because a group may have thousands of parameters."""
         if self._options.get(group) != options:
             self._options[group] = options
         return self._options[group]
 
     def of(self, parameter: torch.Tensor) -> Rule:
-        """The rule of a parameter."""
+        """Returns the rule of `parameter`."""
         return self.rules[id(parameter)]
 
     @property
     def whole_bytes(self) -> int:
-        """Memory for the largest parameter that is updated whole."""
+        """Bytes of memory for the largest parameter that is updated whole."""
         return _aligned(rule.whole.whole_bytes for rule in self.rules.values() if rule.whole is not None)
 
     @property
     def whole_next_bytes(self) -> int:
-        """Memory for the smaller of any two such that follow each other: one is read while the other is updated."""
+        """Bytes to read a parameter while the one before it is updated whole; the smaller of each such pair counts."""
         found = [(rule.code, rule.whole.stored_bytes) for rule in self.rules.values() if rule.whole is not None]
         return _aligned(min(one, other) for (code, one), (after, other) in pairwise(found) if code is after)
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
-        """Whether updates need the values, for the plan."""
+        """The strongest need of any rule for the parameter's values, for the plan."""
         needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 
     @property
     def examples(self) -> dict[SharedName, Any]:
-        """Options that steps change, by the numbers of groups among those of all optimizers."""
+        """Group options that steps change, by group number among the groups of all optimizers."""
         return {
             SharedName(place.group + member.first_group, place.name): value
             for member in self.members
@@ -407,76 +407,74 @@ class Arithmetic:
         finish: Callable[[], None],
         changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
     ) -> Callable[[], None]:
-        """Set the values that the runs of these parameters changed; returns the function that reverts it.
+        """Sets the values that the runs of parameters `names` changed; returns a function that reverts that.
 
-        `changed` is the result of `switched`; None: a step was made. See `Runs.adopt`.
+        `changed` is the result of `switched`, or None after a step. See `Runs.adopt`.
         """
         with contextlib.ExitStack() as undo:
             for member in self.members:
                 first = member.first_group
-                # A known one changes nothing, so that there is nothing to wait for.
+                # torch's own classes change no shared values: do not wait for their runs.
                 if not member.is_known and (changed is None or first in changed):
                     undo.callback(member.adopt(names, finish, None if changed is None else changed[first]))
             return undo.pop_all().close
 
     def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
-        """The changes by `train()` or `eval()` for all parameters alike, by the first group of each optimizer."""
+        """Returns the changes by `train()` or `eval()` for all parameters alike, by first group of each optimizer."""
         found = {member.first_group: member.switched(mode) for member in self.members}
         return {first: changes for first, changes in found.items() if changes}
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that steps change, as JSON; of several optimizers by their numbers."""
+        """Returns the attributes that steps change, as JSON; of several optimizers, by the optimizer's number."""
         found = [{} if member.is_known else member.attributes() for member in self.members]
         if len(found) == 1:
             return found[0]
         return {str(number): attributes for number, attributes in enumerate(found) if attributes}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Set stored attributes; `undo` restores the optimizers' own."""
+        """Sets stored attributes; `undo` restores the optimizers' own."""
         for number, member in enumerate(self.members):
             own = attributes if len(self.members) == 1 else attributes.get(str(number), {})
             member.restore(own, undo)
 
     def committed(self) -> dict[str, Any]:
-        """What each commit has: the seed, where it is used, and which optimizer and group has which parameter."""
+        """Returns the entries for each commit: the seed, if used, the optimizers, and the group of each parameter."""
         seed = {"seed": self.seed} if any(rule.draws for rule in self.rules.values()) else {}
         found = {"members": self._roster, "owners": self._owners.runs()}
         return {**seed, **{name: value for name, value in found.items() if value}}
 
     def take_seed(self, stored: Mapping[str, Any]) -> None:
-        """Use the stored seed, where there is one."""
+        """Takes the stored seed, if rules use one and the commit has one."""
         if "seed" not in self.committed() or "seed" not in stored:
             return
         if self.seed not in (0, stored["seed"]):
-            warn(
-                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store"
-            )
+            warn(f"the stored seed stands: {stored['seed']}, and not {self.seed}; for another seed begin another store")
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
-        """Reject a commit that was made with other optimizers, or whose groups had other parameters."""
+        """Rejects a commit that was made with other optimizers, or whose groups had other parameters."""
         stored = stored or {}
         require_roster(self._roster, stored.get("members") or [], where)
         self._owners.require_same(len(stored.get("groups") or []), stored.get("owners") or [], where)
 
 
 def _aligned(sizes: Iterable[int]) -> int:
-    """The largest of them, of which each tensor begins on a line of the cache."""
+    """Returns the largest of `sizes` in whole pages, with room to begin each of 16 tensors on a cache line."""
     largest = max(sizes, default=0)
     return whole_pages(largest + 64 * 16) if largest else 0
 
 
 class GroupMembers:
-    """The parameters of each group, by which updates and their options were decided."""
+    """Records each group's parameters at offload(), for which the rules were chosen, to detect later changes."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Remember the current parameters of `groups`."""
+        """Records the current parameters of `groups`."""
         self._groups = groups
-        # With references to the parameters: a new one must not get the id of one that is gone.
+        # Holds references to the parameters: a new one cannot get the id of a deleted one.
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Compare with the current groups of an optimizer."""
+        """Raises UsageError if `groups` has other groups or parameters than recorded."""
         found = [group["params"] for group in groups]
         if groups is self._groups and [list(map(id, one)) for one in found] == [
             list(map(id, one)) for one in self._members
@@ -486,7 +484,7 @@ class GroupMembers:
         has = ", ".join(str(len(params)) for params in found) or "no"
         raise UsageError(
             "optimizer.param_groups has other groups, or other parameters in them, than at offload() "
-            f"({has} parameters, and had {had}), by which updates go: put "
-            "them back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
+            f"({has} parameters, and had {had}): put them "
+            "back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
             "in place, and for other groups save() and offload() anew"
         )

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
 
-# Tensors up to this size are copied for each update; a larger one is a table that steps only read.
+# Tensors up to this size are copied for each update; a larger tensor is a table that steps only read.
 _COPIED_NUMEL = 4096
 
 
 def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of nested containers and tensors; an object that is in several places stays one object.
+    """Returns a copy of nested containers and tensors; repeated references to one object stay references to one copy.
 
-    Large tensors and objects of other classes are not copied, unless the copy is `deep`: then it shares only functions,
-    classes and modules with the value. `memo` has the copies made so far, by the ids of their originals.
+    Large tensors and objects of other classes are shared, not copied, unless `deep`: then only functions, classes and
+    modules are shared. `memo` holds the copies made so far, by the ids of their originals.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)][0]
     made = _copied(value, deep=deep, memo=memo)
-    # With a reference to the value: a new object must not get its id.
+    # Holds a reference to the value: a new object cannot get its id.
     memo[id(value)] = made, value
     return made
 
@@ -57,7 +57,7 @@ def _copied(value: Any, *, deep: bool, memo: dict[int, Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two such copies are bit-identical."""
+    """True if two values, such as results of `copied`, are bit-identical."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, torch.Tensor):
@@ -89,53 +89,54 @@ def _same_tensor(one: Any, other: Any) -> bool:
     return same_bits(one, other)
 
 
-# Attributes that a copy does not take: the state, the groups, and those that scalers set.
+# Attributes that `attributes_of` leaves out: state and groups, which copies get separately, and values that scalers
+# set.
 _OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
 
 
 def named(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class in messages."""
+    """Returns the name of the optimizer's class for messages."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its attributes, but for groups, state, hooks and methods that others replaced, as schedulers do."""
+    """Returns the optimizer's attributes, without groups, state, hooks and methods that schedulers replaced."""
     return {
         name: value
         for name, value in vars(optimizer).items()
         if name not in _OWN
         and not name.startswith("_optimizer_")
         and not callable(getattr(torch.optim.Optimizer, name, None))
-        # A copy needs a bound method of its own.
+        # `cloned` binds such a method to the copy.
         and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
     }
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group's options, which later changes of the group do not reach."""
+    """Returns a copy of a group's options; later changes of the group do not affect it."""
     return {name: copied(value) for name, value in group.items() if name != "params"}
 
 
 def arithmetic_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's update: that of its master, where it has one."""
+    """Returns the dtype in which a parameter is updated: that of its master, if it has one."""
     return master_dtype if master_dtype is not None and dtype.itemsize == 2 else dtype
 
 
 def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users set on a parameter, which an optimizer may read."""
+    """Returns the attributes that users set on a parameter; an optimizer may read them."""
     return {name: value for name, value in vars(parameter).items() if not name.startswith("_memascend")}
 
 
 def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) -> torch.nn.Parameter:
-    """A parameter on the memory of `values`, with the attributes that users set on the real one."""
+    """Returns a parameter on the memory of `values`, with the user's attributes of the real parameter."""
     parameter = torch.nn.Parameter(values)
     vars(parameter).update(attributes or {})
     return parameter
 
 
 def give_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Have a step find this gradient."""
+    """Sets `parameter.grad` for a step of a copy."""
     parameter.grad = gradient
 
 
@@ -145,10 +146,10 @@ def cloned(
     groups: Sequence[dict[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> torch.optim.Optimizer:
-    """A copy of the same class as the original, with these attributes, groups and state.
+    """Returns a copy of the optimizer, of the same class, with these attributes, groups and state.
 
-    `__init__` does not run, since its arguments are unknown. Hooks do not run either: they belong to a whole step, and
-    a copy steps one parameter.
+    `__init__` does not run, because its arguments are unknown. The copy has no hooks: they belong to a whole step, and
+    a copy steps a single parameter.
     """
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)
@@ -166,16 +167,16 @@ def cloned(
 
 
 def run(copy: torch.optim.Optimizer, method: str = "step") -> None:
-    """Run a method of a copy, as its class has it."""
+    """Runs a method of a copy as its class defines it, without hooks."""
     function = getattr(type(copy), method)
-    # torch wraps the step of every class, so that hooks run, global ones included.
+    # torch wraps the step of every class to run hooks, including global ones.
     if getattr(function, "hooked", False):
         function = function.__wrapped__
     function(copy)
 
 
 def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
-    """Make the state of Adagrad, which some versions of torch make in `__init__` alone."""
+    """Creates the state of Adagrad, because some versions of torch create it in `__init__` alone."""
     begin = copy.defaults["initial_accumulator_value"]
     for group in copy.param_groups:
         for parameter in group["params"]:
@@ -185,12 +186,12 @@ def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
 
 
 _UNCHANGED = object()
-# Stands for a missing value, or for one that a step removed.
+# Marks a missing value, or one that a step removed.
 GONE = object()
 
 
 class SharedName(NamedTuple):
-    """The place of a value: an option of the group of that number, or an attribute of the optimizer."""
+    """The name of a shared value: an option of the group with that number, or an attribute (`group` is None)."""
 
     group: int | None
     name: str
@@ -200,7 +201,7 @@ class SharedName(NamedTuple):
 
 
 class Disagreement(Exception):
-    """Two parameters ended with different values."""
+    """Raised if the runs of two parameters left different values under one shared name."""
 
     def __init__(self, place: SharedName) -> None:
         super().__init__(str(place))
@@ -216,27 +217,27 @@ class SharedValues:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> SharedValues:
-        """The values of an optimizer, not copied."""
+        """Returns the optimizer's shared values, not copied."""
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         return cls(attributes_of(optimizer), groups)
 
     def copy(self, *, deep: bool = False) -> SharedValues:
-        """A copy of the values; see `copied`."""
-        # A default is often one tensor in all groups.
+        """Returns a copy; see `copied`."""
+        # Copied together: a default is often one tensor in all groups.
         attributes, groups = copied((self.attributes, self.groups), deep=deep)
         return SharedValues(attributes, groups)
 
     def changes(self, after: SharedValues) -> dict[SharedName, Any]:
-        """The values that differ in `after`."""
+        """Returns the values of `after` that differ from this object's; `GONE` for a removed one."""
         found = {SharedName(None, name): value for name, value in _changed(self.attributes, after.attributes).items()}
         for number, (before, group) in enumerate(zip(self.groups, after.groups, strict=True)):
             found |= {SharedName(number, name): value for name, value in _changed(before, group).items()}
         return found
 
     def with_changes(self, changes: Mapping[SharedName, Any]) -> SharedValues:
-        """A copy with some values changed."""
+        """Returns a copy with `changes` applied."""
         made = self.copy()
         for place, value in changes.items():
             put(made.attributes if place.group is None else made.groups[place.group], place.name, value)
@@ -253,9 +254,9 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[SharedName, Any]:
-    """The changes of a step, from the changes by the run of each parameter, with the number of its group.
+    """Returns the changes of a whole step, given each run's group number and the changes by that run.
 
-    An option of a group is decided by the runs of the group's own parameters; where there are none, by all others.
+    The runs of a group's own parameters decide about the group's options; if it had no runs, all other runs decide.
 
     Raises:
         Disagreement: the runs ended with different values.
@@ -273,8 +274,8 @@ def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[Sha
 
 
 def storable(value: Any) -> bool:
-    """Whether a value can be stored as JSON and restored without loss."""
-    # numpy's float64 is a float, and its integers are Integral.
+    """True if a value can be stored as JSON and restored without loss."""
+    # numpy.float64 is a subclass of float, and numpy's integers are registered as Integral.
     if type(value) in {bool, int, str, type(None)} or isinstance(value, float | numbers.Integral):
         return True
     if isinstance(value, torch.Tensor):
@@ -285,7 +286,7 @@ def storable(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A storable value as JSON."""
+    """Converts a storable value for JSON."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, float):
@@ -298,7 +299,7 @@ def plain(value: Any) -> Any:
 
 
 def put(home: dict[Any, Any], name: Any, value: Any) -> None:
-    """Set a value; a tensor keeps its memory, since groups and schedulers may share it."""
+    """Sets `home[name]`; a tensor keeps its memory, because groups and schedulers may share it."""
     if value is GONE:
         home.pop(name, None)
         return
@@ -314,7 +315,7 @@ def put(home: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def restored(value: Any, like: Any) -> Any:
-    """A value from JSON, converted to the kind of the earlier value, `like`."""
+    """Converts a value from JSON to the type of the earlier value, `like`."""
     if isinstance(like, torch.Tensor) and value is not None:
         return torch.full_like(like, value)
     if isinstance(like, list | tuple) and isinstance(value, list):
@@ -328,16 +329,16 @@ def restored(value: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorParts:
-    """How a tensor subclass is composed of other tensors."""
+    """The composition of a tensor subclass from other tensors."""
 
-    kind: Any  # its class
+    kind: Any  # the subclass
     context: Any  # the second result of `__tensor_flatten__`
-    size: torch.Size  # its own shape
-    stride: tuple[int, ...]  # its own strides
-    parts: dict[str, TensorParts | None]  # by name, the parts of a part that is of a subclass itself, else None
+    size: torch.Size  # the shape of the composed tensor
+    stride: tuple[int, ...]  # the strides of the composed tensor
+    parts: dict[str, TensorParts | None]  # by name; None for a plain tensor, else the composition of the part
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is composed in the same way, so that `together` can restore it."""
+        """True if `value` has this composition, so that `together` can restore it."""
         other = parts_of(value)
         if other is None or other.kind is not self.kind or other.size != self.size or other.stride != self.stride:
             return False
@@ -349,14 +350,14 @@ class TensorParts:
         )
 
     def names(self, name: str) -> list[str]:
-        """The names of the plain tensors that a value called `name` has."""
+        """Returns the names of the plain tensors in a value called `name`."""
         found: list[str] = []
         for part, inner in self.parts.items():
             found += [f"{name}.{part}"] if inner is None else inner.names(f"{name}.{part}")
         return found
 
     def apart(self, name: str, value: Any) -> dict[str, torch.Tensor]:
-        """The plain tensors of a value that fits, by name."""
+        """Returns the plain tensors of a value that fits, by name."""
         found: dict[str, torch.Tensor] = {}
         for part, inner in self.parts.items():
             tensor: torch.Tensor = getattr(value, part)
@@ -364,7 +365,7 @@ class TensorParts:
         return found
 
     def together(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The value, on the memory of its plain tensors."""
+        """Returns the value, on the memory of its plain tensors."""
         parts = {
             part: tensors[f"{name}.{part}"] if inner is None else inner.together(f"{name}.{part}", tensors)
             for part, inner in self.parts.items()
@@ -374,7 +375,7 @@ class TensorParts:
 
 
 def parts_of(value: Any) -> TensorParts | None:
-    """The parts of a tensor subclass; None for a plain tensor, and for any other value."""
+    """Returns the composition of a tensor subclass; None for a plain tensor and for any other value."""
     if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
         return None
     names, context = value.__tensor_flatten__()
@@ -383,24 +384,24 @@ def parts_of(value: Any) -> TensorParts | None:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group that JSON can hold; a tensor of one element becomes a number."""
+    """Returns the options of a group that JSON can hold; a tensor of one element becomes a number."""
     return {
         name: plain(value) for name, value in group.items() if name not in ("params", "param_names") and storable(value)
     }
 
 
 def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
-    """Reject stored options of another number of groups."""
+    """Rejects stored options of another number of groups."""
     if stored is None or len(stored) != len(groups):
         names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
         raise ConfigError(
-            f"what is stored has the options of {len(stored or [])} parameter groups, and the optimizer has "
+            f"the stored state has the options of {len(stored or [])} parameter groups, and the optimizer has "
             f"{len(groups)} ({names} parameters); nothing was changed: make the optimizer with the groups that it had, "
             'or begin anew with existing="replace"'
         )
 
 
-# Options of groups that torch's schedulers compute from the learning rate.
+# Group options that torch's schedulers compute from the learning rate.
 _RATES = frozenset({"initial_lr", "max_lr", "min_lr"})
 
 
@@ -411,9 +412,9 @@ def take_options(
     changed_by_steps: Mapping[SharedName, Any],
     scheduled: Container[str],
 ) -> list[dict[str, Any]]:
-    """Set the stored options on the groups, and return the groups' own, which `undo` restores.
+    """Sets the stored options on the groups; returns the groups' own options, which `undo` restores.
 
-    A warning lists the options that differ, but for those that the optimizer's own steps change, or its schedulers.
+    Warns about options that differ, except for those that the optimizer's own steps or its schedulers change.
     """
     require_as_many(groups, stored)
     assert stored is not None
@@ -426,7 +427,7 @@ def take_options(
                 if place not in changed_by_steps and name not in scheduled and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
                 undo.callback(put, group, name, copied(group.get(name, GONE)))
-                # What a scheduler adds is of the kind of the rate, which may be a tensor.
+                # An option that a scheduler adds has the type of the learning rate, which may be a tensor.
                 like = group.get(name, group.get("lr") if name in _RATES else None)
                 put(group, name, restored(value, changed_by_steps.get(place, like)))
     if changed:
@@ -444,8 +445,8 @@ def take_options(
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether a scheduler made the stored option from the value that is given now, too."""
+    """True if a scheduler computed the stored option from a value that equals the given one."""
     if name not in given:
-        # Options that a scheduler adds: initial_lr, max_lr and so on.
+        # A scheduler adds such an option: initial_lr, max_lr and so on.
         return True
     return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", GONE))

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# Steps on meta or on small tensors: enough to find state that appears later, or grows.
+# Steps of a trial on meta or on small tensors: enough to find state that appears later, or grows.
 _STEPS = 7
-# Steps on memory of the true size, which may be large.
+# Steps of a trial with a parameter of true size, which may be large.
 _TRUE_STEPS = 2
-# Dimensions of the small tensors that stand for large ones: different ones, to be recognised in a state's shape.
+# The dimensions of a small trial parameter. They all differ, so that the shape of a state tensor identifies them.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 class _Way(NamedTuple):
-    """One way to try a step: the size of the parameter, and its device."""
+    """One way to try a step: the shape, device and values of the parameter, and the kind of its gradients."""
 
     size: torch.Size
     device: str = "cpu"
@@ -51,28 +51,30 @@ class _Way(NamedTuple):
 
 @dataclass(eq=False)
 class StateTrials:
-    """Finds the state that an optimizer keeps for each kind of parameter, by one trial of each."""
+    """Finds the state that an optimizer keeps for each kind of parameter, by one trial per kind."""
 
     _optimizer: torch.optim.Optimizer
-    _master_dtype: torch.dtype | None  # in which 16-bit parameters compute, unless it is None
+    _master_dtype: torch.dtype | None  # the dtype in which 16-bit parameters are updated; None: their own
     _manner: Manner = PLAIN
     _found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = field(init=False, default_factory=dict)
 
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
-        """The layout of the state of a parameter in the group of that number; it may be on "meta".
+        """Returns the layout of the state of a parameter, which may be on "meta", in group number `group`.
 
-        It has also state that a step would not make now, like Adam's maximum after amsgrad was switched off.
+        The layout also has existing state that a step would not make, like Adam's maximum after amsgrad was switched
+        off.
         """
         optimizer = self._optimizer
         dtype = arithmetic_dtype(parameter.dtype, self._master_dtype)
         attributes = user_attributes(parameter)
         layout = StateLayout(
             shape=parameter.shape,
-            # Repeated or skipped elements have no dense layout: then this one is the next best.
+            # Strides with repeated or skipped elements have no dense layout: `preserve_format` replaces them by dense
+            # ones.
             stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
             dtype=dtype,
             master=dtype != parameter.dtype,
-            # The scalars of a 0-dim parameter would pass for shards of the parameter.
+            # In chunks, the scalars of a 0-dim parameter would be mistaken for state of the parameter's shape.
             whole=not elementwise(optimizer) or parameter.dim() == 0,
             attributes={} if known(optimizer) else attributes,
             manner=self._manner,
@@ -87,7 +89,7 @@ class StateTrials:
                 "without its state"
             )
         for name, value in {**tried, **existing}.items():
-            # A subclass is described by the step's value: an existing one may be of the parameter's type.
+            # The trial's value describes a tensor subclass: the existing value may have the parameter's 16-bit dtype.
             described = tried[name] if parts_of(value) and name in tried else value
             _add(layout, optimizer, parameter.dtype, name, described)
         return layout
@@ -97,7 +99,7 @@ class StateTrials:
     ) -> dict[str, Any]:
         after = functools.partial(self._after, group, dtype, attributes)
         if attributes:
-            # Of one parameter alone.
+            # The user set attributes on this parameter: other parameters do not share the result.
             return self._tried(shape, after)
         kind = group, shape, dtype
         if kind not in self._found:
@@ -105,7 +107,7 @@ class StateTrials:
         return self._found[kind]
 
     def _tried(self, shape: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> dict[str, Any]:
-        """The state after a trial; its tensors have the shapes that they have for a parameter of `shape`."""
+        """Returns the state after a trial, with the shapes that its tensors have for a parameter of `shape`."""
         small = torch.Size(1 if dim == 1 else unlike for dim, unlike in zip(shape, _SMALL_DIMS, strict=False))
         ways = [_Way(small), _Way(small, sparse=True)]
         if not known(self._optimizer):
@@ -118,7 +120,7 @@ class StateTrials:
                 continue
             try:
                 state = after(way)
-                # With values the state may be of another kind.
+                # A step may make state of another kind on tensors that have values.
                 if way.device == "meta" and not _alike(state, after(_Way(small))):
                     continue
             except ConfigError:
@@ -128,12 +130,12 @@ class StateTrials:
                 continue
             return {name: _scaled(self._optimizer, name, value, way.size, shape) for name, value in state.items()}
         raise ConfigError(
-            f"what {named(self._optimizer)} keeps for a parameter of shape {list(shape)} could not be found out: its "
-            f"step failed ({type(failed).__name__}: {failed}). Use another optimizer: docs/optimizers.md"
+            f"the state that {named(self._optimizer)} keeps for a parameter of shape {list(shape)} could not be found "
+            f"out: its step failed ({type(failed).__name__}: {failed}). Use another optimizer: docs/optimizers.md"
         ) from failed
 
     def _refuse_kinds_by_value(self, small: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> None:
-        """Reject state whose kinds depend on the parameter's values: the store is made before they are known."""
+        """Rejects state whose kinds depend on the parameter's values: the store is created before they are known."""
         try:
             one, other = after(_Way(small)), after(_Way(small, fill=0.0))
         except ConfigError:
@@ -151,7 +153,7 @@ class StateTrials:
         values = torch.full(way.size, way.fill, dtype=dtype, device=way.device)
         ones = torch.ones_like(values)
         gradients = (_sparse(ones) if way.sparse else ones.clone() for _ in range(way.steps))
-        # Neither has kernels for tensors without bytes. torch's own classes keep the same state without them.
+        # foreach and fused have no kernels for meta. torch's own classes keep the same state without these options.
         plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
         parameter = stand_in(values, attributes)
@@ -162,9 +164,9 @@ class StateTrials:
     def _stepping(
         self, group: int, parameter: torch.Tensor, gradients: Iterator[torch.Tensor], options: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Step one parameter in place of the original's, changing it; yields its state after each step.
+        """Steps `parameter` in a copy of the optimizer, changing the parameter; yields its state after each step.
 
-        `group` is the number of its group, and `options` override those of every group that has such an option.
+        `group` is the number of the parameter's group; `options` override those of every group that has such an option.
         """
         shared = SharedValues.of(self._optimizer).copy(deep=True)
         for made in shared.groups:
@@ -179,26 +181,26 @@ class StateTrials:
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the states of two parameters of different sizes are of the same kinds; never with tensor subclasses."""
+    """True if two parameters of different sizes have state of the same kinds; False if any is a tensor subclass."""
     if any(parts_of(value) is not None for value in state.values()):
-        # A subclass may depend on the device.
+        # The structure of a subclass may depend on the device.
         return False
     return {name: _kind(value) for name, value in state.items()} == {name: _kind(of) for name, of in other.items()}
 
 
 def _kind(value: Any) -> Any:
-    """The kind of a value, whatever its size."""
+    """Returns the kind of a value, which does not depend on sizes."""
     return (type(value), value.dtype, value.dim()) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _sparse(values: torch.Tensor) -> torch.Tensor:
-    # Without the check of invariants, which warns where it is neither on nor off.
+    # Explicitly without the check of invariants: torch warns if the setting is left open.
     indices = torch.zeros((1, 1), dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, torch.ones_like(values[:1]), values.shape, check_invariants=False)
 
 
 def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The state, which has the same names and shapes after each step."""
+    """Returns the state after the first step; raises ConfigError if a later step changes its names or shapes."""
     first = next(states)
     if known(optimizer):
         return first
@@ -220,7 +222,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Sequence[int], shape: torch.Size) -> Any:
-    """A value of a small parameter's state, with the shape that it has for a parameter of `shape`."""
+    """Returns a value of a small parameter's state, with the shape that it has for a parameter of `shape`."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or tuple(size) == tuple(shape):
         return value
     dims = {1: 1, torch.Size(size).numel(): shape.numel(), **dict(zip(size, shape, strict=True))}
@@ -232,29 +234,29 @@ def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Seque
     return torch.empty([dims[dim] for dim in value.shape], dtype=value.dtype, device="meta")
 
 
-# Python's numbers in a state, and how the store holds each.
+# Python's numbers in a state, and the dtype in which the store holds each.
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """The state that an optimizer keeps for one parameter."""
+    """The state that an optimizer keeps for one parameter, as tensors for the store."""
 
-    # The state by torch's names, on "meta". Tensors of the parameter's shape have its strides; scalars are 0-dim, and
-    # "master" is ours.
+    # The state's tensors by torch's names, on "meta". Those of the parameter's shape have its strides; Python's numbers
+    # are 0-dim. "master" is added by memascend.
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Of the Python numbers in torch's state, the types by name; `tensors` has them, too.
+    # The types of the Python numbers in torch's state, by name; `tensors` has the numbers, too.
     numbers: dict[str, type] = field(default_factory=dict)
-    # Of the tensor subclasses in torch's state, by name, the parts; `tensors` has these.
+    # The composition of tensor subclasses in torch's state, by name; `tensors` has their plain tensors.
     parted: dict[str, TensorParts] = field(default_factory=dict)
-    shape: torch.Size  # the parameter's
-    stride: tuple[int, ...]  # the parameter's, in elements, as its bytes are laid out
-    dtype: torch.dtype  # of the update's arithmetic: the master's where there is one
+    shape: torch.Size  # the shape of the parameter
+    stride: tuple[int, ...]  # the strides of the parameter, in elements, as its bytes are laid out
+    dtype: torch.dtype  # the dtype of the update's arithmetic: the master's if the parameter has one
     master: bool  # whether the parameter has a master, from which its values are rounded
     whole: bool  # whether an update needs the whole parameter at once
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # that users set on the parameter
-    manner: Manner = PLAIN  # in which the optimizer is run for one parameter
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # set by users on the parameter
+    manner: Manner = PLAIN  # how the optimizer is run for one parameter
 
     @property
     def names(self) -> list[str]:
@@ -263,11 +265,11 @@ class StateLayout:
         return [*(name for name in self.tensors if name != _MASTER and name not in parts), *self.parted]
 
     def state_from(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The state as torch has it, on the memory of these tensors: numbers, and subclasses put together."""
+        """Returns the state as torch has it, on the memory of `tensors`: with numbers and composed subclasses."""
         state: dict[str, Any] = {}
         for name in self.names:
             if name in self.parted:
-                # Quantised blocks count row by row, whatever the parameter's strides.
+                # Quantised blocks divide a tensor row by row, so its parts must be contiguous.
                 plain = {part: tensors[part].contiguous() for part in self.parted[name].names(name)}
                 state[name] = self.parted[name].together(name, plain)
             else:
@@ -276,19 +278,19 @@ class StateLayout:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes in memory at once while a whole parameter is updated, beside what the optimizer makes itself."""
-        # Where there is a master, the gradient in its type.
+        """Bytes in memory while a whole parameter is updated, without tensors that the optimizer's step allocates."""
+        # With a master, the gradient is converted to the master's dtype.
         return self.stored_bytes + (self.shape.numel() * self.dtype.itemsize if self.master else 0)
 
     @property
     def stored_bytes(self) -> int:
-        """Of these, what is read or written: values, state, and the gradient as it came."""
+        """The part of `whole_bytes` that is read or written: values, state, and the gradient as it arrived."""
         values = self.shape.numel() * (2 if self.master else self.dtype.itemsize)
         return sum(tensor.nbytes for tensor in self.tensors.values()) + 2 * values
 
 
 def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dtype, name: Any, value: Any) -> None:
-    """Describe one value of the state; tensors of the parameter's own dtype, `narrow`, are computed in the master's."""
+    """Adds one value of the state to `layout`; tensors of the parameter's dtype, `narrow`, get the master's dtype."""
     if value is None:
         return
     if not isinstance(name, str) or name == _MASTER or name in layout.tensors:
@@ -312,7 +314,7 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
             )
         dtype = layout.dtype if parts is None and tensor.dtype == narrow else tensor.dtype
         made = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        # State of the parameter's shape has the parameter's strides.
+        # State of the parameter's shape gets the parameter's strides.
         layout.tensors[part] = made.as_strided(made.shape, layout.stride) if made.shape == layout.shape else made
 
 
@@ -320,7 +322,7 @@ _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 
 def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
-    """The engine's arithmetic that can update its parameters; None where the optimizer's own code runs."""
+    """Returns the engine's arithmetic for the optimizer's parameters; None if the optimizer's own code runs."""
     if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam}:
         return "adam"
     if type(optimizer) is torch.optim.SGD and all(group["momentum"] for group in optimizer.param_groups):
@@ -329,9 +331,10 @@ def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"]
 
 
 def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
-    """The engine's format of a parameter that its optimizer's own code updates whole, with a master and a momentum.
+    """Returns the format of a parameter with a master and a momentum that the optimizer's own code updates whole.
 
-    The same bits take fewer bytes: the values are the upper halves of their master. None with any other state.
+    "compact fp32" saves bytes and keeps the bits: the values are the upper halves of the master, whose lower halves
+    alone are stored beside them. Returns None for other parameters and state.
     """
     if elementwise(optimizer) or not layout.whole or not layout.master or parameter.dtype != torch.bfloat16:
         return None
@@ -345,7 +348,7 @@ def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, la
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:
-    """The options of `offload()`, as a user writes them, that make records of these formats of the engine."""
+    """Returns the options of `offload()`, as a user writes them, that make records of these formats of the engine."""
     words = {word for given in formats for word in (given or "").split()}
     state = next((f"state={width!r}" for width in ("bf16", "8bit") if width in words), "state=None")
     return f"{state}, master_dtype=None, rounding='stochastic'" if "stochastic" in words else state
@@ -353,18 +356,18 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormats:
-    """The state formats that the options of `offload()` ask for."""
+    """The state formats that the options of `offload()` select."""
 
-    # The format of moments; None: as the optimizer has them.
+    # The format of moments; None: the optimizer's own.
     state: Literal["fp32", "bf16", "8bit"] | None = None
     stochastic: bool = False  # 16-bit parameters have no master weights, and are rounded stochastically
-    seed: int = 0  # of stochastic rounding
-    whole: frozenset[int] = frozenset()  # the ids of parameters that keep 32 bits where others have 8: embeddings
-    # Where parameters are rows of whole ones, by their ids, the elements of these.
+    seed: int = 0  # the seed of stochastic rounding
+    whole: frozenset[int] = frozenset()  # ids of parameters that keep 32-bit moments with "8bit": embeddings
+    # For parameters that are rows of larger ones, on ranks: the number of elements of the larger one, by id.
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
-        """The engine's format of each parameter, by its id; a missing parameter keeps its optimizer's own state."""
+        """Returns the engine's format of each parameter, by id; a missing parameter keeps its optimizer's own state."""
         if self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
@@ -387,7 +390,7 @@ class StateFormats:
         return found
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
-        """The formats for each of several optimizers; one without such a format keeps its state as it is."""
+        """Returns the formats for each of several optimizers; one that supports none keeps its own state."""
         capable = [engine_kind(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
@@ -400,7 +403,7 @@ class StateFormats:
             for optimizer in optimizers
         ]
         if not any(has and can for has, can in zip(narrow, capable, strict=True)):
-            # Then the first optimizer raises the error.
+            # No capable optimizer has 16-bit parameters: let `of` raise the error for the first one.
             narrow = [True] * len(optimizers)
         return [
             replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
@@ -414,11 +417,11 @@ class StateFormats:
         return f"state={self.state!r}"
 
     def _narrows_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's own code runs on a momentum that is stored in bfloat16."""
+        """True if the optimizer, Muon, runs its own code on a momentum that is stored in bfloat16."""
         return self.state == "bf16" and not self.stochastic and type(optimizer) is torch.optim.Muon
 
     def _require_fp32(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
-        """Reject state="fp32", unless the state would be the same without the option."""
+        """Rejects state="fp32", unless the state would be the same without the option."""
         if self.state is None:
             return
         self._require_rule(optimizer)
@@ -460,5 +463,5 @@ class StateFormats:
                 f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights are updated with "
                 "rounding='stochastic' alone; pass that, or leave master_dtype out"
             )
-        # The value of bfloat16 is the upper half of its master.
+        # A bfloat16 value is the upper half of its master: a compact record stores only the lower half beside it.
         return f"compact {width}" if width and dtype == torch.bfloat16 else width

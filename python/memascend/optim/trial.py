@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# These lead to the whole interpreter, and to nothing that a step would change.
+# Objects of these types refer to the whole interpreter, and to nothing that a step would change.
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float)
 
 
 def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
-    """Reject an optimizer that reaches the user's own objects by another way than its groups and its state.
+    """Rejects an optimizer that refers to the user's objects other than through its groups and its state.
 
-    A step of a copy would change these objects. No code of the optimizer runs here.
+    A step of a copy would change these objects. This check runs no code of the optimizer.
     """
     for name in ("param_groups", "state"):
         if hasattr(getattr(type(optimizer), name, None), "__set__"):
@@ -45,7 +45,7 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
-    """A name in words for an object of the user's; None for others."""
+    """Returns a name in words for an object that belongs to the user; None for any other object."""
     if reached is optimizer:
         return "the optimizer itself"
     if isinstance(reached, torch.optim.Optimizer):
@@ -61,7 +61,7 @@ def _reach_refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's memory; None where it has none of a plain kind."""
+    """Returns the identity of a tensor's memory; None if it is not strided, or composed of other tensors."""
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return None
     memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001
@@ -69,9 +69,9 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def reached_from(value: Any) -> Iterator[Any]:
-    """The value, and every object that it refers to, through containers, objects, closures and weak references."""
+    """Yields `value` and every object that it refers to, through containers, objects, closures and weak references."""
     seen: set[int] = set()
-    # References to all of them: a new object must not get the id of a freed one.
+    # Holds references to all visited objects: a new object cannot get the id of a freed one.
     waiting = [value]
     held = []
     while waiting:
@@ -82,12 +82,12 @@ def reached_from(value: Any) -> Iterator[Any]:
         held.append(value)
         yield value
         if isinstance(value, types.FunctionType):
-            # Not its globals.
+            # Without the function's globals.
             waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
         elif isinstance(value, weakref.ref):
             waiting.append(value())
         elif isinstance(value, dict) and value.get("__name__") in sys.modules:
-            # The globals of a module.
+            # `value` is the globals of a module.
             continue
         elif not isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
             waiting += gc.get_referents(value)
@@ -95,7 +95,7 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting.append(vars(value))
 
 
-# The update of an element needs only that element and the scalars of its parameter.
+# Classes whose update of an element needs only that element and the scalars of its parameter.
 _ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -111,26 +111,26 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-# The update of a parameter needs the whole parameter, and nothing else.
+# Classes whose update of a parameter needs the whole parameter, and no other.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each element's update needs only that element: of torch's own classes, by their exact type."""
+    """True for torch's own classes (exact types) whose update of an element needs only that element."""
     return type(optimizer) in _ELEMENTWISE
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own classes, which need no trial."""
+    """True for torch's own classes (exact types), which need no trial."""
     return type(optimizer) in _ELEMENTWISE | _WHOLE
 
 
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], Manner]:
-    """Reject an optimizer whose updates cannot be exact on streamed state; see `require_independent` for the result.
+    """Rejects an optimizer whose updates cannot be exact on streamed state; the result is `require_independent`'s.
 
-    The optimizer, its parameters and random numbers do not change.
+    The optimizer, its parameters and the random number generators do not change.
     """
     _require_class(optimizer)
     for group in optimizer.param_groups:
@@ -176,7 +176,7 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """Whether torch's kernel updates whole vectors on the CPU, which it skips in torch 2.11; found by running it."""
+    """True if torch's fused SGD updates whole vectors on the CPU, which torch 2.11 skips; runs it once to find out."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),
