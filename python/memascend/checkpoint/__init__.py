@@ -1,9 +1,9 @@
-"""Weights and checkpoints: safetensors in and out of stores, whole or of several ranks, and first values.
+"""Reads weights and checkpoints (safetensors) into stores, and writes them from stores, on one or several ranks.
 
-Invariant: a checkpoint's folder holds an earlier checkpoint whole or the new one whole, at every moment; its manifest
-has a checksum of every tensor, and all is verified before anything of it is believed. What does not fit the model is
-refused by name, before a store is written.
+Invariant: a checkpoint's folder holds either the earlier checkpoint or the new one, complete, at every moment. The
+manifest has a checksum of every tensor, and `offload()` verifies all of them before it uses any value. Tensors that do
+not fit the model are rejected with an error that names them, before a store is written.
 
-Values pass through in parts: neither reading nor writing holds a model in memory. Nothing is unpickled, and values are
-never converted in silence: what a conversion loses is warned of.
+Values pass through in parts: neither reading nor writing holds a whole model in memory. Nothing is unpickled. A warning
+names every loss of a conversion.
 """

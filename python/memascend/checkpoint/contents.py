@@ -1,4 +1,4 @@
-"""Reads a store as a checkpoint has it: values, and state by torch's names, of one rank or of all together."""
+"""Reads a store's records in the form of a checkpoint: values, and state by torch's names, of one or all ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from memascend.distributed.rows import Layout, Rows
     from memascend.storage import Part, Store
 
-    # Called with consecutive elements of a record's values ("") or of a state tensor, and the first one's number.
+    # put(name, of, start, elements): receives consecutive elements of a record's values (`of` is "") or of its state
+    # tensor `of`; `start` is the index of the first one.
     Put = Callable[[str, str, int, torch.Tensor], object]
     # Dtype and shape of tensors, by name.
     Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-# The parts of a compact master. A checkpoint has the master instead.
+# State tensors that encode a compact master. A checkpoint has the master instead.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
 _DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -37,14 +38,14 @@ _WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
 
 @dataclass(frozen=True)
 class StateForm:
-    """How a checkpoint holds the state of one parameter."""
+    """The format of one parameter's state in a checkpoint."""
 
-    moments: frozenset[str]  # the names of its moments
+    moments: frozenset[str]  # names of the moments
     width: str  # "" for float32, "bf16" or "8bit"
-    master: bool  # whether a float32 master stands beside them
+    master: bool  # True if the state has a float32 master
 
     def kinds(self, shape: torch.Size) -> Kinds:
-        """Its tensors, for a parameter of this shape."""
+        """Returns dtype and shape of each state tensor, for a parameter of this shape."""
         kinds = dict.fromkeys(self.moments, (_DTYPES[self.width], shape))
         if self.width == "8bit":
             kinds |= {f"{of}_absmax": (torch.float32, blocks_of(shape)) for of in self.moments}
@@ -53,7 +54,7 @@ class StateForm:
         return kinds
 
     def decoded(self, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same state in float32; without a master where there is none."""
+        """Returns the state in float32; with a master only if `state` has one."""
         if not self.width:
             return dict(state)
         given = self.width if self.master or values.dtype == torch.float32 else f"stochastic {self.width}"
@@ -61,7 +62,7 @@ class StateForm:
         return {of: tensor for of, tensor in whole.items() if of != "master" or self.master}
 
     def lost_in(self, other: StateForm) -> list[str]:
-        """Texts that say what a conversion into another form loses."""
+        """Describes each loss of a conversion into another form."""
         lost = []
         if other.width and other.width != self.width:
             lost.append(f"moments are rounded from {_WORDS[self.width]} to {_WORDS[other.width]}")
@@ -71,7 +72,7 @@ class StateForm:
 
 
 def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm | None:
-    """The form of state that can be converted, from its tensors, which may be on meta; None where it is another."""
+    """Returns the form of state tensors, which may be on meta; None if it is not a form that can be converted."""
     names = {of for of in tensors if of != "master" and not is_in_blocks(of)}
     widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
     if names not in _KINDS or len(widths) != 1 or None in widths:
@@ -81,12 +82,12 @@ def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm
 
 
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
-    """Dtype and shape of each tensor."""
+    """Returns dtype and shape of each tensor."""
     return {of: (tensor.dtype, tensor.shape) for of, tensor in tensors.items()}
 
 
 def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state tensors of a record as a checkpoint has them, on meta: a master in place of compact parts."""
+    """Returns a record's state tensors in the form of a checkpoint, on meta: a master instead of compact parts."""
     found = {}
     for of, tensor in state.items():
         if of == "rest":
@@ -97,18 +98,21 @@ def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: str) -> dict[str, torch.Tensor]:
-    """The state of a record of that format, or of a part of it, as a checkpoint has it: moments as they are."""
+    """Converts the state of a record (or of a part of it) to the form of a checkpoint.
+
+    Decodes a compact master, and leaves moments in their format. `given`: the record's format.
+    """
     plain = {of: tensor for of, tensor in state.items() if of not in _MASTER_PARTS}
     if "rest" in state:
         plain["master"] = decode_state(values, state, given)["master"]
         if "exp_avg_sq" in plain and plain["exp_avg_sq"].is_floating_point():
-            # Its sign bit belongs to the master.
+            # A compact record keeps a bit of the master in the sign of exp_avg_sq: clear it.
             plain["exp_avg_sq"] = plain["exp_avg_sq"].abs()
     return plain
 
 
 def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
-    """The warning about a start from a checkpoint of other formats; None if nothing is converted."""
+    """Returns the warning about converting a checkpoint's state, from pairs of (its form, the run's form), or None."""
     changed = [(one, other) for one, other in pairs if one != other]
     if not changed:
         return None
@@ -120,7 +124,7 @@ def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm
     )
 
 
-# The count of updates, which a checkpoint has in the state of each trained parameter.
+# The name of the state tensor in a checkpoint that counts the updates of a trained parameter.
 UPDATES = "updates"
 
 
@@ -131,19 +135,19 @@ class Content:
     name: str
     values: torch.Tensor  # on meta
     state: dict[str, torch.Tensor]  # on meta, by name
-    # Its dimensions from the largest stride to the smallest, where blocks of its state are not row by row.
+    # Dimensions from the largest stride to the smallest, if the state has blocks and is not row-major.
     order: list[int] | None = None
 
 
 class StoreContents:
-    """The last commit of a store, as a checkpoint has it; `records` are in the store's order."""
+    """Reads the last commit of one store in the form of a checkpoint; `records` are in the store's order."""
 
     def __init__(
         self, store: Store, trained: Collection[str], buffers: Buffers | None = None, *, values_alone: bool = False
     ) -> None:
-        """`trained` are the names of the parameters that the optimizer updates; `values_alone` leaves state out.
+        """`trained`: names of parameters that the optimizer updates. `values_alone`: leave state out.
 
-        The values of `buffers` are those that the model has now.
+        `buffers`: reads these buffers from the model instead of the store.
         """
         self._store = store
         self._buffers = buffers
@@ -160,7 +164,7 @@ class StoreContents:
         if self._values_alone:
             return Content(name, _meta(record["dtype"], record["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in record["state"]}
-        # Instead of the rest of a compact record, its master is written.
+        # A checkpoint has the master itself instead of a compact record's "rest".
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
@@ -169,23 +173,23 @@ class StoreContents:
                     "the number of updates under that name. Give that state another name in the optimizer"
                 )
             state[UPDATES] = _meta("int64", [])
-        # Blocks follow the order of elements in memory, which row-major tensors do not show.
+        # Blocks count elements in memory order, which a checkpoint's row-major tensors do not show: store the order.
         in_blocks = record["order"] is not None and any(map(is_in_blocks, stored))
         return Content(
             name, _meta(record["dtype"], record["shape"]), state, list(record["order"]) if in_blocks else None
         )
 
     def read(self, put: Put, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Read all records, or those whose names are `wanted`."""
+        """Reads all records whose names are `wanted`, and passes their elements to `put`."""
         stored = [record for record in self._stored if wanted(record["name"])]
-        # Row-major ones are scanned together.
+        # Scan consecutive row-major records together.
         for row_major, run in itertools.groupby(stored, lambda record: record["order"] is None):
             names = [record["name"] for record in run]
             for some in [names] if row_major else [[name] for name in names]:
                 self.read_records(some, put)
 
     def read_records(self, names: list[str], put: Put) -> None:
-        """Read some records that are row-major, or a single one."""
+        """Reads row-major records, or a single record of any order."""
 
         def give(name: str, tensors: dict[str, torch.Tensor], starts: Mapping[str, int]) -> None:
             form = self._by_name[name]["format"]
@@ -195,7 +199,7 @@ class StoreContents:
                 values = tensors.pop("")
                 tensors = {"": values, **plain_parts(values, tensors, form)}
             for of, tensor in tensors.items():
-                # A master begins where the values do, which it is made of.
+                # A decoded master has no part of its own: it begins at the values' start.
                 put(name, of, starts[of] if of in starts else starts[""], tensor.contiguous())
 
         def visit(name: str, parts: list[Part]) -> None:
@@ -212,7 +216,7 @@ class StoreContents:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"], device="cpu"))
 
     def _read_buffers(self, names: list[str], put: Put) -> list[str]:
-        """Give the buffers that are the model's; the names of the records that the store has to give."""
+        """Passes buffers of the model to `put`; returns the other names, which the store has to read."""
         if self._buffers is not None:
             for name in filter(self._of_model.__contains__, names):
                 put(name, "", 0, self._buffers.tensor(name))
@@ -224,24 +228,24 @@ def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
 
 
 class ShareContents:
-    """A rank's part of a checkpoint: its rows, at their place in whole parameters."""
+    """Reads a rank's part of a checkpoint: its rows, at their positions in whole parameters."""
 
     def __init__(self, own: StoreContents, rows: Mapping[str, Rows], layout: Layout, names: Collection[str]) -> None:
-        """`rows` says which rows of each parameter the store has; `names` are the parameters whose rows it gives."""
+        """`rows`: the rows that this rank's store has. `names`: the parameters whose rows this rank contributes."""
         self.own = own
         self.rows = rows
         self._layout = layout
         self._names = names
-        # By record, on meta.
+        # Name of a record -> its values ("") and state tensors, on meta.
         self.tensors = {record.name: {"": record.values, **record.state} for record in own.records}
         self.nbytes = _bytes_in([record for record in own.records if self._is_own(record.name)])
 
     def read(self, put: Put) -> None:
-        """Read all that this rank gives."""
+        """Reads all records that this rank contributes."""
         self.own.read(partial(self._placed, put), self._is_own)
 
     def read_one(self, name: str, put: Put) -> None:
-        """Read what this rank gives of one record."""
+        """Reads one record, if this rank contributes it."""
         if name in self.tensors and self._is_own(name):
             self.own.read_records([name], partial(self._placed, put))
 
@@ -251,29 +255,29 @@ class ShareContents:
         if first is not None:
             put(name, of, first + start, values)
         elif not self._layout.shard:
-            # A tensor that is not divided is the same on all ranks.
+            # A tensor that is not sharded is equal on all ranks: the first shard contributes it.
             put(name, of, start, values)
 
     def _is_own(self, name: str) -> bool:
-        # Buffers are the first rank's.
+        # Rank 0 contributes the buffers.
         return name in self._names if name in self.rows else not self._layout.rank
 
 
 class GatheredContents:
-    """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.
+    """Reads whole parameters on rank 0, which receives other ranks' rows; buffers are rank 0's own.
 
-    Rows pass through it piece by piece, so that no rank has a whole parameter in memory.
+    Rows arrive in pieces, so that no rank holds a whole parameter in memory.
     """
 
     def __init__(self, share: ShareContents, line: Line, ranks: int) -> None:
-        """`share` is the first rank's, which has rows of all parameters."""
+        """`share`: the contents of rank 0, which has rows of all parameters."""
         self._share = share
         self._line = line
         self._others = range(1, ranks)
         self.nbytes = _bytes_in(whole_records(share.own, share.rows))
 
     def read(self, put: Put) -> None:
-        """Read all records: of each parameter the rows of one rank after the other.
+        """Reads all records: for each parameter, the rows of one rank after the other.
 
         Raises:
             StoppedError: rows of another rank did not arrive.
@@ -286,12 +290,12 @@ class GatheredContents:
 
 
 def send_contents(share: ShareContents, order: Sequence[str], line: Line) -> None:
-    """Send what this rank gives to the first rank, which reads it as `GatheredContents`.
+    """Sends the records that this rank contributes to rank 0, which reads them through `GatheredContents`.
 
-    `order` names the first rank's parameters, in its order.
+    `order`: rank 0's parameters, in the order in which it receives them.
 
     Raises:
-        StoppedError: the first rank receives no more.
+        StoppedError: rank 0 has stopped receiving.
     """
     for name in order:
         numbers = {of: number for number, of in enumerate(share.tensors.get(name, ()))}
@@ -308,7 +312,7 @@ def _bytes_in(records: Iterable[Content]) -> int:
 
 
 def whole_records(own: StoreContents, rows: Mapping[str, Rows]) -> list[Content]:
-    """The records of a checkpoint, from those of the first rank, which has rows of all parameters."""
+    """Returns the records of a whole checkpoint, from rank 0's records; rank 0 has rows of all parameters."""
     return [_whole(record, rows[record.name]) if record.name in rows else record for record in own.records]
 
 
@@ -321,5 +325,5 @@ def _whole(record: Content, rows: Rows) -> Content:
     return Content(record.name, values, state, record.order)
 
 
-# What files are written from.
+# The sources that `write_into()` writes files from.
 Contents = StoreContents | GatheredContents | ShareContents

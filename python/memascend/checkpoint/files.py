@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def file_errors(path: Path, what: str) -> Iterator[None]:
-    """Around work on a file or folder: errors name the path; `what` is a text such as "cannot be read"."""
+    """Converts system errors in the block to StorageError: "`path` `what`: reason"; `what` as in "cannot be read"."""
     try:
         yield
     except StorageError:
@@ -35,7 +35,7 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{path} {what}: {error.strerror}", errno=error.errno, path=str(path)) from error
     except Exception as error:
-        # Errors of Rust libraries, as safetensors and tokenizers, have the system's number as text alone.
+        # Errors of Rust libraries (safetensors, tokenizers) have the system's error number only in their text.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
@@ -43,12 +43,19 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
         raise StorageError(f"{path} {what}: {reason}", errno=int(number[1]), path=str(path)) from error
 
 
-# What describes a million tensors is smaller.
+# The largest JSON file that is read: an index or manifest of a million tensors is smaller.
 _JSON_BYTES_MAX = 256 << 20
 
 
 def read_bounded(path: Path, what: str) -> bytes:
-    """The bytes of a file of JSON; `what` it is no longer if it is too large, and what to do then."""
+    """Returns the bytes of a JSON file.
+
+    `what` ends the error of a file that is too large ("so it is no ..."), with the advised action.
+
+    Raises:
+        CorruptionError: the file is too large.
+        StorageError: it cannot be read.
+    """
     with file_errors(path, "cannot be read"):
         if path.stat().st_size > _JSON_BYTES_MAX:
             raise CorruptionError(f"{path} is larger than {_JSON_BYTES_MAX} bytes, so it is no {what}", path=str(path))
@@ -61,7 +68,10 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, removed at the end with what it then has; so is one of a killed process."""
+    """Makes a new folder beside the target, and removes it with its contents at the end of the block.
+
+    First removes the folder that a killed process left. `put_in_place()` moves the new folder away before the end.
+    """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
         shutil.rmtree(new, ignore_errors=True)
@@ -74,9 +84,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Keep other processes from saving to a folder, by a file beside it, which is removed at the end.
+    """Keeps other processes from saving to a folder, by a lock on a file beside it; removes the file at the end.
 
-    A killed process leaves the file, and its lock ends.
+    A killed process leaves the file, but the kernel releases its lock.
+
+    Raises:
+        UsageError: another process holds the lock.
     """
     path = target.parent / f".{target.name}.memascend-lock"
     with contextlib.ExitStack() as ends:
@@ -91,10 +104,10 @@ def _locked(target: Path) -> Iterator[None]:
                     "save to another folder"
                 ) from None
             except OSError as error:
-                # A mount without locks.
+                # Ignore a file system without locks.
                 if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
-            # Whoever had it may have removed it in between.
+            # The process that held the lock before may have removed the file since open(): then try the current file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(descriptor)):
                     break
@@ -103,10 +116,10 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def put_in_place(target: Path, new: Path) -> None:
-    """Replace the target by the new folder; at every moment one of them is whole."""
+    """Flushes `new`, and replaces `target` by it; at every moment one complete folder is on disk."""
     with file_errors(target, "cannot be written"):
         if target.is_dir():
-            # The permissions stay as they were.
+            # Keep the permissions of the target.
             new.chmod(stat.S_IMODE(target.stat().st_mode))
         for path, _, _ in os.walk(new):
             sync(Path(path))
@@ -122,19 +135,19 @@ def put_in_place(target: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders atomically; False if the system or the file system cannot."""
+    """Exchanges two folders atomically; returns False if the kernel or the file system cannot."""
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return done == 0
 
 
 def is_empty(path: Path) -> bool:
-    """Whether a path is an empty folder."""
+    """True if a path is an empty folder."""
     return path.is_dir() and not any(path.iterdir())
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder."""
+    """Flushes a file or a folder to storage."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -142,7 +155,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# torch's dtypes by their names in safetensors.
+# safetensors' names of dtypes -> torch's dtypes.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -150,22 +163,22 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The largest size of a file, unless a single tensor is larger: suits file systems, caches and downloads.
+# The largest size of a file, unless a single tensor is larger: a size that suits file systems, caches and downloads.
 FILE_BYTES_MAX = 4 << 30
 _ALIGN = 64
 
 
 @dataclass
 class FileLayout:
-    """One file: its name, and its tensors, which may be on meta."""
+    """One safetensors file: its name, its tensors (which may be on meta), and its metadata."""
 
     name: str
     tensors: dict[str, torch.Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def header(self) -> tuple[bytes, dict[str, int]]:
-        """The bytes before the data, and where in the file each tensor begins."""
-        # The largest elements come first, so that every tensor is aligned to its elements.
+        """Returns the bytes before the data, and the offset in the file of each tensor."""
+        # Sort by element size, largest first: then every tensor is aligned to its elements.
         names = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
         described: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         offsets, at = {}, 0
@@ -186,12 +199,12 @@ class FileLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """The bytes of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
-    """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
+    """Divides tensors, in their order, into files of at most `FILE_BYTES_MAX`, with transformers' names."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -209,9 +222,9 @@ def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: 
 
 
 def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[str, int]]:
-    """Make a file of its full size with its header, whose tensors are written later.
+    """Makes a file of its full size with its header; the tensors are written later.
 
-    Returns its part of the manifest, without tensors, and where in the file each tensor begins.
+    Returns the file's entry in the manifest, without "tensors", and the offset in the file of each tensor.
     """
     path = folder / layout.name
     header, offsets = layout.header()
@@ -219,7 +232,8 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
     with file_errors(path, "cannot be written"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123
-            # Before the header: NFS writes all of a page that is new at its end, over what other hosts write there.
+            # Grow the file before the header is written: an NFS client writes a new last page whole, and would
+            # overwrite data that other hosts write to it.
             file.truncate(nbytes)
             file.write(header)
             file.flush()
@@ -229,16 +243,16 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
 
 @dataclass(frozen=True)
 class Matched:
-    """The names in files, matched with a model's."""
+    """The names in files, matched with a model's names."""
 
-    # By the model's first name of a tensor, its names in the files; the first name comes first.
+    # The model's first name of a tensor -> its names in the files, that of the first name first.
     of: dict[str, list[str]]
-    unexpected: list[str]  # names in the files that the model has nothing for
-    named: dict[str, str]  # by name in the files, the model's name for the tensor, first or tied
+    unexpected: list[str]  # names in the files of tensors that the model does not have
+    named: dict[str, str]  # name in the files -> the model's name of the tensor, first or tied
 
 
 class BufferPlace(NamedTuple):
-    """A place of a buffer: its name in the model, its module, and its name there."""
+    """A place of a buffer in a model: its full name, its module, and its name in the module."""
 
     name: str
     module: torch.nn.Module
@@ -251,16 +265,16 @@ class BufferPlace(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether a state dict has it."""
+        """True if a state dict has the buffer."""
         return self.short not in self.module._non_persistent_buffers_set  # noqa: SLF001
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put another tensor here."""
+        """Sets another tensor as the buffer at this place."""
         self.module._buffers[self.short] = tensor  # noqa: SLF001
 
 
 def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Tensor]]:
-    """Every buffer of a model at each of its places."""
+    """Yields every buffer of a model at each of its places."""
     for prefix, module in model.named_modules():
         for short, tensor in module._buffers.items():  # noqa: SLF001
             if tensor is not None:
@@ -268,19 +282,19 @@ def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Ten
 
 
 def saved_name(name: str) -> str:
-    """The name of a tensor in files, that of the state dict: without the level of torch's `checkpoint_wrapper()`."""
+    """Returns a tensor's name in files and state dicts: without the level that torch's `checkpoint_wrapper()` adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 class Names:
-    """All names of a model's tensors; a tied tensor is known by its first name."""
+    """All names of a model's tensors; maps each name of a tied tensor to its first name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._first: dict[str, str] = {}
-        # Further names of tied tensors, and the first name of each.
+        # Further names of tied tensors -> their first names.
         self.tied: dict[str, str] = {}
-        # Buffers that are not in a state dict, and may still be in files.
+        # Non-persistent buffers: a state dict lacks them, but files may have them.
         self._unsaved: set[str] = set()
         prefix = getattr(model, "base_model_prefix", None)
         self._base = prefix if isinstance(prefix, str) and prefix else None
@@ -298,7 +312,7 @@ class Names:
                 self.tied[name] = saved_name(first)
 
     def matched(self, keys: Collection[str]) -> Matched:
-        """Match the names in files, as they are or with a prefix added or removed, so that the fewest are left over."""
+        """Matches names in files with the model's, with a prefix added or removed if that leaves fewer unmatched."""
         best = self._with(keys, None)
         if self.left(best):
             for prefix in self._prefixes(keys):
@@ -308,7 +322,7 @@ class Names:
         return best
 
     def left(self, found: Matched) -> int:
-        """How many names are left over, on both sides."""
+        """Returns the number of unmatched names, in the files and in the model."""
         wanted = {first for name, first in self._first.items() if name not in self._unsaved}
         return len(found.unexpected) + len(wanted - found.of.keys())
 

@@ -1,4 +1,4 @@
-"""Gives a new store its first values: from the model, from `weights=`, or by initialisation; commits buffers."""
+"""Supplies the first values of a new store: from the model, from `weights=`, or by initialisation; stages buffers."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ if TYPE_CHECKING:
     from memascend.session.decide import Subject
     from memascend.storage import Engine, Store
 
-    # A parameter's name, values as they are stored, the optimizer's state, what there is, and how many updates made it.
+    # A parameter's name, its values in the stored layout, its optimizer state (may be empty), its number of updates.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
 
 
-# Parents initialise the parameters in these.
+# Containers whose parent module initialises their parameters.
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU with the shape and dtype of one on meta, marked so that `is_written` finds unset elements."""
+    """Returns a CPU tensor like one on meta, filled so that `is_written()` can detect elements that stay unset."""
     fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     with torch.inference_mode(mode=False):
         return torch.full(like.shape, fill, dtype=like.dtype, device="cpu")
 
 
 def is_written(tensor: torch.Tensor) -> bool:
-    """Whether every element of a tensor from `unwritten` was set, as far as that can be detected."""
+    """True if every element of a tensor from `unwritten()` was set, as far as that can be detected.
+
+    Floats of 16 bits or more: no element is NaN. Other dtypes: an in-place operation wrote to the tensor.
+    """
     if tensor.numel() == 0:
         return True
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
@@ -76,11 +79,12 @@ class Initialiser:
     # --- buffers ------------------------------------------------------------------------------
 
     def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Let a module compute the buffers in `made`; its other real tensors keep their values."""
+        """Makes a module compute its buffers in `made`; its other real tensors keep their values."""
         with torch.no_grad(), _spared(module, set(map(id, made))):
             self._initialise(module, made)
 
     def _initialise(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
+        """Calls `_init_weights(module)`; if elements of `made` stay unset, also the module's reset_parameters()."""
         init = self._init[id(module)]
         if init is not None:
             init(module)
@@ -96,9 +100,12 @@ class Initialiser:
     def parameters(
         self, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Initialise the parameters on meta, at most one unit or so at a time, from torch's default generator.
+        """Initialises the parameters on meta, about one unit at a time, with torch's default generator.
 
-        Yields name and values of each that was on meta. The parameter itself is on meta again by then.
+        Yields the name and values of each of them. The parameter itself is back on meta when its values are yielded.
+
+        Raises:
+            ConfigError: no code initialises a parameter, or the code wrote to a parameter that has values.
         """
         walk = _Walk(self._model, units, {name: named[name] for unit in units for name in unit.parameters})
         versions = {name: p._version for name, p in named.items() if not p.is_meta}  # noqa: SLF001
@@ -107,7 +114,7 @@ class Initialiser:
                 if isinstance(module, _LISTS):
                     continue
                 made = walk.begin(module)
-                # Code of a module may write to real parameters below it.
+                # A module's code may also write to real parameters of its submodules.
                 if made or (walk.real_ids and any(id(p) in walk.real_ids for p in module.parameters())):
                     with torch.no_grad(), _spared(module, walk.real_ids):
                         self._initialise(module, made)
@@ -123,7 +130,7 @@ class Initialiser:
 
 
 class _Walk:
-    """Makes parameters on meta real while their modules are initialised, those of a few modules at a time."""
+    """Replaces parameters on meta by real ones while their modules are initialised, a few modules at a time."""
 
     def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
         self._modules: dict[str, torch.nn.Module] = dict(model.named_modules())
@@ -136,19 +143,20 @@ class _Walk:
                 if owner in self._sizes:
                     self._sizes[owner] += one.nbytes
         self._limit = max(unit.nbytes for unit in units)
-        # These are all over the model.
+        # Parameters of pinned units are spread over the model: they stay real until the whole model is initialised.
         self._late = {name for unit in units if unit.pinned for name in unit.parameters}
-        # Every place of a tied parameter.
+        # Id of a parameter -> its places: modules, and names in them. A tied parameter has several.
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         for module in self._modules.values():
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # By the module whose end they wait for: names, parameters on meta, and the real ones in their places.
+        # Id of the module after which parameters are yielded -> name, parameter on meta, real parameter in its place.
         self._open: dict[int, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Makes the module's own parameters real, and those of its parameter lists; returns the real ones."""
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
             for parameter in owner._parameters.values():  # noqa: SLF001
@@ -163,22 +171,26 @@ class _Walk:
         return made
 
     def _last(self, name: str) -> torch.nn.Module:
-        """The module whose end a parameter waits for, since its code may write to it, too: none larger than a unit."""
+        """Returns the module after whose initialisation a parameter's values are final.
+
+        Parents may write to parameters of their children: takes the outermost module that is no larger than a unit.
+        """
         last = "" if name in self._late else name.rpartition(".")[0]
         while last:
             parent = last.rpartition(".")[0]
-            # A list is not initialised by itself.
+            # A list's parent initialises it: go on to the parent.
             if self._sizes[parent] > self._limit and not isinstance(self._modules[last], _LISTS):
                 break
             last = parent
         return self._modules[last]
 
     def _place(self, parameter: torch.nn.Parameter, stands: torch.nn.Parameter) -> None:
+        """Puts `stands` at all places of a parameter."""
         for module, short in self._places[id(parameter)]:
             module._parameters[short] = stands  # noqa: SLF001
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters that waited for the end of a module."""
+        """Yields name and values of the parameters that are final after `module`, and puts the ones on meta back."""
         made = self._open.get(id(module), [])
         unknown = [name for name, _, real in made if not is_written(real)]
         if unknown:
@@ -186,7 +198,7 @@ class _Walk:
                 f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
                 "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
             )
-        # Those that are not handed on, where the caller fails meanwhile, are put back.
+        # Pop one at a time: if the caller stops the iteration, put_back() restores the rest.
         while made:
             name, parameter, real = made.pop(0)
             self._place(parameter, parameter)
@@ -195,6 +207,7 @@ class _Walk:
             del real
 
     def put_back(self) -> None:
+        """Restores the parameters on meta that were not yielded."""
         for made in self._open.values():
             for _, parameter, _ in made:
                 self._place(parameter, parameter)
@@ -203,7 +216,10 @@ class _Walk:
 
 @contextlib.contextmanager
 def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
-    """Put copies in place of a module's real tensors, except `ours`, so that the originals keep their values."""
+    """Puts copies in place of a module's real tensors during the block, so that the originals keep their values.
+
+    `ours`: ids of tensors that are not replaced.
+    """
     spared: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     parameters: dict[str, Any] = module._parameters  # noqa: SLF001
     buffers: dict[str, Any] = module._buffers  # noqa: SLF001
@@ -221,6 +237,7 @@ def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
 
 
 def _takes_one(function: object) -> bool:
+    """True if `function` can be called with one argument."""
     if not callable(function):
         return False
     try:
@@ -231,7 +248,7 @@ def _takes_one(function: object) -> bool:
 
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Reject parameters on meta that cannot be made real in place."""
+    """Rejects parameters on meta that `embody()` cannot make real in place."""
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
@@ -241,14 +258,14 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
         used: Any = parameter
         if parameter.is_meta and (parameter.grad is not None or used._use_count() > 1):  # noqa: SLF001
             raise ConfigError(
-                f"{name} is on meta and has a gradient, or is part of a graph: call zero_grad() and drop what was "
-                "computed before offload()"
+                f"{name} is on meta and has a gradient, or is part of a graph: call zero_grad() and drop results that "
+                "were computed before offload()"
             )
 
 
 def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Move a parameter on meta to the CPU, with `values`; module and optimizer keep the same object."""
-    # `.data` has a version counter of its own: many parameters may share the memory of `values`.
+    """Moves a parameter on meta to the CPU, with `values`; module and optimizer keep the same object."""
+    # Take `.data`, which has its own version counter: many parameters may share the memory of `values`.
     other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
     other.__class__ = parameter.__class__
     other.__dict__.update(parameter.__dict__)
@@ -260,11 +277,11 @@ def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 
 class MetaBuffers:
-    """The buffers of a model that are on meta: made real before there is a store, and meta again where that fails."""
+    """Makes a model's buffers on meta real before a store exists; puts them back on meta if that fails."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # By the tensor on meta: its places, itself, and the tensor that is made of it.
+        # Id of a buffer on meta -> its places, the buffer, and the real tensor that replaces it.
         self._places: dict[int, list[BufferPlace]] = {}
         self._old: dict[int, torch.Tensor] = {}
         self._new: dict[int, torch.Tensor] = {}
@@ -275,17 +292,17 @@ class MetaBuffers:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """Those that a state dict has, by their first names."""
+        """The persistent ones of these buffers, by their first names."""
         names = {key: [place.name for place in places if place.is_saved] for key, places in self._places.items()}
         return {named[0]: self._old[key] for key, named in names.items() if named}
 
     def install(self) -> None:
-        """Put tensors on the CPU in their places, marked as not written."""
+        """Puts `unwritten()` CPU tensors in place of the buffers."""
         self._new.update({key: unwritten(old) for key, old in self._old.items()})
         self._put(self._new)
 
     def uninstall(self) -> None:
-        """Put the buffers on meta back."""
+        """Puts the buffers on meta back."""
         self._put(self._old)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -294,7 +311,13 @@ class MetaBuffers:
                 place.put(tensors[key])
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Let the modules compute buffers that are not saved, and with `saved` all. Others come from `weights`."""
+        """Makes modules compute their non-persistent buffers; with `saved`, persistent ones too.
+
+        Takes a buffer that its module does not compute from `weights`.
+
+        Raises:
+            ConfigError: neither a module nor `weights` has a buffer's values, or a tensor on meta is no buffer.
+        """
         asked = {key: places for key, places in self._places.items() if saved or not any(p.is_saved for p in places)}
         modules = {id(place.module): place.module for places in asked.values() for place in places}
         initialiser = Initialiser(self._model)
@@ -320,6 +343,7 @@ class MetaBuffers:
         self._require_no_others()
 
     def _require_no_others(self) -> None:
+        """Rejects tensors on meta that are plain attributes of modules."""
         for prefix, module in self._model.named_modules():
             for name, value in module.__dict__.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
@@ -331,27 +355,27 @@ class MetaBuffers:
 
 @dataclass(eq=False)
 class ModelValues:
-    """First values from model and optimizer; parameters on meta come from `weights` or their initialisation."""
+    """Supplies first values from model and optimizer; parameters on meta from `weights` or by initialisation."""
 
     subject: Subject
     weights: Weights | None
     meta_buffers: Mapping[str, torch.Tensor]  # the persistent buffers that were on meta
-    partition: Partition  # says which rows of the model's parameters the subject's are, if ranks share them
+    partition: Partition  # the rows of the model's parameters that this rank has; all rows for one process
     step = 0
     user_state = None
 
     def check(self) -> None:
-        """Match names, shapes and dtypes with the weights; a function gives them when it is called."""
+        """Matches names, shapes and dtypes with weight files. A function is checked at each of its calls."""
         if isinstance(self.weights, WeightFiles):
             wanted = {name: self.partition.whole(name, p) for name, p in self.subject.named.items() if p.is_meta}
             self.weights.check(Names(self.subject.model), {**wanted, **self.meta_buffers})
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The optimizer's own."""
+        """Returns the options of the optimizer's groups."""
         return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
-        """First the parameters that are initialised from meta, then the others in the order of the units."""
+        """Yields the first values: first of parameters initialised from meta, then of the others in unit order."""
         subject = self.subject
         if self.weights is None and any(p.is_meta for p in subject.named.values()):
             yield from self._initialised(units)
@@ -367,7 +391,7 @@ class ModelValues:
                     yield name, laid_out(self.partition.part(name, whole), dense_strides(parameter)), {}, 0
 
     def _initialised(self, units: Sequence[Unit]) -> Iterator[First]:
-        """Parameters on meta, initialised by the model's own code, which makes whole parameters."""
+        """Initialises parameters on meta with the model's code, and yields this rank's parts of them."""
         whole = self.subject.named
         if self.subject.sharding is not None:
             units, whole = find_units(self.subject.model), self.subject.sharding.leaves
@@ -377,57 +401,58 @@ class ModelValues:
                 yield name, laid_out(part, dense_strides(self.subject.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """From the weights, where it was on meta and was not initialised."""
+        """Copies a buffer's values from the weights, if it was on meta."""
         if self.weights is not None and name in self.meta_buffers:
             tensor.copy_(self.weights.tensor(name, self.meta_buffers[name]))
 
 
-# Up to this many bytes in all, buffers are written with every step. Above, a buffer is written only if it changed.
+# Buffers of at most this many bytes in total are written with every step; otherwise each only if it changed.
 _ALWAYS_BYTES_MAX = 1 << 20
 
 
 class Buffers:
-    """The persistent buffers of a model."""
+    """Stages, restores and compares the persistent buffers of a model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = {place.name: place for place in persistent_buffers(model)}
-        # Checksums of committed values. Version counters would miss writes through `.data` (a codebook's).
+        # Name -> checksum of the committed values. Version counters would miss writes through `.data` (codebooks).
         self._seen: dict[str, str] = {}
+        # Name -> checksum of the staged values; "" with `_always`.
         self._staged: dict[str, str] = {}
-        # A forward of a step that is not committed has run, and may have changed them.
+        # True if a forward since the last commit may have changed the buffers.
         self.may_be_of_step = False
         self._kinds = {name: (self.target(name).dtype, self.target(name).shape) for name in self._places}
         self._always = sum(self.target(name).nbytes for name in self._places) <= _ALWAYS_BYTES_MAX
 
     @property
     def names(self) -> list[str]:
-        """As `state_dict()` names them. If the model drops a buffer, storage keeps its last committed values."""
+        """The buffers' names in `state_dict()`. If the model drops a buffer, the store keeps its last values."""
         return [name for name, place in self._places.items() if place.tensor is not None]
 
     def records(self) -> list[Record]:
-        """How the store knows them."""
+        """Returns the buffers' records for a new store."""
         return [
             Record(name=name, values=self.target(name), state={}, unit="buffers", buffer=True) for name in self.names
         ]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A buffer's values, contiguous in host memory."""
+        """Returns a buffer's values, contiguous in host memory."""
         return self.target(name).cpu().contiguous()
 
     def target(self, name: str) -> torch.Tensor:
-        """A buffer itself, to write to."""
+        """Returns a buffer itself, detached, to write to."""
         tensor = self._places[name].tensor
         assert tensor is not None, f"the model has dropped {name!r}"
         return tensor.detach()
 
     def restore(self, store: Store) -> None:
-        """Take the values that the store holds."""
+        """Copies the store's values into the buffers."""
         for name in self.names:
             values, _ = store.read(name)
             self.target(name).copy_(values)
 
     def require_same_kinds(self) -> None:
-        """Before a step or a save: reject buffers whose shape or dtype changed."""
+        """Rejects buffers whose shape or dtype changed since `offload()`. Steps and saves call it first."""
         for name in self.names:
             now, (dtype, shape) = self.target(name), self._kinds[name]
             if (now.dtype, now.shape) != (dtype, shape):
@@ -438,12 +463,12 @@ class Buffers:
                 )
 
     def differ(self, store: Store) -> bool:
-        """Whether any has other values than the store's last commit."""
+        """True if a buffer's values differ from those of the store's last commit."""
         self.require_same_kinds()
         return any(not same_bits(self.tensor(name), store.read(name)[0].contiguous()) for name in self.names)
 
     def stage(self, engine: Engine, step: int) -> None:
-        """Stage the buffers that changed; what a step that was interrupted has staged goes."""
+        """Stages the buffers that changed; first discards buffers that an interrupted step staged."""
         self.unstage(engine)
         for name in self.names:
             values = self.tensor(name)
@@ -454,20 +479,20 @@ class Buffers:
                 self._staged[name] = now
 
     def unstage(self, engine: Engine) -> None:
-        """Discard the staged buffers."""
+        """Discards the staged buffers."""
         for name in self._staged:
             engine.discard(name)
         self._staged = {}
 
     def committed(self) -> None:
-        """Note that the staged buffers were committed."""
+        """Notes that the staged buffers were committed."""
         self._seen.update(self._staged)
         self._staged = {}
         self.may_be_of_step = False
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
-    """The first place of each persistent buffer."""
+    """Returns the first place of each persistent buffer."""
     found: dict[int, BufferPlace] = {}
     for place, tensor in each_buffer(model):
         if place.is_saved:
@@ -476,7 +501,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move all buffers of a model, persistent or not, to a device; if one fails, none is moved."""
+    """Moves all buffers of a model, persistent or not, to a device; if one move fails, none is moved."""
     found = list(each_buffer(model))
     tensors = {id(tensor): tensor for _, tensor in found}
     moved = {key: tensor.to(device) for key, tensor in tensors.items()}

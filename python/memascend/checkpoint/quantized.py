@@ -1,4 +1,4 @@
-"""Reads tensors of quantised checkpoints, in MXFP4 or in FP8 with block scales, as those that they stand for."""
+"""Dequantises tensors of checkpoints in MXFP4, or in FP8 with block scales, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ if TYPE_CHECKING:
     from memascend.checkpoint.weights import WeightTensor
 
 MXFP4, FP8 = "mxfp4", "fp8"
-# What a name of the hub has at its end where somebody quantised the model; the model itself is the name before it.
+# Matches the suffix of a quantised model's name on the hub; the name without the suffix is the original model's.
 _BY = re.compile(
     r"([-_.](unsloth|bnb|gptq|awq|gguf|int4|int8|4bit|8bit|w4a16|w8a8|w8a16|quantized)\b.*)$", re.IGNORECASE
 )
-# The values of 4 bits (E2M1), and the dtype of tensors whose model asks for none.
+# The values of 4-bit floats (E2M1), by code.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The dtype of dequantised tensors, unless the caller gives one.
 _DTYPE = torch.bfloat16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of exponents that are stored as whole numbers.
+# The bias of exponents that are stored as uint8.
 _BIAS = 127
-# Elements that are in memory in float32 at once, beside the result.
+# The most elements in memory in float32 at once, beside the result.
 _PART = 1 << 22
 
 
 @dataclass(frozen=True)
 class _Mxfp4Tensor:
-    """The matrices of all experts: two elements of 4 bits in a byte, and an exponent for each 32 of a row."""
+    """All experts' matrices in MXFP4: two 4-bit elements in a byte, one exponent for each 32 elements of a row."""
 
     blocks: WeightTensor  # uint8, (experts, rows, groups, 16)
     exponents: WeightTensor  # uint8, (experts, rows, groups)
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape; transformers has these matrices transposed."""
+        """Returns dtype and shape. transformers' parameter has the stored matrices transposed."""
         experts, rows, groups, width = self.blocks.described()[1]
         return dtype or _DTYPE, (experts, 2 * groups * width, rows)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The elements, one expert after the other."""
+        """Dequantises the elements, one expert after the other."""
         dtype, shape = self.described(dtype)
         blocks, exponents = self.blocks.values(), self.exponents.values()
         values = torch.tensor(_FP4, dtype=dtype)
@@ -61,19 +62,19 @@ class _Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class _Fp8Tensor:
-    """A matrix, or several, of 8-bit floats, and a scale for each block of them, or for all."""
+    """A matrix (or a stack of matrices) of 8-bit floats, with one scale for each block, or one for all elements."""
 
     name: str
     codes: WeightTensor
     scales: WeightTensor
-    block: tuple[int, int] | None  # rows and columns, if the config has them
+    block: tuple[int, int] | None  # rows and columns of a block; None: the config does not name them
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape."""
+        """Returns dtype and shape."""
         return dtype or _DTYPE, self.codes.described()[1]
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The elements: products in float32, rounded once."""
+        """Dequantises the elements: multiplies in float32, and rounds once."""
         dtype, shape = self.described(dtype)
         codes, scales = self.codes.values(), _scales(self.scales.values())
         grid = (*scales.shape[-2:],) if scales.dim() > 1 else (1, 1)
@@ -91,13 +92,17 @@ class _Fp8Tensor:
         return found
 
     def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block: as the config says, where that gives such a grid, or of even parts."""
+        """Returns rows and columns of a block: the config's if they fit the grid of scales, else equal blocks.
+
+        Raises:
+            CorruptionError: the scales do not divide the matrix into equal blocks either.
+        """
         if self.block is not None and grid == tuple(map(_parts_of, shape[-2:], self.block)):
             return self.block
         if shape[-2] % grid[0] or shape[-1] % grid[1]:
             raise CorruptionError(
-                f"{self.name} has {list(shape)} elements and {list(grid)} scales, which divide it into no blocks, and "
-                "the config's weight_block_size does not, either: fetch the model again"
+                f"{self.name} has {list(shape)} elements and {list(grid)} scales, which do not divide it into blocks, "
+                "nor does the config's weight_block_size: fetch the model again"
             )
         return shape[-2] // grid[0], shape[-1] // grid[1]
 
@@ -107,19 +112,19 @@ def _parts_of(whole: int, part: int) -> int:
 
 
 def _scales(stored: torch.Tensor) -> torch.Tensor:
-    """Scales in float32; whole numbers are exponents."""
+    """Returns scales in float32; uint8 scales are biased exponents of 2."""
     return (stored.float() - _BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
 def method_of(folder: Path) -> Mapping[str, Any] | None:
-    """How the weights in a folder are quantised, as the config.json beside them says; None where they are not."""
+    """Returns the `quantization_config` of the folder's config.json; None if the weights are not quantised."""
     config = folder / "config.json"
     if not config.is_file():
         return None
     try:
         values = json.loads(read_bounded(config, "config of a model: fetch it again"))
     except (ValueError, RecursionError):
-        # Tensors are then looked for as they are.
+        # Without a readable config, treat the tensors as not quantised.
         return None
     parts = [values, *values.values()] if isinstance(values, dict) else []
     found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
@@ -127,31 +132,31 @@ def method_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def require_plain(sources: Mapping[str, WeightTensor], folder: Path) -> None:
-    """Reject scales of which no config says what they are for.
+    """Rejects weights that have scales though no config.json describes their quantisation.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: a name ends in "_scale_inv".
     """
     scales = next((name for name in sources if name.endswith("_scale_inv")), None)
     if scales is not None:
         raise ConfigError(
             f"{folder} has {scales}, and no config.json there says how its weights are quantized: put the model's "
-            "beside them"
+            "config.json beside them"
         )
 
 
 def require_readable(path: object, method: object) -> None:
-    """Reject other quantisations than those that are dequantised here.
+    """Rejects quantisations other than MXFP4 and FP8.
 
     Raises:
-        ConfigError: it names what to download instead.
+        ConfigError: `method` is another one; the message names the model to download instead.
     """
     if method not in (MXFP4, FP8):
         raise refusal(path, str(method))
 
 
 def refusal(path: object, how: str) -> ConfigError:
-    """The error of a model that is quantised in another way, for which `how` are words."""
+    """Returns the error for a model with an unsupported quantisation, which `how` describes."""
     name = str(path)
     plain = _BY.sub("", name)
     instead = plain if plain != name else "the one that its card calls base_model"
@@ -164,10 +169,10 @@ def refusal(path: object, how: str) -> ConfigError:
 def dequantized(
     sources: Mapping[str, WeightTensor], method: Mapping[str, Any], folder: Path
 ) -> dict[str, WeightTensor]:
-    """The same tensors with one in place of codes and scales, under the name that the model has for it.
+    """Replaces each pair of codes and scales by one dequantised tensor, under the model's name for it.
 
     Raises:
-        ConfigError: they are quantised otherwise.
+        ConfigError: `method` is neither MXFP4 nor FP8.
         CorruptionError: codes have no scales, or scales no codes.
     """
     kind = method.get("quant_method")
@@ -176,7 +181,7 @@ def dequantized(
     for name, source in whole.items():
         if source.described()[0] in _FP8 or name.endswith(("_blocks", "_scales", "_scale_inv")):
             raise CorruptionError(
-                f"{folder} has no scales for {name}, or no values of which these are the scales: it is not whole "
+                f"{folder} has no scales for {name}, or no values that these scales belong to: it is not whole "
                 "(fetch it again), or quantized in a way that is not read (download the model without quantization)",
                 path=str(folder),
             )
@@ -199,7 +204,7 @@ def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict
     size: Any = method.get("weight_block_size")
     is_block = isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)
     block = (size[0], size[1]) if is_block else None
-    # Kernels that multiply 8-bit floats scale activations, too.
+    # Drop scales of activations, which only kernels that multiply 8-bit floats need.
     spare = (".activation_scale", "_activation_scale")
     found: dict[str, WeightTensor] = {}
     for key, source in sources.items():

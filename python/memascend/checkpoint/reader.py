@@ -1,4 +1,4 @@
-"""Reads checkpoints: the manifest and the files that it names, and from them the first values of a store."""
+"""Reads and verifies checkpoints, and supplies the first values of a store from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memascend.session.decide import Subject
 
 
-# The folder of a checkpoint for our own files: many tools take every safetensors file beside the weights for weights.
+# The subfolder for state and manifest: many tools load every safetensors file beside the weights as weights.
 FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
@@ -40,7 +40,7 @@ _READ_BYTES = 8 << 20
 
 
 def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Step and store of a checkpoint; None if there is none or it is damaged."""
+    """Returns step and store of a checkpoint; None if the folder has no checkpoint or a damaged one."""
     try:
         return _identity_in(_manifest(Path(folder)))
     except MemascendError:
@@ -48,7 +48,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def position_of(folder: str | os.PathLike[str]) -> str | None:
-    """The position of a Trainer that a checkpoint has; None if there is none, or no checkpoint, or it is damaged."""
+    """Returns the Trainer's position in a checkpoint; None if it has none, is damaged, or does not exist."""
     try:
         return _manifest(Path(folder)).get("position")
     except MemascendError:
@@ -60,33 +60,36 @@ def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided(key: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """A parameter and its state, by names that may both have dots; `names` are the model's, by those in files."""
+    """Splits a state tensor's name into the parameter's name in the model and the name of the state.
+
+    Both may have dots. `names`: names of parameters in files -> names in the model.
+    """
     ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in names]
     end = ends[-1] if ends else key.rfind(".")
     return names.get(key[:end], key[:end]), key[end + 1 :]
 
 
 def state_key(name: str, of: str) -> str:
-    """The name of a parameter's state tensor in a checkpoint."""
+    """Returns the name of a parameter's state tensor in a checkpoint."""
     return f"{saved_name(name)}.{of}"
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """The bytes of the manifest's file. There is one spelling, so that a change of any byte is detected."""
+    """Returns the bytes of the manifest's file: a canonical form, so that a reader detects a change of any byte."""
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = checksum_of(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
     return json.dumps({**content, "checksum": checksum}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A checkpoint on disk: its folder, and its checked manifest."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check its manifest, and check that every file exists and has the right length.
+        """Reads and checks the manifest; checks that every file exists and has the right length.
 
         Raises:
-            ConfigError: there is none.
-            CorruptionError: it is damaged, partial or of another version; the message says what.
+            ConfigError: the folder has no manifest.
+            CorruptionError: the checkpoint is damaged, partial or of another version; the message says which.
         """
         self.folder = Path(folder)
         self.manifest = _manifest(self.folder)
@@ -108,10 +111,10 @@ class Checkpoint:
                 )
 
     def verify(self, rank: int = 0, count: int = 1) -> None:
-        """Read every byte and compare it with the manifest; several ranks share the tensors among them.
+        """Reads every byte and compares it with the manifest; `count` ranks share the parts of tensors among them.
 
         Raises:
-            CorruptionError: something differs; it names file and tensor.
+            CorruptionError: a checksum differs; the message names file and tensor.
         """
         total = sum(said["bytes"] for said in self.manifest["files"].values()) // count
         turns = itertools.count()
@@ -125,6 +128,7 @@ class Checkpoint:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
+    """Reads and checks a manifest; raises the errors of `Checkpoint()`."""
     path = folder / FOLDER / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
@@ -151,7 +155,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: dict[str, Any]) -> str | None:
-    """The field that is malformed although the checksum is right; None if all are well-formed."""
+    """Returns the field that is malformed although the checksum is right; None if all are well-formed."""
     kinds = {"step": int, "store": str, "optimizer": str, "groups": list, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
@@ -165,13 +169,11 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
         return "members"
     if not is_owners(manifest.get("owners", [])):
         return "owners"
-    return next(
-        (f"what it says of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None
-    )
+    return next((f"the entry of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None)
 
 
 def _well(name: str, said: Any) -> bool:
-    """Whether a file lies inside the checkpoint and its record is well-formed."""
+    """True if a file's path is inside the checkpoint and its entry is well-formed."""
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}
@@ -180,14 +182,14 @@ def _well(name: str, said: Any) -> bool:
 
 
 def _in_parts(said: Any) -> bool:
-    """Whether a list has the first byte and the checksum of each part of a tensor, from its beginning on."""
+    """True if a list has the first byte and the checksum of each part of a tensor, in order, from byte 0."""
     whole = isinstance(said, list) and all(isinstance(part, list) and [*map(type, part)] == [int, str] for part in said)
     firsts = [part[0] for part in said] if whole else []
     return firsts[:1] == [0] and firsts == sorted(firsts)
 
 
 def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
-    """Compare a safetensors file with what the manifest says of it; `mine` is asked for each tensor."""
+    """Compares a safetensors file with its entry in the manifest: the header, and tensor parts if `mine()` is true."""
     buffer = bytearray(_READ_BYTES)
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123
 
@@ -233,31 +235,36 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
 
 
 def _parts(said: Any, nbytes: int) -> list[tuple[int, int, str]]:
-    """First byte, end and checksum of each part of a tensor, from its checksum or those of the parts."""
+    """Returns first byte, end and checksum of each part of a tensor, from its entry in the manifest."""
     firsts, sums = ([0], [said]) if isinstance(said, str) else zip(*said, strict=True)
     return [*zip(firsts, [*firsts[1:], nbytes], sums, strict=True)]
 
 
 @dataclass(eq=False)
 class CheckpointValues:
-    """The first values of a store, from a checkpoint."""
+    """Supplies the first values of a store from a checkpoint."""
 
     checkpoint: Checkpoint
     subject: Subject
-    partition: Partition  # says which rows of the model's parameters the subject's are, if ranks share them
+    partition: Partition  # the rows of the model's parameters that this rank has; all rows for one process
 
     def __post_init__(self) -> None:
         self.step: int = self.checkpoint.manifest["step"]
         self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition.layout)
         self._weights = WeightFiles(self.checkpoint.folder)
-        # The optimizer's state.
+        # Files with the optimizer's state.
         files = [name for name in self.checkpoint.manifest["files"] if Path(name).parent.name == FOLDER]
         self._state = WeightFiles(self.checkpoint.folder, files)
-        # Parameters whose state is converted: the form in the checkpoint, and the form of the run.
+        # Name of a parameter whose state is converted -> its form in the checkpoint, and its form in this run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
-        """Reject a checkpoint of another model or optimizer, or a damaged one."""
+        """Rejects a checkpoint of another model or optimizer, or a damaged one; warns of conversions.
+
+        Raises:
+            ConfigError: model, optimizer, groups or state do not fit.
+            CorruptionError: the checkpoint is damaged.
+        """
         where, manifest = self.checkpoint.folder, self.checkpoint.manifest
         here = title_of(self.subject.arithmetic.optimizer)
         if manifest["optimizer"] != here:
@@ -287,14 +294,14 @@ class CheckpointValues:
             warn(words)
 
     def _problems(self) -> list[str]:
-        """The state tensors that do not fit, in words; also finds the parameters to convert."""
+        """Describes the state tensors that do not fit; also fills `_conversions`."""
         there: dict[str, dict[str, torch.Tensor]] = {}
         of_saved = {saved_name(name): name for name in self.subject.named}
         for key in self._state.keys:
             name, of = _divided(key, of_saved)
             there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
         if self.partition.layout.size > 1:
-            # Other ranks check the parameters of which this rank has no rows.
+            # Skip parameters without rows on this rank: other ranks check them.
             there = {name: tensors for name, tensors in there.items() if name in self.subject.named}
         problems = []
         for name in self.subject.trained:
@@ -304,6 +311,7 @@ class CheckpointValues:
         return problems
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
+        """Describes a parameter's state tensors that do not fit; notes a conversion if the form can be converted."""
         kept, shape = self._kept(name), self.subject.named[name].shape
         wanted = {**kept, UPDATES: torch.empty((), dtype=torch.int64, device="meta")}
         one = form_of({of: tensor for of, tensor in found.items() if of != UPDATES}, shape)
@@ -313,7 +321,7 @@ class CheckpointValues:
                 self._conversions[name] = one, other
                 return []
         elif self._order_of(name) != self._own_order(name):
-            # Its blocks consist of other elements than the run's.
+            # The checkpoint's blocks have other elements than this run's: decode them, and encode them anew.
             assert one is not None
             self._conversions[name] = one, one
         problems = [f"no {state_key(name, of)}" for of in wanted if of not in found]
@@ -327,16 +335,16 @@ class CheckpointValues:
         return problems
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
-        """The state of a parameter in this run, on meta."""
+        """Returns the state tensors that this run keeps for a parameter, on meta, in the form of a checkpoint."""
         return plain_tensors(self.subject.arithmetic.of(self.subject.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
-        """The order of dimensions in which blocks of a parameter's state were counted; None: row-major."""
+        """Returns the order of dimensions in which the checkpoint's blocks count elements; None: row-major."""
         orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
         return orders.get(saved_name(name))
 
     def _own_order(self, name: str) -> list[int] | None:
-        """The same for the run, if its state has blocks."""
+        """Returns the order of dimensions for this run; the checkpoint's own order if this run has no blocks."""
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
         parameter = self.subject.named[name]
@@ -345,13 +353,13 @@ class CheckpointValues:
         return None if order is None else list(order)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those of the checkpoint, and its identity, until the first step of the store commits others."""
+        """Returns the checkpoint's hyperparameters and identity, which the store keeps until its first step."""
         manifest = self.checkpoint.manifest
         names = ("groups", "loss_scale", "attributes", "seed", "schedule", "position")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
-        """In the order of the units, on the mapped files."""
+        """Yields the first values in the order of the units; unconverted tensors are views of the mapped files."""
         trained = set(self.subject.trained)
         for unit in units:
             for name in unit.parameters:
@@ -366,10 +374,10 @@ class CheckpointValues:
                 yield name, values, state, step
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's part of a parameter's state, in float32 if converted; `values` is the whole parameter."""
+        """Returns this rank's part of a parameter's state, in float32 if converted; `values`: the whole parameter."""
         parameter = self.subject.named[name]
         if name in self._conversions:
-            # It is decoded whole, since blocks may end within rows.
+            # Decode the whole parameter, since blocks may end within rows.
             whole = self._converted(name, values)
         else:
             whole = {of: self._state.at(state_key(name, of)) for of in self._kept(name)}
@@ -378,6 +386,7 @@ class CheckpointValues:
         return {of: laid_out(one, strides) if one.shape == parameter.shape else one for of, one in parts.items()}
 
     def _converted(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the whole state of a parameter in float32, without a master if this run has none."""
         one, other = self._conversions[name]
         strides = strides_of(values.shape, self._order_of(name))
         found = {of: self._state.at(state_key(name, of)) for of in one.kinds(values.shape)}
@@ -388,12 +397,12 @@ class CheckpointValues:
         return whole
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy its values from the checkpoint."""
+        """Copies a buffer's values from the checkpoint into `tensor`."""
         tensor.copy_(self._weights.tensor(name, tensor))
 
 
 def _user_state(manifest: Mapping[str, Any], layout: Layout) -> Any:
-    """This rank's `user_state`; the first rank's if another number of ranks wrote the checkpoint."""
+    """Returns this rank's `user_state`; rank 0's, with a warning, if another number of ranks wrote the checkpoint."""
     states = manifest.get("user_states", [manifest["user_state"]] * layout.size)
     if len(states) == layout.size:
         return states[layout.rank]

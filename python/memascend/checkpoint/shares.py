@@ -1,4 +1,4 @@
-"""Fills the files of a checkpoint: each rank writes its rows into them, or sends them to the first rank."""
+"""Fills the files of a checkpoint: each rank writes its own rows into them, or rank 0 writes the rows of all."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
 
-    # By file, the byte at which each tensor begins.
+    # File -> tensor -> offset of the tensor in the file.
     Places = Mapping[str, Mapping[str, int]]
-    # First byte, end and checksum of what a process has written of a tensor.
+    # The part of a tensor that one process has written: first byte, end, checksum.
     Part = tuple[int, int, str]
-    # By file and tensor, the parts of all processes, in order.
+    # (file, tensor) -> the parts of all processes, in order.
     Sums = Mapping[tuple[str, str], Sequence[Part]]
 
 
 _log = logging.getLogger("memascend")
-# Bytes in the page cache after which files are flushed.
+# Bytes that are written to the page cache before files are flushed.
 _FLUSH_BYTES = 256 << 20
-# A checkpoint of terabytes has more files than a process may open.
+# The most files open at once: a checkpoint of terabytes has more files than a process may open.
 _OPEN_MAX = 16
-# While a checkpoint is written: what the ranks need to write to it, and the checksums of each rank.
+# Temporary files in the folder of a checkpoint: the offsets of its tensors, and the parts and checksums of each rank.
 _PLACES = ".memascend-places"
 _SUMS = ".memascend-sums-{}"
-# How often in `timeout` ranks that write report that they go on.
+# How often within `timeout` a writing rank reports that it is alive.
 _BEATS = 4
 
 
 class TensorFiles:
-    """Files of which a process writes its part: consecutive bytes of each tensor, in their order.
+    """Writes one process's part of a checkpoint's files: of each tensor one range of bytes, in order.
 
-    Other ranks write to the same pages. The files are open for writing alone, and never read before: a client of NFS
-    that knows a whole page may write all of it, with what was there before.
+    Other ranks write to the same pages. So the files are opened for writing only, and never read before: an NFS client
+    that has a page cached may write the whole page, and overwrite other ranks' bytes with old ones.
     """
 
     def __init__(self, folder: Path, descriptor: int, places: Places) -> None:
-        """`descriptor` is of the folder: a rank that hangs, and is left behind, never opens files of a later save."""
+        """`descriptor`: of the folder; opens files by it, so that a rank that hangs never writes to a later save."""
         self._folder = folder
         self._descriptor = descriptor
         self._places = {
@@ -66,11 +66,14 @@ class TensorFiles:
         }
         self._open: dict[str, int] = {}
         self._unflushed = 0
-        # By file and tensor: first byte, end and checksum.
+        # (file, tensor) -> first byte, end, and checksum of the bytes written so far.
         self._written: dict[tuple[str, str], tuple[int, int, Checksum]] = {}
 
     def put(self, name: str, of: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of a record's values, or of the state tensor that `of` names."""
+        """Writes elements of a record's values (`of` is "") or of its state tensor `of`, from element `start` on.
+
+        Each call must continue where the last call for this tensor ended.
+        """
         if values.numel() == 0:
             return
         key = state_key(name, of) if of else saved_name(name)
@@ -90,6 +93,7 @@ class TensorFiles:
                 self._flush()
 
     def _file(self, name: str) -> int:
+        """Returns the descriptor of a file; flushes and closes all others first if `_OPEN_MAX` are open."""
         if name not in self._open:
             if len(self._open) == _OPEN_MAX:
                 self._flush()
@@ -98,19 +102,20 @@ class TensorFiles:
         return self._open[name]
 
     def _flush(self) -> None:
+        """Flushes the open files, and drops them from the page cache."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed = 0
 
     def finish(self) -> dict[tuple[str, str], Part]:
-        """Flush all, and return what was written."""
+        """Flushes all files; returns the written part of each tensor."""
         with file_errors(self._folder, "cannot be written"):
             self._flush()
         return {key: (first, end, str(checksum)) for key, (first, end, checksum) in self._written.items()}
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Closes the files that are open."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -122,9 +127,9 @@ def write_into(
     descriptor: int | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> dict[tuple[str, str], list[Part]]:
-    """Write all of `contents` into the files of a folder, and flush them; `beat` is called again and again.
+    """Writes all of `contents` into the files of a folder, and flushes them; returns the written parts.
 
-    `descriptor` is of the folder, where it is open.
+    Calls `beat` after each write. `descriptor`: of the folder, if it is open.
     """
     with contextlib.ExitStack() as ends:
         if descriptor is None:
@@ -144,7 +149,7 @@ def write_into(
 
 
 def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, str]]:
-    """What the manifest has of a tensor: its checksum, or the first byte and the checksum of each of its parts."""
+    """Returns a tensor's entry in the manifest: its checksum, or first byte and checksum of each of its parts."""
     ends = [0, *(end for _, end, _ in parts)]
     assert [*(first for first, _, _ in parts), nbytes] == ends, f"{parts} of {nbytes} bytes"
     if len(parts) > 1:
@@ -153,13 +158,14 @@ def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, st
 
 
 def _opened(folder: Path, ends: contextlib.ExitStack) -> int:
+    """Opens a folder until `ends` closes; returns its descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     ends.callback(os.close, descriptor)
     return descriptor
 
 
 class Shares:
-    """Writes the tensors of one checkpoint after the other, all ranks together."""
+    """Writes the tensors of checkpoints on all ranks together."""
 
     def __init__(self, sharding: Sharding, exchange: Exchange) -> None:
         self._sharding = sharding
@@ -168,10 +174,13 @@ class Shares:
         self._beat_at = 0.0
 
     def fill(self, own: StoreContents, folder: Path | None = None, places: Places | None = None) -> Sums:
-        """Write into the files of a folder, which the first rank alone knows, and which gets the parts of all.
+        """Writes the tensors into the files of a folder; all ranks call this together.
+
+        Rank 0 passes `folder` and `places`, and gets the parts of all ranks; others pass neither. Each rank writes its
+        own rows if all ranks can write to the folder; otherwise all ranks send their rows to rank 0, which writes them.
 
         Raises:
-            StoppedError: rows did not arrive at the first rank, which writes those of all.
+            StoppedError: rank 0 writes all rows, and the rows of another rank did not arrive.
         """
         sharding, exchange, rank = self._sharding, self._exchange, self._sharding.layout.rank
         word = uuid.uuid4().hex
@@ -181,7 +190,7 @@ class Shares:
         with contextlib.ExitStack() as ends:
             try:
                 descriptor = _opened(Path(path), ends)
-                # It is not written to here: only tried.
+                # Open for writing to test the permission; write nothing.
                 with open(os.open(_PLACES, os.O_RDWR | os.O_CLOEXEC, dir_fd=descriptor), "rb") as file:  # noqa: PTH123
                     there = json.load(file)
                 unseen = None if there["word"] == word else f"sees another folder at {path}"
@@ -197,7 +206,7 @@ class Shares:
             if not others:
                 return self._written(own, Path(path), there["places"], descriptor)
         line = exchange.line.open()
-        # Another replica has the same rows: it sends none, and waits as long as the others.
+        # Only the first replica sends rows, since others have the same; their ranks take part without rows.
         given: Collection[str] = () if sharding.layout.replica else sharding.rows
         share = ShareContents(own, sharding.rows, sharding.layout, given)
         if folder is not None and places is not None:
@@ -206,12 +215,13 @@ class Shares:
         return {}
 
     def _log(self, way: str) -> None:
+        """Logs on rank 0 how a checkpoint is written, if that differs from the last one."""
         if way != self._logged and not self._exchange.rank:
             _log.info("the checkpoint: %s", way)
         self._logged = way
 
     def _written(self, own: StoreContents, folder: Path, places: Places, descriptor: int) -> Sums:
-        """Write this rank's rows. The first rank gets the parts of all, through files: they may be many."""
+        """Writes this rank's rows; returns its parts, on rank 0 the parts of all ranks, which pass through files."""
         sharding, exchange = self._sharding, self._exchange
         share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
         self._beat_at = time.monotonic() + exchange.timeout / _BEATS
@@ -229,14 +239,17 @@ class Shares:
         return sums
 
     def _beat(self) -> None:
-        """Report in time that this rank goes on: others wait for it if they have fewer rows, or a faster drive."""
+        """Reports from time to time that this rank still writes: ranks with fewer rows or a faster drive wait for it.
+
+        `_written()` answers each report of another rank by `everyone(True)` once its own rows are written.
+        """
         if time.monotonic() >= self._beat_at:
             self._exchange.everyone(False)
             self._beat_at = time.monotonic() + self._exchange.timeout / _BEATS
 
 
 def _write(path: Path, content: object, folder: int | None = None) -> None:
-    """Write a file of JSON; `folder` is the descriptor of its folder."""
+    """Writes and flushes a JSON file; `folder`: the descriptor of its folder, or None to open it by its path."""
     name = path if folder is None else path.name
     with file_errors(path, "cannot be written"):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC

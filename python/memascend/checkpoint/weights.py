@@ -1,4 +1,4 @@
-"""Loads weights for a model on "meta": safetensors files, checked before anything is written, or a function."""
+"""Loads weights for a model on "meta", from a function or from safetensors files, which are checked first."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
     from memascend.checkpoint.files import Matched, Names
 
 
-# How transformers makes one parameter of all experts, and joins several such parameters into one.
+# transformers' operations that stack the experts' matrices to one parameter, and that join such stacks to one.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
 class WeightTensor(Protocol):
-    """One tensor of weights. `dtype` is the one to dequantise to; what is not quantised is as the files have it."""
+    """One tensor of weights. `dtype` applies to quantised tensors only; others keep the files' dtype."""
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Its dtype (None where torch has none such) and shape."""
+        """Returns dtype and shape; None for a dtype that torch lacks."""
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its elements."""
+        """Returns the elements."""
 
 
-# Its name in the files, the pattern that it fits, and itself.
+# A tensor's name in the files, the converter's pattern that it fits, and the tensor.
 _Named = tuple[str, str, WeightTensor]
 
 
 @dataclass(frozen=True)
 class _MergedTensor:
-    """A parameter that is made from several tensors, or one of several that are made from one."""
+    """A parameter that a converter of transformers makes from tensors in files; it may make several from one."""
 
     name: str
-    layer: str
-    converter: Any  # of transformers, which collects tensors and is copied for that
+    layer: str  # the name under which transformers collects the parts
+    converter: Any  # transformers' converter; copied for each use, since it collects tensors
     config: Any
-    parts: Sequence[_Named]  # what the converter is given
+    parts: Sequence[_Named]  # the converter's inputs
 
     def names(self) -> list[str]:
-        """The names of all tensors that the conversion makes; this is one of them."""
+        """Returns the names of all tensors that the conversion makes, this one included."""
         return list(self._all(_on_meta))
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape that the conversion gives for tensors on meta."""
+        """Returns dtype and shape, by a conversion of tensors on meta."""
         made = self._made(lambda source: _on_meta(source, dtype))
         return made.dtype, tuple(made.shape)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its elements, in memory: experts are copied one by one, all else is computed by transformers."""
+        """Returns the elements, in memory: copies stacked experts one by one; transformers converts all else."""
         stacked = self._stacked()
         if stacked is None:
             return self._made(lambda source: source.values(dtype)).contiguous()
@@ -80,7 +80,10 @@ class _MergedTensor:
         return whole
 
     def _stacked(self) -> list[list[WeightTensor]] | None:
-        """Matrices by pattern, where they are stacked along a new first dimension, and these joined along the next."""
+        """Returns the experts' matrices by pattern; None if the conversion does more than stack and join them.
+
+        The conversion stacks matrices along a new first dimension, and joins the stacks along the second.
+        """
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
         of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self.converter.source_patterns}
         for _, pattern, source in self.parts:
@@ -91,21 +94,27 @@ class _MergedTensor:
         return pieces if known and flat and len({len(sources) for sources in pieces}) == 1 else None
 
     def _made(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> torch.Tensor:
+        """Converts the tensors that `value_of` returns for the parts; returns this parameter."""
         made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self.name]
         return made[0] if isinstance(made, list) else made
 
     def _all(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> dict[str, Any]:
+        """Converts the tensors that `value_of` returns for the parts; returns all resulting tensors, by name."""
         converter = copy.deepcopy(self.converter)
         for key, pattern, source in self.parts:
             converter.add_tensor(self.layer, key, pattern, value_of(source))
         made: Any = converter.convert(self.layer, config=self.config)
-        # The first versions of transformers 5 return errors beside it.
+        # The first versions of transformers 5 return a pair of tensors and errors.
         found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
         return found
 
 
 def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
-    """The same tensors under the model's names; None if transformers has no conversion for the model."""
+    """Converts files' tensors to the model's names; returns None if transformers has no conversion for the model.
+
+    Raises:
+        ConfigError: transformers cannot convert the tensors.
+    """
     rename, converters = _renaming(model)
     if rename is None:
         return None
@@ -115,7 +124,7 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
     config = getattr(model, "config", None)
     found: dict[str, WeightTensor] = {}
     layers: dict[str, list[_Named]] = {}
-    # Experts in the order of their numbers.
+    # Sort naturally, so that experts come in the order of their numbers.
     for key in sorted(sources, key=dot_natural_key):
         name, pattern = rename(key)
         if pattern is None:
@@ -136,15 +145,16 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
 
 
 def misread_names(model: torch.nn.Module) -> list[str]:
-    """Names of the model that transformers would rename if it found them in a file."""
+    """Returns names of the model that transformers would rename if a file had them."""
     rename, _ = _renaming(model)
     return [] if rename is None else [name for name in _names(model) if rename(name) != (name, None)]
 
 
 def _renaming(model: torch.nn.Module) -> tuple[Callable[[str], tuple[str, str | None]] | None, list[Any]]:
-    """How transformers renames what a file has for a model of its own (None: not at all), and its converters.
+    """Returns transformers' function that renames tensors of files for this model, and its converters.
 
-    Renaming returns the new name, and the pattern of the converter that takes the tensor, if any.
+    The function returns the new name, and the pattern of the converter that takes the tensor, or None. The function is
+    None if transformers renames nothing.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -153,7 +163,7 @@ def _renaming(model: torch.nn.Module) -> tuple[Callable[[str], tuple[str, str | 
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
-        # Versions that load files as they are.
+        # Older versions of transformers load files without renaming.
         return None, []
     found = get_model_conversion_mapping(model)
     renamings = [each for each in found if isinstance(each, WeightRenaming)]
@@ -169,6 +179,7 @@ def _names(model: torch.nn.Module) -> list[str]:
 
 
 def _on_meta(source: WeightTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a tensor on meta with dtype and shape of `source`."""
     of, shape = source.described(dtype)
     return torch.empty(shape, dtype=of, device="meta")
 
@@ -178,12 +189,12 @@ _SINGLE = "model.safetensors"
 
 
 def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
-    """What `offload(weights=)` was given, which its options have checked."""
+    """Opens the argument of `offload(weights=)`, whose type `Options` has checked."""
     return WeightFunction(weights) if callable(weights) else WeightFiles(Path(expanded(weights)))
 
 
 class WeightFunction:
-    """A function that is given a name and a parameter on meta, and returns its values; called one at a time."""
+    """The user's function (name, parameter on meta) -> values; called for one parameter at a time."""
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         self._function = function
@@ -194,7 +205,11 @@ class WeightFunction:
         return True
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The tensor that the function returns, if it fits."""
+        """Calls the function, and checks the returned tensor.
+
+        Raises:
+            ConfigError: the function returned no dense tensor of the shape and dtype of `like`.
+        """
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
             is_tensor = isinstance(values, torch.Tensor)
@@ -211,34 +226,34 @@ class WeightFunction:
         return values.detach().cpu()
 
 
-# The attribute of a parameter on meta that knows where its values are.
+# The attribute of a parameter on meta that holds its `Source`.
 _SOURCE = "_memascend_source"
-# peft's copy of a module that is trained beside adapters, and the module that it is copied from.
+# Matches the part of a name by which peft names its trained copy of a module; "original_module" has the first values.
 _COPIED = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where files have the values of a parameter on meta, and the dtype in which its model was loaded."""
+    """The files and the key of the values of a parameter on meta, and the dtype in which its model was loaded."""
 
     files: WeightFiles
     key: str
     dtype: torch.dtype
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Let a parameter on meta know this."""
+        """Stores this source on a parameter on meta; `sources_of()` finds it there."""
         setattr(parameter, _SOURCE, self)
 
     def values(self) -> torch.Tensor:
-        """The elements in this dtype."""
+        """Returns the elements, in `self.dtype`."""
         return self.files.at(self.key, self.dtype).to(self.dtype)
 
 
 def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
-    """A function for `offload(weights=)` where parameters on meta know their source; None where none does.
+    """Returns a function for `offload(weights=)` that reads noted sources; None if no parameter has a source.
 
     Raises:
-        ConfigError: another parameter on meta does not.
+        ConfigError: some parameters on meta have a source, and another has none that fits.
     """
     named = dict(model.named_parameters())
     noted: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
@@ -252,7 +267,7 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
         if source is None or source.files.on_meta(source.key).shape != parameter.shape:
             path = next(iter(noted.values())).files.path
             raise ConfigError(
-                f"{name} has no values: it was made of weights that {path} has, and that were not read yet (resized "
+                f"{name} has no values: it was made from weights in {path}, which were not read yet (resized "
                 "embeddings, adapters that begin with the weights): save the model with it first, or make the model "
                 "outside of loading()"
             )
@@ -266,7 +281,7 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
 
 
 def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
-    """The first rows of a parameter, from its files where it is on meta; None where they are not known."""
+    """Returns the first rows of a parameter, read from its source if it is on meta; None without a source."""
     if not parameter.is_meta:
         return parameter.detach()[:count]
     source: Source | None = vars(parameter).get(_SOURCE)
@@ -274,32 +289,32 @@ def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
 
 
 def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
-    """Let parameters that are on storage keep no file open."""
+    """Drops the sources of parameters whose values are in a store, so that the files can be closed."""
     for parameter in parameters:
         vars(parameter).pop(_SOURCE, None)
 
 
 class WeightFiles:
-    """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied.
+    """One safetensors file, or a folder of them. Tensors are views of the mapped files where possible.
 
-    What is quantised there is dequantised when it is asked for.
+    Dequantises a quantised tensor at each read.
     """
 
     def __init__(
         self, path: Path, names: Sequence[str] | None = None, *, method: Mapping[str, Any] | None = None
     ) -> None:
-        """Open `path`, or with `names` these files in the folder `path`, with all of their tensors.
+        """Opens the file or folder `path`, or with `names` these files in the folder `path`.
 
-        `method` says how they are quantised; None: as a config.json beside them says.
+        `method`: the `quantization_config` of the weights; None: that of the config.json beside them, if any.
 
         Raises:
-            ConfigError: there are no safetensors, or not all of them; or they are quantised in a way that is not read.
+            ConfigError: safetensors files are missing, or their quantisation is not supported.
             CorruptionError: a file is damaged or cut short.
         """
         self.path = path
-        # By the name in the files, or the one that transformers gives it.
+        # Name in the files, or transformers' new name after `matched()` -> the tensor.
         self._where: dict[str, WeightTensor] = {}
-        # The name in the files, by ours.
+        # The model's name -> the key in `_where`; `check()` fills it.
         self._of: dict[str, str] = {}
         for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
             opened = _opened(file)
@@ -321,7 +336,11 @@ class WeightFiles:
         return list(self._where)
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Match the files' names with the model's, both ways."""
+        """Matches the files' names, shapes and dtypes with those of `wanted`, both ways.
+
+        Raises:
+            ConfigError: tensors are missing, unexpected, or of another shape or dtype, or untie tied parameters.
+        """
         found = self.matched(names)
         missing = [name for name in wanted if name not in found.of]
         problems = [_problem("missing in the files", missing), _problem("not in the model", found.unexpected)]
@@ -343,11 +362,11 @@ class WeightFiles:
                 f"{self.path} does not fit the model; {'; '.join(problems)}. Give the files of this model, or a "
                 "function as weights="
             )
-        # Buffers that are not saved as a rule, and are there all the same.
+        # Also note non-persistent buffers, which files may have.
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
     def matched(self, names: Names) -> Matched:
-        """Match the names as they are; if some are left over, as transformers would rename and merge them."""
+        """Matches the names as they are or, if that leaves fewer unmatched, as transformers converts them."""
         found = names.matched(self._where)
         if not names.left(found):
             return found
@@ -358,16 +377,20 @@ class WeightFiles:
         return found
 
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
-        """Pairs of names in the files that are one tensor in the model and have different values."""
+        """Returns pairs of names in the files that the model ties to one tensor, but whose values differ."""
         pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]
         return [(first, other) for first, other in pairs if not same_bits(self.at(first), self.at(other))]
 
     def has(self, name: str) -> bool:
-        """Whether the files have it; after `check`."""
+        """True if the files have the tensor. Call `check()` before."""
         return name in self._of
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The values, on the mapped file."""
+        """Returns the values of the model's tensor `name`, as a view of the mapped file where possible.
+
+        Raises:
+            ConfigError: shape or dtype differ from those of `like`.
+        """
         values = self.at(self._of[name], like.dtype)
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
@@ -377,17 +400,17 @@ class WeightFiles:
         return values
 
     def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor by its name in the files; on the mapped file, unless it is made from several, or quantised."""
+        """Returns a tensor by its name in the files: a view of the mapped file, unless it is converted or quantised."""
         return self._where[key].values(dtype)
 
     def on_meta(self, key: str) -> torch.Tensor:
-        """A tensor by its name in the files, without its values."""
+        """Returns a tensor by its name in the files, on meta."""
         return _on_meta(self._where[key])
 
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor as a file has it."""
+    """A tensor in a safetensors file, unconverted."""
 
     file: Any
     key: str
@@ -398,19 +421,19 @@ class _FileTensor:
         return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its elements, on the mapped file."""
+        """Returns the elements: a view of the mapped file, or a copy if they are not aligned."""
         del dtype
         values: torch.Tensor = self.file.get_tensor(self.key)
-        # Files of other programs may begin a tensor at any byte.
+        # In files of other programs, a tensor may begin at any byte.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
-# Where the first values of parameters come from.
+# The sources of parameters' first values.
 Weights = WeightFunction | WeightFiles
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files to open, and the names of the tensors to take from each (None: all)."""
+    """Returns the files to open, and the names of the tensors to take from each (None: all)."""
     if path.is_file():
         return _indexed(path) if path.name.endswith(".index.json") else [(path, None)]
     if not path.is_dir():
@@ -429,6 +452,7 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
+    """Returns the error for a folder without usable safetensors; tells how to convert other files in it."""
     what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
     if any(path.glob("shard-*.safetensors")):
         what += (
@@ -448,6 +472,7 @@ def _without_weights(path: Path, files: list[Path]) -> ConfigError:
 
 
 def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
+    """Returns the files that an index names, and the names of the tensors to take from each."""
     with file_errors(index, "cannot be read"):
         _require_file(index)
     try:
@@ -485,7 +510,7 @@ def _opened(file: Path) -> Any:
 
 
 def _require_file(path: Path) -> None:
-    """Reject paths that could block for ever, such as a named pipe without a writer."""
+    """Rejects paths whose open() could block for ever, such as a named pipe without a writer."""
     if not path.is_file():
         raise ConfigError(f"{path} is no regular file, and weights are read from files: take it out of the folder")
 
@@ -495,7 +520,10 @@ def _problem(what: str, names: list[str]) -> str:
 
 
 def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
-    """The problem of files that untie parameters which the model ties (Flan-T5's LM head, say), and what to do."""
+    """Describes files that untie parameters which the model ties (as Flan-T5's LM head), with the code to untie them.
+
+    Returns "" if `untied` is empty.
+    """
     if not untied:
         return ""
     problem = _problem(

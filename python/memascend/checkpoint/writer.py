@@ -1,4 +1,4 @@
-"""Writes checkpoints: streamed from the store, flushed, and put in place by one rename."""
+"""Writes checkpoints: streams them from the store into a new folder, flushes it, and renames it into place."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from memascend.checkpoint.contents import Content
     from memascend.checkpoint.shares import Places, Sums
 
-    # Writes the tensors into the files of a folder, which are there with their headers.
+    # fill(folder, places): writes the tensors into files that exist with their headers; returns the written parts.
     Fill = Callable[[Path, Places], Sums]
 
 
-# Weights as transformers names them, whole or in parts.
+# Matches transformers' names of weight files: one file, several, and their index.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -53,11 +53,19 @@ def save(
     *,
     among_others: bool = False,
 ) -> None:
-    """Write a checkpoint to a folder, whose parent exists; an earlier one is replaced at the end, or stays whole.
+    """Writes a checkpoint to a folder whose parent exists; replaces an earlier one at the end, or leaves it whole.
 
-    `fill` writes the bytes of the tensors of `records` into files that are there. `facts` are fields of the manifest
-    beside files and format. Other files in the folder are kept; `among_others`: also where there is no earlier
-    checkpoint, whose weights are replaced then.
+    Args:
+        folder: the folder of the checkpoint; its other files (a tokenizer, say) are kept.
+        records: the tensors of the checkpoint, on meta.
+        model: its names order the tensors, and its configuration is written, too.
+        facts: fields of the manifest besides files and format.
+        fill: writes the tensors of `records` into files that exist with their headers.
+        among_others: also accept a folder that has other files but no checkpoint; replaces weights in it.
+
+    Raises:
+        ConfigError: the folder is no valid path, or holds something other than a checkpoint.
+        StorageError: the disk is full or fails.
     """
     why = refusal_of(folder)
     if why is not None:
@@ -89,9 +97,9 @@ def save(
 
 
 def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Module, fill: Fill) -> None:
-    """Write values and configuration for `from_pretrained` into an existing folder without such files.
+    """Writes values and configuration for `from_pretrained` into an existing folder without such files.
 
-    `records` are without state; names and configuration are those of `model`; `fill` is that of `save`.
+    `records` have no state; `model` and `fill`: see `save()`.
     """
     files = _CheckpointFiles(records, model)
     files.write(folder, fill)
@@ -100,11 +108,11 @@ def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Modul
 
 
 class _CheckpointFiles:
-    """The files of one checkpoint; tensors lie in them in the order of the model's names."""
+    """The files of one checkpoint, with tensors in the order of the model's parameters."""
 
     def __init__(self, records: Sequence[Content], model: torch.nn.Module) -> None:
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
-        # The order of files does not depend on how the model was divided into units.
+        # Sort by the model's order, so that files do not depend on the division into units.
         records = sorted(records, key=lambda record: order.get(record.name, len(order)))
         values = {saved_name(record.name): record.values for record in records}
         state = {state_key(record.name, of): tensor for record in records for of, tensor in record.state.items()}
@@ -115,7 +123,7 @@ class _CheckpointFiles:
         self.nbytes = sum(layout.nbytes for layout in self._all)
 
     def write(self, folder: Path, fill: Fill) -> dict[str, Any]:
-        """Write all files, and return their part of the manifest."""
+        """Writes all files; returns their entries in the manifest."""
         said, places = {}, {}
         for layout in self._all:
             said[layout.name], places[layout.name] = make_file(folder, layout)
@@ -128,7 +136,7 @@ class _CheckpointFiles:
         return said
 
     def index(self, folder: Path) -> list[str]:
-        """Write the index that several files of weights need, and return its name."""
+        """Writes the index if the weights have several files; returns the names of written files."""
         if len(self._weights) == 1:
             return []
         places = {name: layout.name for layout in self._weights for name in layout.tensors}
@@ -139,10 +147,10 @@ class _CheckpointFiles:
 
 
 def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
-    """Write the configurations that `from_pretrained` reads, and return their names."""
+    """Writes the configurations that `from_pretrained` reads; returns the names of the files."""
     before = set(os.listdir(folder))  # noqa: PTH208
     config: Any = getattr(model, "config", None)
-    # A wrapper (peft) has the configuration of the model inside.
+    # Skip a wrapper (peft): its `config` is that of the model inside, whose class is another.
     if callable(getattr(config, "save_pretrained", None)) and not hasattr(model, "get_base_model"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -162,6 +170,7 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 
 
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
+    """Rejects a target without a parent folder, with foreign files, or without space for `nbytes`."""
     parent = target.parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} does not exist: make it before save({target.name!r})")
@@ -178,7 +187,7 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
 
 
 def _keep_others(target: Path, new: Path) -> None:
-    """Link other files of an earlier checkpoint (a tokenizer, say) into the new one."""
+    """Links files of the target that no checkpoint wrote (a tokenizer, say) into the new folder."""
     if not target.is_dir():
         return
     manifest = target / FOLDER / MANIFEST
@@ -195,6 +204,7 @@ def _keep_others(target: Path, new: Path) -> None:
 
 
 def _linked(source: str, to: str) -> None:
+    """Makes a hard link to a file, or a copy if the file system has no hard links."""
     try:
         os.link(source, to, follow_symlinks=False)
     except OSError:
