@@ -1,4 +1,4 @@
-"""Plugins for programs that make a Trainer themselves, from a file of settings: Axolotl and ms-swift."""
+"""Plugins for Axolotl and ms-swift, which make a Trainer themselves from a file of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["offload", "options_of"]
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `memascend.trainer.offload()` that settings have, checked before a model is loaded.
+    """Checks the options of `memascend.trainer.offload()` in a program's settings, before a model is loaded.
 
     Raises:
         ConfigError: an option is unknown, or `storage` is missing.

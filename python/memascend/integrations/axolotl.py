@@ -16,7 +16,7 @@ __all__ = ["MemascendArguments", "MemascendPlugin"]
 
 
 class MemascendArguments(BaseModel):
-    """What the plugin adds to Axolotl's settings."""
+    """The entry `memascend:` that the plugin adds to Axolotl's settings."""
 
     memascend: dict[str, Any]
 
@@ -27,23 +27,26 @@ class MemascendArguments(BaseModel):
 
 
 class _Interruptible(TrainerCallback):
-    """Has Ctrl-C raise KeyboardInterrupt: Axolotl's handler saves the model within whatever runs, a commit as well."""
+    """Makes Ctrl-C raise KeyboardInterrupt.
+
+    Axolotl's own handler would save the model at once, even in the middle of a commit.
+    """
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """After Axolotl has set its own."""
+        """Replaces Axolotl's handler, which Axolotl has set by now."""
         theirs = getattr(signal.getsignal(signal.SIGINT), "__module__", None) or ""
         if theirs.startswith("axolotl.") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class MemascendPlugin(BasePlugin):  # type: ignore[misc]
-    """Offloads what Axolotl's Trainer trains; the same settings started again go on at the next step."""
+    """Offloads model and optimizer of Axolotl's Trainer; the same settings, started again, resume at the next step."""
 
     def get_input_args(self) -> str:
-        """Name the class of the arguments."""
+        """Returns the path of the class that validates the plugin's settings."""
         return f"{MemascendArguments.__module__}.{MemascendArguments.__qualname__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Offload model and optimizer of the Trainer, which is whole here."""
+        """Offloads model and optimizer. Axolotl calls it when it has made the whole Trainer."""
         offload(trainer, **cfg.memascend)
         trainer.add_callback(_Interruptible())

@@ -1,7 +1,7 @@
 """An optimizer callback for ms-swift: `--optimizer memascend --optim_args storage=run.store,host_memory=48GiB`.
 
-`--external_plugins` takes the path of this file. It is not named swift.py, since ms-swift puts its folder in front of
-the path of modules, where worker processes look for `swift` itself.
+`--external_plugins` takes the path of this file. ms-swift puts the file's folder first in `sys.path`; the file must not
+be named swift.py, which worker processes would import in place of ms-swift's package `swift`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ __all__ = ["MemascendOptimizer"]
 
 
 class MemascendOptimizer(OptimizerCallback):  # type: ignore[misc]
-    """Offloads what ms-swift's Trainer trains, with the optimizer that its arguments name."""
+    """Offloads model and optimizer of ms-swift's Trainer when it begins to train."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
-        """Read the options; the Trainer is only being made, and is whole when it begins to train."""
+        """Reads the options, and replaces `trainer.train`: the Trainer is not complete yet."""
         super().__init__(args, trainer)
         self._options = _options(args.optim_args)
         trainer.train = self._train
 
     def _train(self, *given: Any, **named: Any) -> Any:
         trainer = self.trainer
-        # From here on the method is the Trainer's own, which offload() stands in for.
+        # Uncover the Trainer's own train(), which offload() replaces.
         del trainer.train
-        # They are our options, and say nothing of the run.
+        # Remove memascend's options: a resume would compare them as arguments of the run.
         trainer.args.optim_args = None
         optimizer = offload(trainer, **self._options)
         if optimizer is not None:
-            # The Trainer's own would give it another list of groups.
+            # ms-swift's create_optimizer() would replace the optimizer's list of groups.
             trainer.create_optimizer = lambda **_: optimizer
         return trainer.train(*given, **named)
 
 
 def _options(text: str | None) -> dict[str, Any]:
-    """`name=value,name=value`, with values as YAML has them."""
+    """Parses `name=value,name=value`, with YAML values."""
     try:
         found = yaml.safe_load("{" + re.sub(r"(^|,)\s*(\w+)\s*=", r"\1\2: ", text or "") + "}")
     except yaml.YAMLError as error:

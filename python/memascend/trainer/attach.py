@@ -1,4 +1,4 @@
-"""Implements `memascend.trainer.offload()`: checks a Trainer, offloads what it trains, and finds where it goes on."""
+"""Implements `memascend.trainer.offload()`: checks a Trainer, offloads its model, and resumes it at the stored step."""
 
 from __future__ import annotations
 
@@ -53,30 +53,33 @@ def offload(
     keep: Sequence[str] = (),
     **options: Any,
 ) -> OffloadedOptimizer | None:
-    """Offload what a Trainer trains; it is one line before `trainer.train()`.
+    """Offloads the model and the optimizer of a Trainer: call it right before `trainer.train()`.
 
-    The same script started again goes on at the next step, bit for bit, whenever and however its process ended. The
-    optimizer, its groups and its schedule are those of the Trainer's arguments.
+    The same script, started again, continues at the next step, bit for bit, whenever and however its process ended. The
+    Trainer's arguments decide the optimizer, its groups and its schedule.
 
     Args:
-        trainer: a Trainer of transformers, TRL or sentence-transformers, or a subclass of yours.
-        storage: as of `memascend.offload()`.
-        existing: as of `memascend.offload()`, where a store is there already.
-        clipping: "torch": the Trainer clips and takes norms by torch, with the bits of the Trainer in memory. "exact":
-            `max_grad_norm` of the arguments clips within `step()`, by a norm that is the same for any number of ranks
-            and that reads no sum of micro-batches once more; the log has this norm. None: that of the training that
-            goes on; of a new one "torch", but "exact" under FSDP2, and where the option `max_grad_norm` is given.
-        keep: names of attributes of the Trainer that each commit holds and a resume restores: numbers, texts, and
-            containers of them, as a subclass collects them for its log. A warning names those that it lacks.
-        options: all others of `memascend.offload()`. Without `host_memory` it is "auto", what the machine can spare.
+        trainer: a Trainer of transformers, TRL or sentence-transformers, or your subclass of one.
+        storage: see `memascend.offload()`.
+        existing: what to do if `storage` already holds a store; see `memascend.offload()`.
+        clipping: "torch": the Trainer computes norms and clips with torch, bit-identical to the Trainer in memory.
+            "exact": `step()` clips to the arguments' `max_grad_norm`, by a norm that does not depend on the number of
+            ranks and needs no second read of accumulated gradients; the Trainer logs this norm. None: a resumed
+            training keeps its clipping; a new training uses "torch", but "exact" under FSDP2 or if the option
+            `max_grad_norm` is given.
+        keep: names of attributes of the Trainer that each commit stores and a resume restores: numbers, texts, and
+            containers of them, such as values that a subclass collects for its log. A warning names changing
+            attributes that `keep` lacks.
+        options: all other options of `memascend.offload()`. The default of `host_memory` is "auto": as much as the
+            machine can spare.
 
     Returns:
-        The optimizer, as `memascend.offload()` returns it; it is the Trainer's from now on. None under FSDP2: there
-        `train()` makes the optimizer.
+        The optimizer that `memascend.offload()` returned; the Trainer uses it from this call on. None under FSDP2,
+        where `train()` makes the optimizer.
 
     Raises:
-        ConfigError: the Trainer, an option or the store does not fit; or the store is that of another run, and the
-            message names what differs. Nothing was changed.
+        ConfigError: the Trainer, an option or the store does not fit; or the store belongs to another run, and the
+            message names the differences. Nothing was changed.
     """
     names.require(trainer)
     if clipping not in (None, "torch", "exact"):
@@ -102,7 +105,7 @@ def offload(
             _require_this_run(paths, trainer, run)
         return _offloaded(trainer, Resume(trainer, run, exact_norm=clipping == "exact", keep=keep), options)
     except BaseException:
-        # The same call may be made again.
+        # Restore the Trainer, so that the caller can correct the options and call offload() again.
         for owner, attributes in ((trainer, before), (trainer.callback_handler, events)):
             vars(owner).clear()
             vars(owner).update(attributes)
@@ -110,14 +113,15 @@ def offload(
 
 
 def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> OffloadedOptimizer | None:
-    """Offload the optimizer with its model; under FSDP2 within `train()`."""
+    """Offloads model and optimizer now or, under FSDP2, later within `train()`."""
     if resume.clips_exactly:
         _log.info(
-            "clipping: %s within step(), whose norm the log has; clipping='torch' clips as the Trainer in memory does",
+            "clipping: %s within step(), which logs its norm; clipping='torch' clips as the Trainer in memory does",
             options["max_grad_norm"],
         )
     if getattr(trainer.args, "precompute_ref_log_probs", False):
-        # TRL hashed the weights as arrays of numpy, which are gone, and their memory still counts as numpy's.
+        # TRL hashed the weights through numpy(), so torch marks their memory as shared, which offload() rejects: copy
+        # each weight.
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             for parameter in () if model is None else model.parameters():
                 parameter.data = parameter.data.clone()
@@ -127,7 +131,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     def begin() -> OffloadedOptimizer:
         optimizer = trainer.optimizer
         for group in optimizer.param_groups:
-            # offload() warns of stored rates that no scheduler set.
+            # Without "initial_lr", offload() warns that no scheduler set the stored learning rates.
             group.setdefault("initial_lr", group["lr"])
         offloaded = offload_both(trainer, options)
         if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
@@ -140,16 +144,17 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
         return offloaded
 
     if trainer.is_fsdp_enabled:
-        # Else each rank would add whole gradients of the whole model in memory, and in another order than one process.
+        # Reduce gradients in each micro-batch. Otherwise each rank would accumulate unsharded gradients of the whole
+        # model in memory, and in another order than one process does.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # FSDP2 makes other parameters of the model's within train().
+        # train() shards the model, which replaces its parameters: offload them afterwards.
         resume.begin_late(begin)
         return None
     return begin()
 
 
 def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
-    """Let the Trainer train with this optimizer, from the store's position on."""
+    """Connects the Trainer to the offloaded optimizer and resumes at the position in the store, if there is one."""
     metadata = session_of(optimizer).run.metadata
     kept = None
     if metadata.position is not None:
@@ -160,15 +165,15 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
     elif metadata.step:
         raise ConfigError(
-            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so that its place in "
-            "the data is not known: begin from weights alone, or train on by memascend.offload() and Callback()"
+            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so its place in the "
+            "data is not known: begin from weights alone, or train on with memascend.offload() and Callback()"
         )
     callback = Attached(resume)
     callback.attach(optimizer)
     callbacks = trainer.callback_handler.callbacks
     for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
         print_in_words(printing)
-    # Before those that report the log.
+    # Insert both before the callbacks that report the log, so that its lines already have memascend's figures.
     assert resume.display is not None
     callbacks[:0] = [callback, resume.display]
     resume.begin(optimizer, kept)
@@ -178,20 +183,20 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
 
 
 class Attached(Callback):
-    """The callback of a Trainer that was offloaded whole: its position has the scheduler."""
+    """The callback that `memascend.trainer.offload()` adds; `Resume` stores the scheduler in the Trainer's position."""
 
     def __init__(self, resume: Resume) -> None:
         super().__init__()
         self._resume = resume
 
     def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
-        """Check that model and optimizer are those that were offloaded."""
+        """Checks that `train()` uses the offloaded model and optimizer; then restores the training."""
         assert self._session is not None
         model = others["model"]
         if offloaded_optimizer(others.get("optimizer")) is None or self._session.attachment.model is not model:
             raise UsageError(
                 "the Trainer has another model or optimizer than memascend.trainer.offload() was given: make that call "
-                "after all that replaces them, right before train()"
+                "right before train(), after any code that replaces them"
             )
         super().on_train_begin(args, state, *given, **others)
         self._resume.begin_training()
@@ -200,21 +205,22 @@ class Attached(Callback):
         pass
 
     def on_optimizer_step(self, *given: Any, **others: Any) -> None:
-        """Report a step that `nonfinite="skip"` dropped to accelerate, so that the Trainer advances no scheduler."""
+        """Marks a step that `nonfinite="skip"` dropped as skipped in accelerate: the Trainer advances no scheduler."""
         super().on_optimizer_step(*given, **others)
         assert self._session is not None
         if self._session.nonfinite == "skip":
             setattr(others["optimizer"], names.SKIPPED, self._session.overflowed)
 
     def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
-        """Add our files to a checkpoint; under FSDP2 all ranks did that before."""
+        """Adds memascend's files to a checkpoint; under FSDP2 `Resume` has already written them on all ranks."""
         if args.world_size == 1:
             super().on_save(args, state, *given, **others)
         if args.should_save and not args.save_only_model:
             _close_to_others(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
 
-# To a Trainer that resumes from the checkpoint without memascend, this is an argument that it does not know.
+# `_close_to_others()` adds this text as a field of trainer_state.json. A Trainer without memascend passes it to
+# TrainerState() as an unknown argument, and the TypeError shows the text.
 _NOTICE = (
     "the optimizer's state of this checkpoint is memascend's: resume it by memascend.trainer.offload(trainer, "
     "storage=..., existing='replace', checkpoint=THIS FOLDER)"
@@ -222,7 +228,7 @@ _NOTICE = (
 
 
 def _close_to_others(folder: Path) -> None:
-    """Let a resume without memascend fail with a notice, as it would go on with a fresh optimizer."""
+    """Makes a resume without memascend fail with `_NOTICE`: it would silently continue with a fresh optimizer."""
     file = folder / names.STATE
     state = json.loads(file.read_text())
     new = file.with_suffix(".new")
@@ -231,14 +237,14 @@ def _close_to_others(folder: Path) -> None:
 
 
 def _require_plain(trainer: Any) -> None:
-    """Reject what cannot be exact, or would replace model and optimizer in silence."""
+    """Rejects settings that make an exact resume impossible, or that silently replace model or optimizer."""
     args = trainer.args
     if trainer.model_init is not None:
         raise ConfigError("model_init= makes another model in train(), which was not offloaded: give model=")
     for name, why in _REFUSED.items():
         if getattr(args, name, None) or getattr(trainer, f"is_{name}_enabled", False):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
-    # Of GRPOTrainer and RLOOTrainer.
+    # GRPOTrainer and RLOOTrainer have these arguments.
     generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
     if args.gradient_accumulation_steps % generated:
         raise ConfigError(
@@ -258,7 +264,7 @@ def _require_plain(trainer: Any) -> None:
 
 
 def _require_no_weights_of_loss(trainer: Any) -> None:
-    """Reject a loss of sentence-transformers with parameters beside those of the model."""
+    """Rejects a loss of sentence-transformers that has parameters besides those of the model."""
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, torch.nn.Module):
         known = {id(parameter) for parameter in trainer.model.parameters()}
@@ -272,7 +278,7 @@ def _require_no_weights_of_loss(trainer: Any) -> None:
 
 
 def _require_kept(trainer: Any, keep: Sequence[str]) -> None:
-    """Reject names that are no attributes, and values that a commit cannot hold."""
+    """Rejects names of attributes that the Trainer lacks, and values that a commit cannot store."""
     if isinstance(keep, str):
         raise ConfigError(f"keep= takes names of attributes in a list: give keep=[{keep!r}]")
     for name in keep:
@@ -294,7 +300,8 @@ def _require_ranks(trainer: Any) -> None:
         return
     if sources_of(trainer.model) is not None:
         raise ConfigError(
-            "a model from loading() has no memory yet, by which accelerate shards: make it outside of loading()"
+            "a model from loading() has no memory yet, and accelerate shards values in memory: make it outside of "
+            "loading()"
         )
     plugin = trainer.accelerator.state.fsdp_plugin
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -327,9 +334,9 @@ def _require_ranks(trainer: Any) -> None:
 _FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
 
 
-# bitsandbytes' AdamW by `optim=` of the arguments: the `state=` of `memascend.offload()`. It needs no pages.
+# `optim=` of bitsandbytes' AdamW -> `state=` of `memascend.offload()`. Streaming replaces the paging of "paged_...".
 _ADAMW = dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit") | {"paged_adamw_32bit": None}
-# Others of bitsandbytes, and those that update within the backward by themselves, by their beginnings.
+# Prefixes of `optim=`: bitsandbytes' other optimizers, and LOMO optimizers, which update parameters in the backward.
 _CANNOT_STREAM = ("ademamix", "lion", "paged_ademamix", "paged_lion", "rmsprop_bnb", "lomo", "adalomo")
 _LAYERWISE = "_layerwise"
 _STREAMS = (
@@ -339,10 +346,10 @@ _STREAMS = (
 
 
 def prepare_optimizer(trainer: Any) -> dict[str, Any]:
-    """Let the Trainer make an optimizer that streams; returns the options of `memascend.offload()` that go with it.
+    """Replaces bitsandbytes' AdamW by torch's in the Trainer; returns the options of `offload()` that keep its format.
 
     Raises:
-        ConfigError: what its arguments ask for cannot stream.
+        ConfigError: `optim=` names an optimizer that cannot stream.
     """
     args = trainer.args
     name = str(getattr(args.optim, "value", args.optim))
@@ -360,7 +367,7 @@ def prepare_optimizer(trainer: Any) -> dict[str, Any]:
 
 
 def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) -> Literal["torch", "exact"]:
-    """The clipping where none is given: that of the store or checkpoint where the training goes on, or the default."""
+    """Chooses the clipping if the caller gave none: the stored training's or checkpoint's, else the default."""
     if "max_grad_norm" in options:
         return "exact"
     # torch's norm of sharded gradients depends on the number of ranks.
@@ -373,12 +380,12 @@ def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) ->
         return default
     stored = positions[0]["run"].get("others", {}).get("clipping", default).partition(" ")[0]
     if stored != default:
-        _log.info("clipping=%r, by which the stored training began; that of new ones is %r", stored, default)
+        _log.info("clipping=%r, by which the stored training began; new trainings use %r", stored, default)
     return "exact" if stored == "exact" else "torch"
 
 
 def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]) -> None:
-    """Reject the store of another run; the first rank also looks at stores of another number of ranks."""
+    """Rejects a store of another run. The first rank also checks stores written with another number of ranks."""
     own = None if trainer.args.process_index == 0 else 1
     for file, position, step in _commits(paths, trainer, own):
         if position is not None:
@@ -391,7 +398,7 @@ def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]
 
 
 def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Iterator[tuple[str, str | None, int]]:
-    """File, position and step of the stores at this rank's possible places, or at the first ones, `most` in number."""
+    """Yields file, position and step of each store at this rank's possible paths, at most the first `most` of them."""
     places = [os.path.expanduser(path) for path in paths]  # noqa: PTH111
     possible = candidates(places, trainer.args.process_index, trainer.args.world_size) if places else []
     for place in possible[:most]:
@@ -402,12 +409,12 @@ def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Ite
 
 
 def _commit_in(files: Sequence[str]) -> tuple[str | None, int] | None:
-    """Position and step of a store; None where there is none yet, or it is in use."""
+    """Returns the position and step of a store; None if it does not exist yet or is in use."""
     try:
         found = newest(files)
     except StorageError as error:
         if error.errno is None:
             raise
-        # In use, also by an earlier run of this process: offload() knows.
+        # The store is in use, perhaps by an earlier run of this process: offload() decides what to do.
         return None
     return None if found is None else (found[0].get("position"), found[1])

@@ -1,4 +1,7 @@
-"""Computes the micro-batches of a Trainer's step by layer, where that is known to be exact."""
+"""Computes the micro-batches of a Trainer's step by layer if all code that takes part was tested to be exact then.
+
+By layer means that each unit computes all micro-batches before the next unit computes: each unit is read once per step.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,16 @@ from memascend.trainer.callback import offloaded_optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# Whose code was tested by layer.
+# Packages whose code was tested by layer.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
-# The methods that compute one micro-batch. TRL's others switch adapters or checkpointing on and off meanwhile.
+# Modules and classes whose training_step() and compute_loss() were tested. TRL's other Trainers switch adapters or
+# checkpointing on and off in between.
 _TESTED = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
     "trl.trainer.reward_trainer": "RewardTrainer",
 }
-# What a subclass may define anew, as it does not run while a micro-batch is computed.
+# Methods that a subclass may override: none of them runs while a micro-batch is computed.
 _OUTSIDE = frozenset(
     {
         *("__init__", "log", "evaluate", "evaluation_loop", "prediction_step", "predict", "train", "store_flos"),
@@ -42,20 +46,20 @@ _OUTSIDE = frozenset(
 )
 _CALLS = frozenset({"__call__", "__getattr__", "__getattribute__", "__setattr__"})
 _ATTENTION = frozenset({None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"})
-# The part of a GPU's memory that activations of all micro-batches may fill: gaps of the allocator need the rest.
+# The share of a GPU's memory that a step by layer may fill: gaps between torch's allocations need the rest.
 _FILLED = 0.9
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a function, a method, a class or an object, and all that it wraps, is of a library that was tested."""
+    """True if a function, method, class or object, and every function it wraps, belongs to one of `_LIBRARIES`."""
     while code is not None:
         code = getattr(code, "__func__", code)
         if isinstance(code, functools.partial):
             code = code.func
             continue
         if isinstance(code, types.FunctionType):
-            # functools.wraps() gives a function the names of what it wraps, but not its place.
+            # functools.wraps() copies `__module__` of the wrapped function; `__globals__` stay the wrapper's own.
             module = code.__globals__.get("__name__", "")
         else:
             module = (code if isinstance(code, type | types.BuiltinFunctionType) else type(code)).__module__ or ""
@@ -66,6 +70,7 @@ def _is_known(code: Any) -> bool:
 
 
 def _in_methods(trainer: Any) -> Iterator[str]:
+    """Yields the reasons in the Trainer's methods not to compute by layer."""
     kinds = type(trainer).__mro__[:-1]
     for name in ("training_step", "compute_loss"):
         method = getattr(type(trainer), name)
@@ -74,7 +79,7 @@ def _in_methods(trainer: Any) -> Iterator[str]:
     known = {name for kind in kinds if _is_known(kind) for name in vars(kind)}
     for kind in kinds:
         replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE
-        # Python itself puts names with two underscores into each class.
+        # Python itself adds names such as `__module__` to each class: only `_CALLS` of them count as overrides.
         named = sorted(name for name in replaced if not name.startswith("__") or name in _CALLS)
         yield from (f"{kind.__name__} has a {name} of its own" for name in named)
     for name, value in vars(trainer).items():
@@ -83,6 +88,7 @@ def _in_methods(trainer: Any) -> Iterator[str]:
 
 
 def _in_settings(trainer: Any) -> Iterator[str]:
+    """Yields the reasons in the Trainer's settings and callbacks not to compute by layer."""
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func is a function of yours"
     if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -95,6 +101,7 @@ def _in_settings(trainer: Any) -> Iterator[str]:
 
 
 def _in_modules(model: torch.nn.Module) -> Iterator[str]:
+    """Yields the reasons in the model's modules and hooks not to compute by layer."""
     for name, module in model.named_modules():
         title = f"module {name!r}" if name else "the model"
         for code in (type(module), type(module).forward, vars(module).get("forward", type(module))):
@@ -113,21 +120,22 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
 
 
 class Room:
-    """Whether the activations of all micro-batches of a step fit on the GPU at once.
+    """Estimates whether the activations of all micro-batches of a step fit on the GPU at once.
 
-    The first step of a process goes one after the other, and its first micro-batch is measured. Activations grow with
-    the elements of the inputs.
+    `measured()` measures the first micro-batch of the process. The estimate scales its activations by the number of
+    elements in the inputs.
     """
 
     def __init__(self, device: torch.device, tied: int) -> None:
-        """`tied`: bytes of the gradients of tied parameters, of which each micro-batch by layer has its own."""
+        """`tied`: bytes of the gradients of tied parameters; by layer, each micro-batch keeps a copy of them."""
         self._device, self._tied = device, tied
-        # Of the measured micro-batch: its elements, and the bytes that its forward leaves to its backward.
+        # The measured micro-batch: elements of its inputs, and bytes that its forward keeps for its backward.
         self._elements, self._kept = 0, 0
-        self._before, self._peak = 0, 0  # bytes before it, and the most until the next one
+        # Bytes allocated before the measured micro-batch, and their peak until the next one begins.
+        self._before, self._peak = 0, 0
 
     def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
-        """A function that computes one micro-batch's loss, and measures the first one."""
+        """Wraps `step`, which computes one micro-batch's loss, so that its first call measures GPU memory."""
         if self._device.type != "cuda" or self._peak:
             return step
 
@@ -140,7 +148,7 @@ class Room:
                 return step(inputs)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before, self._elements = torch.cuda.memory_allocated(self._device), _elements(inputs)
-            # What the head leaves is there for one micro-batch at a time.
+            # Measure before the head: by layer too, the head's activations exist for one micro-batch at a time.
             handle = _without_head(model).register_forward_hook(ended)
             try:
                 return step(inputs)
@@ -150,7 +158,7 @@ class Room:
         return first
 
     def lacks(self, samples: Sequence[Any]) -> bool:
-        """Whether these micro-batches need more than there is; never where nothing was measured yet."""
+        """True if these micro-batches need more memory than the GPU has; False before the first measurement."""
         if not self._peak:
             return False
         sizes = [_elements(inputs) for inputs in samples]
@@ -161,48 +169,53 @@ class Room:
 
 
 def _without_head(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model of transformers or peft that its head follows; of others, all of it."""
+    """Returns the base model of a transformers or peft model, without its head; any other model whole."""
     inner = getattr(model, "base_model", model)
     return model if inner is model else _without_head(inner)
 
 
 def _elements(inputs: Any) -> int:
-    # A mapping of transformers is a leaf by itself.
+    """Returns the number of elements in the tensors of a micro-batch, at least 1."""
+    # tree_leaves() would treat transformers' own mapping class as one leaf.
     leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     return max(1, sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 def _allocatable(device: torch.device) -> int:
-    """Bytes that tensors may have in all: what torch has reserved, and what it may still get."""
+    """Returns the bytes that torch can allocate in total: its reserved memory plus free memory, up to its limit."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     return min(free + torch.cuda.memory_reserved(device), int(allowed))
 
 
 class Steps:
-    """Computes the micro-batches of each step; its accelerator's backward is replaced meanwhile.
+    """Computes the micro-batches of each step by layer, or hands them to the Trainer one by one.
 
-    By layer go only losses, modules and hooks that were tested: `training_step` and `compute_loss` of the Trainer and
-    of TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of the user's
-    between micro-batches; no random numbers (dropout); activations that fit on the GPU together. Of all others, the
-    Trainer computes one micro-batch after the other as usual, and the log says why.
+    A step is computed by layer only if all code that takes part was tested: `training_step` and `compute_loss` of the
+    Trainer and of TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of
+    the user's between micro-batches; no random numbers (dropout); activations that fit on the GPU together. Otherwise
+    the Trainer computes one micro-batch after the other as usual, and the log gives the reason.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Of this step: the micro-batches that the Trainer has not passed yet, and the results of training_step().
+        # In this step: micro-batches that the Trainer has not given to training_step() yet, and results that
+        # training_step() has not returned yet; None before the micro-batches are computed.
         self._samples: list[Any] = []
         self._results: list[Any] | None = None
-        # The loss of the micro-batch that this thread computes.
+        # `loss`: the loss of the micro-batch that the current thread computes.
         self._local = threading.local()
-        self._room: Room | None = None  # from the first step on
+        self._room: Room | None = None  # the first step makes it
 
     def begin(self, samples: Sequence[Any]) -> None:
-        """Begin a step of these micro-batches."""
+        """Begins a step with these micro-batches."""
         self._samples, self._results = list(samples), None
 
     def training_step(self, own: Callable[..., Any], model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
-        """The loss of one micro-batch, by the Trainer's own method; the first call of a step computes all of them."""
+        """Returns the loss of one micro-batch; by layer, the first call of a step computes all of the step's losses.
+
+        `own` is the Trainer's own `training_step()`.
+        """
         if self._results is None:
             if not self._goes_by_layer(inputs):
                 self._samples = []
@@ -217,6 +230,7 @@ class Steps:
         return self._results.pop(0)
 
     def _goes_by_layer(self, inputs: Any) -> bool:
+        """True if this step is computed by layer; otherwise logs the reason."""
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False
         trainer = self._trainer
@@ -235,6 +249,7 @@ class Steps:
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
+        """Computes all micro-batches of the step by layer; returns the results of `step`."""
         assert self._room is not None
         measured = self._room.measured(step, self._trainer.model)
 
@@ -244,10 +259,11 @@ class Steps:
 
         with replaced(self._trainer.accelerator, "backward", self._begun):
             session = session_of(offloaded_optimizer(self._trainer.optimizer))
-            # Random numbers would be others than the Trainer's own.
+            # accumulate()'s own seeds would change the random numbers that dropout draws in the plain Trainer. Without
+            # seeds, it computes a model that draws random numbers one micro-batch after the other.
             results = session.accumulate(loss_of, self._samples, scale=1.0, by_layer=True, seeded=False)
             return [result for _, result in results]
 
     def _begun(self, loss: Any, **_: Any) -> None:
-        # accelerate divides in the same way.
+        """Stands in for `accelerator.backward()`: keeps the loss for `accumulate()`, divided as accelerate divides."""
         self._local.loss = loss / self._trainer.accelerator.gradient_accumulation_steps

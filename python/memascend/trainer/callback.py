@@ -1,4 +1,4 @@
-"""Puts the whole state into a Trainer's checkpoints, and figures into its log."""
+"""Adds memascend's training state to a Trainer's checkpoints, and figures of memory and I/O to its log."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["FIGURES", "Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
-# The names of the figures in a log, as the class below describes them.
+# The names of the figures in a log; `Callback` describes them.
 FIGURES = ("host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def _resumes() -> bool:
-    """Whether a Trainer's resume is among the callers."""
+    """True if a Trainer's resume, `_load_from_checkpoint()`, is among the callers."""
     frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code.co_name != "_load_from_checkpoint":
         frame = frame.f_back
@@ -50,58 +50,66 @@ def _resumes() -> bool:
 
 
 class Callback(TrainerCallback):
-    """For `Trainer(callbacks=[memascend.trainer.Callback()])` with an offloaded model and optimizer.
+    """Connects a Trainer to an offloaded model and optimizer: `Trainer(callbacks=[memascend.trainer.Callback()])`.
 
-    Each checkpoint of the Trainer gets the files of `OffloadedOptimizer.save`, and each log with a loss gets:
+    The callback adds the files of `OffloadedOptimizer.save` to each checkpoint of the Trainer, and these figures to
+    each log that has a loss:
 
     - `host_memory_bytes`: memascend's peak so far.
-    - `read_bytes`, `written_bytes`: from and to storage since the last log.
-    - `waiting_seconds`: of the training loop, for units, for space for gradients and in `step()`, since the last log.
+    - `read_bytes`, `written_bytes`: bytes read from and written to storage since the last log.
+    - `waiting_seconds`: seconds since the last log in which the training loop waited for units, for space for gradients
+      and in `step()`.
 
-    They appear in the Trainer's log history and printed logs. Reporters that it calls before its callbacks
-    (`report_to`) do not see them.
+    The figures appear in the Trainer's log history and printed logs. Reporters (`report_to`) that the Trainer calls
+    before this callback do not see them.
 
-    The weights of a transformers model are streamed once from storage into the checkpoint. Other models (peft) are
-    saved by the Trainer first and then again. With `save_only_model` nothing is added.
+    The callback streams the weights of a transformers model once, from storage into the checkpoint. The Trainer saves
+    other models (peft) itself first, and the callback then adds a second copy. With `save_only_model` the callback adds
+    nothing.
 
-    To resume from a checkpoint, begin from it, `offload(existing="replace", checkpoint=...)`, and pass it to the
-    Trainer. If a Trainer resumes from other weights than the store's, an error is raised before they overwrite the
-    store.
+    To resume from a checkpoint, call `offload(existing="replace", checkpoint=...)` and pass the same checkpoint to the
+    Trainer. If a Trainer resumes from weights other than the store's, the callback raises an error before they
+    overwrite the store.
 
-    Each commit has the learning rates of the next step, and the state of the Trainer's scheduler, as with
-    `OffloadedOptimizer.schedule`. The Trainer advances it, and its log has the rates that it has without memascend.
-    With `memascend.trainer.offload()`, which adds a callback of this kind itself, the Trainer's position has both.
+    Each commit stores the learning rates of the next step and the state of the Trainer's scheduler, as with
+    `OffloadedOptimizer.schedule`. The Trainer still advances the scheduler, and logs the same learning rates as without
+    memascend. `memascend.trainer.offload()` adds such a callback itself, and stores rates and scheduler in the
+    Trainer's position.
     """
 
     def __init__(self) -> None:
         self._session: Session | None = None
         self._guard: RemovableHandle | None = None
-        # The figures at the last log: bytes read and written, seconds of waiting.
+        # Totals at the last log: bytes read, bytes written, seconds of waiting.
         self._before = (0, 0, 0.0)
         self._advised = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Find the offloaded optimizer; from here on, weights that a Trainer's resume loads must be the store's."""
+        """Finds the offloaded optimizer, and begins to reject a resume that loads weights other than the store's."""
         self.attach(others.get("optimizer"))
         self._watch(others["model"])
 
     def _watch(self, model: torch.nn.Module) -> None:
-        # Copies of the model share a function, and would copy the object of a method.
+        """Calls `_require_same()` before each `load_state_dict()` of the model."""
+        # deepcopy() of the model shares a function, but would copy the callback with a bound method.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
         self._guard = model.register_load_state_dict_pre_hook(check)
 
     def attach(self, optimizer: Any) -> None:
-        """Report on the optimizer of this Trainer."""
+        """Takes figures and checkpoints from the session of a Trainer's optimizer; accelerate may have wrapped it."""
         self._session = session_of(offloaded_optimizer(optimizer))
         self._before = counted_in(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
-        """Take over the writing of checkpoints."""
+        """Replaces the model's `save_pretrained`, so that it streams checkpoints from the store.
+
+        From here on each step also commits the Trainer's scheduler.
+        """
         if self._session is None:
             self.attach(others.get("optimizer"))
         assert self._session is not None
         if self._guard is not None:
-            # A training loads its best weights at its end.
+            # `load_best_model_at_end` loads weights other than the store's at the end of the training.
             self._guard.remove()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
@@ -109,10 +117,10 @@ class Callback(TrainerCallback):
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
 
     def _schedule(self, scheduler: Any) -> None:
-        """Commit the Trainer's scheduler with each step, from where the Trainer made or loaded it."""
+        """Makes each step commit the Trainer's scheduler, which has its initial or resumed state now."""
         assert self._session is not None
         self._session.run.metadata.schedule.catch_up()
-        # One that needs a metric is advanced at an evaluation.
+        # The Trainer advances a scheduler that needs a metric (ReduceLROnPlateau) at evaluations, not at steps.
         if scheduler is None or not steps_alone(scheduler):
             return
         try:
@@ -121,23 +129,23 @@ class Callback(TrainerCallback):
             _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Let the Trainer log the rate of this step, and advance the scheduler as step() did."""
+        """Undoes the scheduler's advance in `step()`: the Trainer logs this step's rate, then steps the scheduler."""
         if self._session is not None:
             self._session.run.metadata.schedule.rewind()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Have the scheduler where the commit has it."""
+        """Sets the scheduler to its state in the commit, whether the Trainer advanced it or not."""
         if self._session is not None:
             self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restore the model's own `save_pretrained`; from here on a resume is watched again."""
+        """Restores the model's own `save_pretrained`, and checks the weights of resumes again."""
         others["model"].__dict__.pop("save_pretrained", None)
         if self._guard is not None:
             self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Add our files to a checkpoint that the model wrote itself."""
+        """Adds memascend's files to a checkpoint whose weights the model wrote itself."""
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
@@ -145,12 +153,12 @@ class Callback(TrainerCallback):
             self._session.saving.save(folder, among_others=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Add the figures."""
+        """Adds the figures to a log that has a loss, and the logged losses to the report's history."""
         logs: dict[str, Any] = others["logs"]
         if self._session is None or "loss" not in logs:
             return
         report, losses = self._session.report(), self._session.measurements.history.losses
-        # At first also those before a resume.
+        # The first call also adds the losses that were logged before a resume.
         for line in state.log_history[-1:] if losses else state.log_history:
             if "loss" in line and "step" in line:
                 losses[int(line["step"])] = float(line["loss"])
@@ -166,7 +174,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Reject weights of a resume that differ from the store's, before any is loaded."""
+        """Rejects weights of a Trainer's resume that differ from the store's, before any of them is loaded."""
         if not _resumes():
             return
         assert self._session is not None
@@ -178,24 +186,27 @@ class Callback(TrainerCallback):
             if not same_bits(values, given.detach().to("cpu", values.dtype)):
                 raise UsageError(
                     f"a Trainer loads other weights ({name} differs) than those of "
-                    f"{shown(self._session.run.metadata.identity())}, which the storage holds, and storage was "
+                    f"{shown(self._session.run.metadata.identity())}, which the storage holds; storage was "
                     'left as it is: to resume from a checkpoint, begin from it with offload(existing="replace", '
                     "checkpoint=...); to take weights alone, load them before the Trainer is made"
                 )
 
 
 def counted_in(report: Report) -> tuple[int, int, float]:
-    """Bytes read and written by the training, and its seconds of waiting."""
-    # offload() itself wrote the first values.
+    """Returns the bytes that the training read, the bytes that it wrote, and its seconds of waiting."""
+    # offload() wrote the first values, before the training.
     written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
     return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
 
 
 class _Saving:
-    """`save_pretrained` of a model during training: streams a checkpoint of the Trainer, with all state."""
+    """Replaces `save_pretrained` of a model during training: streams the Trainer's checkpoints, with all state.
+
+    Calls with another folder or with options reach the model's own `save_pretrained`.
+    """
 
     def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:
-        # An earlier training that ended with an error may have left a _Saving.
+        # `own` is a _Saving if an earlier training ended with an error, before on_train_end().
         self._own: Callable[..., Any] = own._own if isinstance(own, _Saving) else own  # noqa: SLF001
         self._session = session
         self._state = state
@@ -209,7 +220,11 @@ class _Saving:
 
 
 def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
-    """The offloaded optimizer of a Trainer, without accelerate's wrapper."""
+    """Returns the offloaded optimizer of a Trainer, without accelerate's wrappers.
+
+    Raises:
+        ConfigError: the Trainer's optimizer is not offloaded.
+    """
     while not isinstance(optimizer, OffloadedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
@@ -221,7 +236,7 @@ def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
 
 
 def is_streamed(model: Any, session: Session) -> bool:
-    """Whether `save_pretrained` of the model writes only its weights and configuration."""
+    """True if the model's `save_pretrained` writes only weights and configuration, so that the store can stream it."""
     saves: Any = getattr(model, "save_pretrained", None)
     its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained
     return (

@@ -1,4 +1,4 @@
-"""Describes what decides a training's results, so that a resume can tell it from another training."""
+"""Describes the arguments, model and data that decide a training's results; a resume compares the descriptions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _log = logging.getLogger("memascend")
+# Rows of data sets and of embeddings that are compared.
 _ROWS = 64
-# Longer texts are compared by their digests.
+# Characters; longer texts are compared by their digests.
 _TEXT_MAX = 80
+# Levels of nested values that `_text()` follows.
 _DEPTH_MAX = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Entries of a configuration that tell where it came from, and those that change no bit.
+# Entries of a configuration, an adapter and an optimizer's group that name an origin, or that change no result.
 _OF_NO_MODEL = frozenset({"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"})
 _OF_NO_ADAPTER = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"})
 _OF_NO_GROUP = frozenset({"params", "param_names", "initial_lr"})
-# Arguments that decide no result, by their beginnings.
+# Prefixes of arguments that decide no result.
 _FREE = (
     *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
     *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
@@ -43,13 +45,14 @@ _FREE = (
     *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model", "fsdp"),
     *("gradient_checkpointing", "activation_checkpointing"),
 )
+# Arguments that decide results though `_FREE` has a prefix of them.
 _NOT_FREE = ("dataloader_drop_last",)
 _MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
 
 
 def description(trainer: Any, clipping: str) -> dict[str, Any]:
-    """What decides a run's results: the arguments, the model, the data, optimizer and schedule where they are made."""
+    """Describes a run as JSON: arguments, model and data; optimizer and schedule if the Trainer has made them."""
     found: dict[str, Any] = {
         "arguments": arguments_of(trainer.args),
         "data": _data(trainer.train_dataset),
@@ -66,13 +69,13 @@ def description(trainer: Any, clipping: str) -> dict[str, Any]:
 
 
 def arguments_of(args: Any) -> dict[str, Any]:
-    """The arguments of a Trainer that decide results."""
+    """Returns the arguments of a Trainer that decide results."""
     kept = {name: value for name, value in args.to_dict().items() if name in _NOT_FREE or not name.startswith(_FREE)}
     return _texts(kept, whole=True)
 
 
 def _model(model: Any) -> dict[str, Any]:
-    """Class and configuration of a model, those of its adapters, and rows of embeddings that were loaded."""
+    """Describes a model's class and configuration, its adapters, and rows of its embeddings if they were loaded."""
     config: Any = getattr(model, "config", None)
     settings: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     found = {"model": type(model).__name__, **_texts(dict(_flat("config", settings, _OF_NO_MODEL)))}
@@ -82,14 +85,14 @@ def _model(model: Any) -> dict[str, Any]:
             found |= {} if rows is None else {"model's embeddings": digest_of(rows)}
     adapters = getattr(model, "peft_config", None)
     for name, adapter in (adapters if isinstance(adapters, dict) else {}).items():
-        # Patterns by module are compared whole: one more entry is another adapter.
+        # Keep dicts of patterns by module whole: one more pattern changes results, and `_changed()` ignores new names.
         settings = {key: value for key, value in adapter.to_dict().items() if key not in _OF_NO_ADAPTER}
         found |= _texts({f"adapter {name}.{key}": value for key, value in settings.items()})
     return found
 
 
 def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """The entries of nested dicts by dotted names."""
+    """Yields the entries of nested dicts under dotted names."""
     for name, value in values.items():
         if name in left_out:
             continue
@@ -100,13 +103,13 @@ def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> It
 
 
 def _losses(trainer: Any) -> dict[str, Any]:
-    """Functions and modules of the user's that compute losses or rewards."""
+    """Describes the user's functions and modules that compute losses or rewards."""
     found: dict[str, Any] = {}
     for name in ("compute_loss_func", "loss", "reward_funcs"):
         value = getattr(trainer, name, None)
         settings = getattr(value, "get_config_dict", None)
         if callable(settings):
-            # Of sentence-transformers.
+            # Losses of sentence-transformers have get_config_dict().
             found |= _flat(name, {"kind": type(value).__qualname__, **settings()}, frozenset())
         else:
             found[name] = value
@@ -114,7 +117,7 @@ def _losses(trainer: Any) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Class and options of an optimizer that has made no step; empty where there is none yet."""
+    """Describes the class and options of an optimizer before its first step; empty if `optimizer` is None."""
     if optimizer is None:
         return {}
     groups = optimizer.param_groups
@@ -128,7 +131,7 @@ def _option(value: Any) -> Any:
 
 
 def _data(data: Any) -> str:
-    """The length of a data set and a digest of rows; a stream is compared batch by batch."""
+    """Describes a data set by its length and a digest of rows. `Feed` compares the batches of a stream."""
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     count = len(data)
@@ -136,7 +139,7 @@ def _data(data: Any) -> str:
     with undisturbed(data) as draws:
         rows, again = ([digest_of(data[number * count // compared]) for number in range(compared)] for _ in range(2))
         is_drawn = draws() or rows != again
-    # Rows that are drawn have no digest.
+    # Rows that draw random numbers differ at each read: leave their digest out.
     return f"{count} rows {'' if is_drawn else digest_of(rows)}".strip()
 
 
@@ -144,13 +147,13 @@ def _data(data: Any) -> str:
 
 
 class _IncomparableError(Exception):
-    """A value is a thing of this process alone."""
+    """A value has no text that another process can compare."""
 
 
 def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
-    """Values as numbers and texts that are the same in each process; one that has none is logged and left out.
+    """Returns values as numbers and texts that are the same in each process.
 
-    Unless they are to be `whole`, long texts are shortened and get a digest.
+    Logs and leaves out a value without such a text. Shortens long texts to a prefix and a digest, unless `whole`.
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -158,7 +161,7 @@ def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
             text = value if isinstance(value, int | float | str) else _text(value)
         except _IncomparableError:
             _log.warning(
-                "%s is %s, which has no values to compare: a resume takes another one unnoticed",
+                "%s is %s, which has no values to compare: a resume does not notice another one",
                 name,
                 type(value).__qualname__,
             )
@@ -170,10 +173,13 @@ def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """A value as text without addresses.
+    """Returns a value as text without memory addresses.
 
-    Functions are known by module, qualified name, closure and defaults; objects whose text has an address by their
-    attributes.
+    A function becomes its module, qualified name, closure and defaults. An object whose `str()` has an address becomes
+    its class and attributes.
+
+    Raises:
+        _IncomparableError: a value has neither, or values are nested too deeply.
     """
     if depth > _DEPTH_MAX:
         raise _IncomparableError
@@ -188,7 +194,7 @@ def _text(value: Any, depth: int = 0) -> str:
         return text
     name = getattr(value, "__qualname__", None)
     if name is not None:
-        # A function of C.
+        # `value` is a function implemented in C.
         return f"{getattr(value, '__module__', '')}.{name}"
     if not hasattr(value, "__dict__"):
         raise _IncomparableError
@@ -218,7 +224,7 @@ def _part(value: Any, below: _Below) -> str:
     return repr(value) if isinstance(value, str) else below(value)
 
 
-# In this order: the first that fits.
+# `_text()` uses the first entry whose type fits.
 _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
     (type, lambda value, _: f"{value.__module__}.{value.__qualname__}"),
     (functools.partial, lambda value, below: f"partial{below((value.func, value.args, value.keywords))}"),
@@ -236,9 +242,12 @@ _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
 
 
 def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
-    """Reject another run than the one that has this position; under a constant schedule it may get longer.
+    """Rejects a run that differs from the run of the position `kept`. Under a constant schedule it may be longer.
 
-    What one of both does not have is not compared: another version of a library may have more or fewer arguments.
+    Compares only entries that both descriptions have: another version of a library has more or fewer arguments.
+
+    Raises:
+        ConfigError: the runs differ; the message lists the differences.
     """
     before, now = kept["run"]["arguments"], run["arguments"]
     changed = _changed(before, now)
@@ -265,7 +274,7 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
     if found:
         longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
         if longer and best is not None:
-            longer = f"it has the best weights, those of {best}, and no longer the last ones; "
+            longer = f"it has the best weights, those of {best}, in place of the last ones; "
         elif longer and may_grow:
             longer = ""
         raise ConfigError(
@@ -275,16 +284,17 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the names that both descriptions have with different values."""
     found = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for one, other in ((before, now), (now, before)):
-        # A value that became a dict, or the reverse.
+        # If a value became a dict (or the reverse), one side has "name" and the other "name.key": add "name".
         parents = {name.rpartition(".")[0] for name in other.keys() - one.keys()}
         found |= parents & (one.keys() - other.keys())
     return found
 
 
 def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
-    """Reject arguments that changed after `memascend.trainer.offload()`, which has made optimizer and store by them."""
+    """Rejects arguments that changed after `memascend.trainer.offload()`, which made optimizer and store by them."""
     now = arguments_of(trainer.args)
     changed = sorted(_changed(run["arguments"], now))
     if changed:
@@ -296,13 +306,13 @@ def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
 
 
 def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The position for another number of ranks: batches of each, with the random numbers of the first rank."""
+    """Converts a position to another number of ranks: rescales counts of batches, and keeps rank 0's random numbers."""
     earlier = kept["run"]["ranks"]
     if earlier == ranks:
         return kept
     passed, group = kept["passed"] * earlier // ranks, -(-kept["group"] * earlier // ranks)
     ahead = kept["feed"]["fetched"] > kept["passed"] + kept["group"]
-    # Which batch was fetched ahead differs, so that none is compared.
+    # The ranks' newest batches differ from the stored one: "digest": None skips the comparison.
     feed = {**kept["feed"], "fetched": passed + group + ahead, "digest": None}
     moved = {**kept, "passed": passed, "group": group, "feed": feed}
     return moved | ({"accumulation": kept["accumulation"] * earlier // ranks} if "accumulation" in kept else {})

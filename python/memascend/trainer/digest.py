@@ -1,4 +1,4 @@
-"""Digests batches, examples and attributes of a program: what they have at both ends, and numbers and texts."""
+"""Computes digests of batches and examples: of both ends of each tensor, and of all numbers and texts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-# Of each tensor so many bytes at both ends are compared.
+# Bytes at each end of a tensor that enter the digest.
 _COMPARED_BYTES = 64 << 10
 _HASH_BYTES = 8
-# Kinds of numpy's arrays that are tensors, too.
+# `dtype.kind` of numpy's arrays that torch can hold.
 _NUMBERS = "biufc"
 
 
 def digest_of(value: Any) -> str:
-    """A digest of the ends of a batch's tensors, and of the numbers and texts in it."""
+    """Returns a digest of a value: of both ends of its tensors, and of its numbers and texts."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     _add(digest, value)
     return digest.hexdigest()
@@ -41,7 +41,7 @@ def _add(digest: Any, value: Any) -> None:
         array = value.__array__()
         _add(digest, torch.as_tensor(array.copy()) if array.dtype.kind in _NUMBERS else repr(array.tolist()))
     else:
-        # A picture has bytes; of what has none, the type has to do.
+        # An image has tobytes(). For any other object only its type enters the digest.
         digest.update(type(value).__qualname__.encode())
         if callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
@@ -52,6 +52,6 @@ def _add_tensor(digest: Any, value: torch.Tensor) -> None:
     flat = value.detach().reshape(-1)
     count = _COMPARED_BYTES // max(1, flat.element_size())
     for part in (flat[:count], flat[count:][-count:]):
-        # A copy: memory that numpy has had is taken for numpy's from then on, and a weight may not lie in such.
+        # Copy first: numpy() marks a tensor's memory as shared, and offload() rejects weights in shared memory.
         own = part.contiguous().to("cpu", copy=True)
         digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")

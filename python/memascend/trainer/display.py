@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from memascend.trainer.forecast import Forecast
     from memascend.trainer.resume import Resume
 
-# The remaining time follows the seconds of so many last steps.
+# The remaining time is estimated from this many last steps.
 _RECENT = 10
 _TB = 10**12
-# How the names of tokens end in a batch.
+# Suffix of the names of tokens in a batch.
 _IDS = "input_ids"
-# Slower drives, in GB/s, are shown with three decimals.
+# GB/s; slower drives are shown with three decimals.
 _FAST = 0.1
-# A smaller share of a drive's life is shown as less than this.
+# The smallest share of a drive's life that is shown as a number.
 _LEAST_SHARE = 1e-4
 
 
 def is_shown(args: Any) -> bool:
-    """Whether a Trainer with these arguments prints more than errors."""
+    """True if a Trainer with these arguments prints more than errors."""
     return args.log_level not in ("error", "critical")
 
 
 def print_in_words(printing: TrainerCallback) -> None:
-    """Let a callback that prints logs leave out our figures, which are raw bytes: the display has them in words."""
+    """Hides `FIGURES`, raw numbers of bytes, from a callback that prints logs: `Display` prints them in words."""
     own = printing.on_log
 
     def on_log(*given: Any, logs: dict[str, Any], **others: Any) -> None:
@@ -53,23 +53,23 @@ def print_in_words(printing: TrainerCallback) -> None:
 
 
 class Display(TrainerCallback):
-    """Prints to standard error on the first rank, unless the Trainer's `log_level` is "error" or "critical"."""
+    """Prints header, steps and totals to stderr on rank 0, unless the `log_level` is "error" or "critical"."""
 
     def __init__(self, trainer: Any, resume: Resume, forecast: Forecast | None) -> None:
-        self.examples: str | None = None  # the examples in words; None: their number is shown
+        self.examples: str | None = None  # describes the examples in the header; None: the header shows their number
         self._trainer, self._resume, self._forecast = trainer, resume, forecast
         self._optimizer: OffloadedOptimizer | None = None
         self._silent = True
-        # At the end of the last step, or the begin of the first: the time, bytes moved, seconds of waiting.
+        # Time, total bytes moved and total seconds of waiting, taken at the end of the last step or before the first.
         self._last: tuple[float, int, float] | None = None
-        # Of the step that is being made.
+        # Tokens in the batches of the current step.
         self._tokens = 0
         self._recent: list[float] = []
         self._line = ""
         self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Print the header."""
+        """Prints the header."""
         self._optimizer = offloaded_optimizer(others.get("optimizer"))
         self._silent = not state.is_world_process_zero or not is_shown(args)
         self._first_step = self._optimizer.steps
@@ -77,16 +77,16 @@ class Display(TrainerCallback):
             _print(self._header(others["model"], args, state))
 
     def count(self, batches: Sequence[Any]) -> None:
-        """Count the tokens of a step's batches."""
+        """Counts the tokens of a step's batches."""
         self._tokens = 0 if self._silent else sum(map(_tokens_of, batches))
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """Begin to measure; a step that is repeated by a resume has no such event."""
+        """Begins to measure before the first computed step; `Resume` mutes this event for the repeated step."""
         if self._last is None and not self._silent:
             self._last = self._now()
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Measure the step; a progress bar shows the figures behind it."""
+        """Measures the step, and shows its figures at the end of the progress bar, if there is one."""
         if self._last is None:
             return
         now, then = self._now(), self._last
@@ -102,17 +102,17 @@ class Display(TrainerCallback):
         left = (state.max_steps - state.global_step) * sum(self._recent) / len(self._recent)
         self._line = f"{seconds_shown(took)} a step, {speed}{drive}"
         if (bar := self._bar()) is not None:
-            # A bar shows the remaining time itself.
+            # The bar itself shows the remaining time.
             bar.set_postfix_str(f"{speed}{drive}", refresh=False)
         self._line += f", {duration_shown(left)} left" if left else ""
 
     def on_log(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Print the figures of the last step where there is no bar."""
+        """Prints the figures of the last step if the Trainer has no progress bar."""
         if self._line and "loss" in others["logs"] and self._bar() is None:
             _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
 
     def end(self) -> None:
-        """Print the totals of this process; `train()` has returned."""
+        """Prints the totals of this process. `Resume.train()` calls it after the training."""
         assert self._optimizer is not None
         steps = self._optimizer.steps - self._first_step
         if self._silent or not steps:
@@ -123,7 +123,7 @@ class Display(TrainerCallback):
         whole = self._resume.written
         life = ""
         files = _files(self._optimizer)
-        # The size of a store that is a device of its own is not that of its drive.
+        # A block device may be a partition, so its size does not tell the endurance of the drive.
         if not any(file.is_block_device() for file in files):
             size = sum(one.total for one in _usages(files))
             warranted = -(-size // _TB) * ENDURANCE_PER_TB * _TB
@@ -135,12 +135,13 @@ class Display(TrainerCallback):
         _print(f"memascend: {counted(steps, 'step')} in {took}: {terabytes_shown(written)} written{earlier}{life}")
 
     def _now(self) -> tuple[float, int, float]:
+        """Returns the time, the total bytes moved and the total seconds of waiting."""
         assert self._optimizer is not None
         read, written, waited = counted_in(session_of(self._optimizer).report())
         return time.perf_counter(), read + written, waited
 
     def _bar(self) -> Any:
-        """The Trainer's progress bar, if it has one."""
+        """Returns the Trainer's progress bar, or None."""
         bars = (getattr(callback, "training_bar", None) for callback in self._trainer.callback_handler.callbacks)
         return next((bar for bar in bars if hasattr(bar, "set_postfix_str")), None)
 
@@ -192,7 +193,7 @@ class Display(TrainerCallback):
         if (before := self._resume.seconds_of_step) is not None:
             return f"{found}; {duration_shown(left * before)} left, as the steps before took, and {written}"
         if forecast.seconds is None:
-            return f"{found}; {written}; the hours show after the first of them"
+            return f"{found}; {written}; the hours are shown after the first step"
         return f"{found}; {duration_shown(left * forecast.seconds)} and {written}, predicted for {forecast.assumed}"
 
 
@@ -218,13 +219,13 @@ def _files(optimizer: OffloadedOptimizer) -> list[Path]:
 
 
 def _usages(files: Sequence[Path]) -> list[Any]:
-    """The total and free bytes of each file system that has some of the files."""
+    """Returns the total and free bytes of each file system that holds one of the files."""
     places = [nearest(file) for file in files if not file.is_block_device()]
     return [shutil.disk_usage(place) for place in {place.stat().st_dev: place for place in places}.values()]
 
 
 def _tokens_of(batch: Any) -> int:
-    """The tokens of a batch without padding, where it says so; 0 for a batch that has none."""
+    """Returns the number of tokens in a batch, without padding if it has an attention mask; 0 if it has no tokens."""
     if not hasattr(batch, "items"):
         return 0
     count = 0

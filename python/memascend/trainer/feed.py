@@ -1,4 +1,4 @@
-"""Feeds a Trainer its batches, and knows how to go on in the midst of an epoch with the same ones."""
+"""Feeds batches to a Trainer; a resume in the middle of an epoch continues with the same batches."""
 
 from __future__ import annotations
 
@@ -17,29 +17,34 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Stands for the DataLoader that a Trainer's loader reads from, which fetches one batch ahead.
+    """Wraps the DataLoader of a Trainer, and records its position and random states for each commit.
 
-    It knows the random numbers at the epoch's `iter()`, on which order and workers depend, and those before the newest
-    fetch, on which a random collator depends: those of the process, and those of generators that data set, collator
-    and sampler hold.
+    The Trainer's (accelerate's) loader reads from this object one batch ahead. `Feed` records random states twice: at
+    the epoch's `iter()`, which decides the order and the workers' seeds, and before the newest fetch, which a random
+    collator depends on. A state is that of the process's generators and of the program's own generators, which data
+    set, collator and sampler hold (names that end in `_own`).
     """
 
     def __init__(self, loader: Any) -> None:
-        """Feed from this loader."""
+        """Feeds batches from `loader`."""
         self._loader = loader
+        # States at the epoch's iter().
         self._begun: RandomNumbers | None = None
         self._begun_own: dict[str, Any] = {}
+        # States before the newest fetch; None before the first one.
         self._before: RandomNumbers | None = None
         self._before_own: dict[str, Any] = {}
+        # States of the program's generators in the commit, set by `go_on()`.
         self._now_own: dict[str, Any] = {}
+        # Batches fetched in this epoch, and the digest of the newest one.
         self._fetched = 0
         self._digest = ""
-        # Where to go on: what `taken()` gave, and the batches that the Trainer had.
+        # Position to resume at: a result of `taken()`, and the number of batches that the Trainer had passed.
         self._resumed: tuple[dict[str, Any], int] | None = None
-        # What the next `iter()` returns, where that goes on.
+        # The iterator that continues the epoch, until `iter()` returns it.
         self._ready: Iterator[Any] | None = None
         self._is_tried = False
-        # Generators of the program, by path.
+        # The program's generators, by path.
         self._found: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +55,7 @@ class Feed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The loader's own, for what asks whether this is a DataLoader."""
+        """The loader's class, so that `isinstance(feed, DataLoader)` is true."""
         return type(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,12 +70,12 @@ class Feed:
         return self._fetches(iter(self._loader))
 
     def taken(self) -> dict[str, Any]:
-        """The place in the data, as JSON."""
+        """Returns the position in the data, as JSON."""
         assert self._begun is not None
         return {
             "begun": self._begun.said(),
             "begun_own": self._begun_own,
-            # A rank that is sent its batches by the first one fetches none.
+            # Without a fetch (a rank that receives its batches from rank 0), use the states at iter().
             "before": (self._before or self._begun).said(),
             "before_own": _changed(self._begun_own, self._before_own),
             "now_own": _changed(self._before_own, states_of(self._found)),
@@ -79,11 +84,14 @@ class Feed:
         }
 
     def resume(self, taken: dict[str, Any], passed: int) -> None:
-        """Let `go_on()` and the next `iter()` go on after `passed` batches, as `taken()` describes them."""
+        """Makes `go_on()`, or the next `iter()`, continue after `passed` batches of the position `taken`."""
         self._resumed = (taken, passed)
 
     def go_on(self) -> None:
-        """Go on there now, also where no `iter()` follows in this epoch: generators get the states of the commit."""
+        """Moves to the position that `resume()` set; does nothing without one.
+
+        `Resume` calls it directly if the Trainer may end the epoch without another `iter()`.
+        """
         if self._resumed is not None:
             taken, passed = self._resumed
             self._resumed = None
@@ -91,15 +99,15 @@ class Feed:
             self._ready = self._continued(taken, passed)
 
     def restore_generators(self) -> None:
-        """Set the generators of the program to the states of the commit, after `go_on()`."""
+        """Sets the program's generators to their states in the commit. Call `go_on()` before."""
         restore(self._found, self._now_own)
 
     def begin_anew(self) -> None:
-        """Let the next `iter()` be that of an epoch."""
+        """Forgets the position to resume at: the next `iter()` begins an epoch."""
         self._resumed = self._ready = None
 
     def _roots(self) -> dict[str, Any]:
-        """Where generators of the program may be."""
+        """Returns the objects of the loader that may hold the program's generators."""
         names = ("generator", "sampler", "batch_sampler", "collate_fn", "dataset")
         return {name: getattr(self._loader, name) for name in names if hasattr(self._loader, name)}
 
@@ -107,9 +115,10 @@ class Feed:
         return generators_in(self._roots())
 
     def _fetches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches, and records the random states before each fetch."""
         while True:
             if self._fetched == 1:
-                # Some are made at the first use.
+                # The first fetch may have made generators.
                 self._found = self._generators()
             before, before_own = RandomNumbers.now(), states_of(self._found)
             try:
@@ -124,7 +133,10 @@ class Feed:
     # --- before the first batch ----------------------------------------------------------------------
 
     def _try(self, *, compares: bool) -> None:
-        """Reject, once, examples whose random numbers cannot be kept, as far as the first batch shows it."""
+        """Rejects data whose random numbers a commit cannot store, as far as its first batch shows; tries it once.
+
+        With `compares`, makes the first batch twice and compares the two.
+        """
         if self._is_tried:
             return
         self._is_tried = True
@@ -151,29 +163,30 @@ class Feed:
 
     @property
     def _streams(self) -> bool:
+        """True if examples cannot be read by index: an IterableDataset, or a loader without a data set."""
         return isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
 
     def _indices(self) -> Any:
-        """The first indices that the sampler gives; None where there are none."""
+        """Returns the first indices that the sampler yields, or None if it yields none."""
         loader = self._loader
         return next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
 
     def _collated(self, indices: Any) -> Any:
-        """The batch of these indices."""
+        """Returns the batch of these indices."""
         if indices is None:
             return None
         loader, data = self._loader, self._loader.dataset
         if loader.batch_sampler is None:
             return loader.collate_fn(data[indices])
-        # As torch fetches.
+        # torch's fetcher also prefers __getitems__().
         at_once = getattr(data, "__getitems__", None)
         return loader.collate_fn([data[index] for index in indices] if at_once is None else at_once(indices))
 
     def _draws(self) -> bool:
-        """Whether reading and collating examples draws random numbers."""
+        """True if reading and collating the first batch draws random numbers."""
         roots = self._roots().values()
         with undisturbed(*roots):
-            # The sampler may draw.
+            # The sampler may draw, too: take the indices before the inner block compares states.
             indices = self._indices()
             with undisturbed(*roots) as draws:
                 self._collated(indices)
@@ -182,9 +195,16 @@ class Feed:
     # --- a resume ------------------------------------------------------------------------------------
 
     def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
-        """Go on after the newest batch of the commit, which is made again and compared, unless it was fetched ahead."""
+        """Returns an iterator that continues after `passed` batches.
+
+        Fetches the newest batch of the commit again, with its random states, and compares its digest. The iterator
+        begins with this batch if the run had fetched it ahead.
+
+        Raises:
+            ConfigError: the batch differs, the data ends before it, or a generator is missing.
+        """
         own = RandomNumbers.now()
-        # Earlier versions kept a list: the states of loader and samplers alone, which begin each epoch anew.
+        # Earlier versions stored a list of states of loader and samplers: ignore it, since each epoch sets them anew.
         self._begun_own = taken["begun_own"] if isinstance(taken["begun_own"], dict) else {}
         self._begun = RandomNumbers.of(taken["begun"])
         self._begun.bring_back()
@@ -192,7 +212,7 @@ class Feed:
         iterator = iter(self._loader)
         fetched = taken["fetched"]
         self._pass(iterator, fetched - 1, fetched)
-        # The newest batch was fetched with the random numbers of then.
+        # Fetch the newest batch with the random states of its first fetch.
         self._before = RandomNumbers.of(taken["before"])
         self._before_own = {**self._begun_own, **taken.get("before_own", {})}
         self._restore(self._before_own, are_all=True)
@@ -200,7 +220,7 @@ class Feed:
         newest = self._next(iterator, fetched, fetched) if fetched else None
         own.bring_back()
         self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
-        # The program may draw after a fetch, too.
+        # The program may have drawn between the newest fetch and the commit.
         self._now_own = {**self._before_own, **taken.get("now_own", {})}
         if fetched and taken["digest"] not in (None, self._digest):
             raise ConfigError(
@@ -211,7 +231,11 @@ class Feed:
         return itertools.chain([newest] if fetched > passed else [], self._fetches(iterator))
 
     def _restore(self, states: dict[str, Any], *, are_all: bool) -> None:
-        """Set the states of the program's generators; where not all are there yet, a batch is made that makes them."""
+        """Sets states of the program's generators.
+
+        With `are_all`, every generator must exist: collates a batch first if some are missing, since the program may
+        make them at the first use. Without it, skips missing generators.
+        """
         found = self._generators()
         if are_all and not states.keys() <= found.keys() and not self._streams:
             self._collated(self._indices())
@@ -219,11 +243,11 @@ class Feed:
         restore(found, states if are_all else {path: states[path] for path in states.keys() & found.keys()})
 
     def _pass(self, iterator: Any, count: int, of: int) -> None:
-        """Pass batches that the run has fetched."""
+        """Skips `count` of the `of` batches that the run has fetched; if possible only draws their indices."""
         indices = getattr(iterator, "_sampler_iter", None)
         works: Any = getattr(self._loader, "num_workers", 0)
         if self._streams or works or indices is None:
-            # Workers have random numbers of their own, and a stream can only be read.
+            # A worker's random numbers advance only with its batches, and a stream has no indices: read each batch.
             for number in range(count):
                 self._next(iterator, number + 1, of)
             return
@@ -242,5 +266,5 @@ class Feed:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The states that differ from earlier ones: most generators of a program draw seldom."""
+    """Returns the states that differ from `before`: most generators draw seldom, so a position stays small."""
     return {path: state for path, state in now.items() if state != before.get(path)}

@@ -1,4 +1,4 @@
-"""Predicts a Trainer's steps before the first one: their seconds, and the bytes that they write."""
+"""Predicts the seconds of a Trainer's step, and the bytes that it writes, before the first step."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from memascend.session.decide import planned
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Operations of one token and parameter: in a forward, in a backward, and where a forward is repeated for it.
+# Floating-point operations per token and parameter: in a forward, in a backward, and in a forward that gradient
+# checkpointing repeats.
 _FORWARD, _BACKWARD, _RECOMPUTED = 2, 4, 2
-# Rows of data by which the tokens of an example are estimated.
+# Rows of data that are read to estimate the tokens of an example.
 _ROWS = 200
-# The columns of an example's tokens: of transformers, and of TRL's pairs.
+# Names of columns with tokens: transformers', and those of TRL's prompts and pairs.
 _TOKENS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
 _log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step of a training, as it is predicted."""
+    """The prediction for one step of a training."""
 
-    written: int  # bytes that it writes
-    seconds: float | None  # None: the tokens or the processor are not known
-    assumed: str  # the speeds
+    written: int  # bytes
+    seconds: float | None  # None: the number of tokens or the processor's speed is unknown
+    assumed: str  # the assumed speeds, for readers
 
 
 def forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast | None:
-    """Predict a step with these options of `offload()`; None under FSDP2, where shards are made within `train()`.
+    """Predicts a step with these options of `offload()`.
 
-    Nothing that is unusual about a Trainer ends it here: it is None then, too.
+    Returns None under FSDP2, where `train()` makes the shards, and after any error: an unusual Trainer must not fail
+    because of its forecast.
     """
     if trainer.is_fsdp_enabled:
         return None
     try:
         return _forecast(trainer, options)
     except Exception as error:  # noqa: BLE001
-        # An error of the options is raised again by offload().
+        # offload() raises errors of the options again.
         _log.debug("steps cannot be predicted: %s", error)
         return None
 
@@ -83,7 +85,7 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
 
 
 def _parameters_of_token(model: Any) -> float:
-    """The parameters with which each token is computed: of experts, as many as are chosen."""
+    """Returns the number of parameters that compute each token: of experts, only the share that a router chooses."""
     config = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -94,9 +96,9 @@ def _parameters_of_token(model: Any) -> float:
 
 
 def _tokens_of_example(trainer: Any) -> float | None:
-    """The tokens of an example on average, in the first rows of the data; None: the data do not say.
+    """Returns the average tokens of an example in the first `_ROWS` rows; None if they cannot be counted.
 
-    Only data that draw no random numbers when they are read are looked at, and only the columns of tokens.
+    Reads only lists and `datasets`, which draw no random numbers when they are read, and only the columns `_TOKENS`.
     """
     data: Any = trainer.train_dataset
     if type(data).__module__.startswith("datasets.") and hasattr(data, "select_columns"):

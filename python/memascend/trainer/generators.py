@@ -1,4 +1,7 @@
-"""Finds the random generators that a program's data set, collator and sampler hold, and keeps their states."""
+"""Finds random generators that a program's data set, collator and sampler hold; saves and restores their states.
+
+A path names a generator: the names of the attributes and containers that lead to it from a root, joined by dots.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from memascend.trainer.position import RandomNumbers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-# Bounds of a walk through a program's objects: how many, and the longest container that is looked through.
+# Bounds of a walk through a program's objects: the number of objects, and the longest container that it enters.
 _OBJECTS_MAX = 20_000
 _PARTS_MAX = 1_000
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# Objects that hold no generator of a program, or too much.
+# Types that the walk skips: they hold no generator of a program, or too many objects.
 _PASSED_OVER = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType),
     *(torch.Tensor, torch.nn.Module, torch.dtype, torch.device, np.ndarray, np.generic),
@@ -30,8 +33,8 @@ _PASSED_OVER = (
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """The generators of Python, numpy and torch that are reachable, by path, without those of the process."""
-    # random.random and its like are methods of generators.
+    """Returns the generators of Python, numpy and torch reachable from `roots`, by path, without the process's own."""
+    # random.random and np.random.rand are bound methods of the process's generators.
     methods: list[Any] = [random.random, np.random.rand]
     of_process = {id(method.__self__) for method in methods}
     return {
@@ -45,7 +48,7 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Objects, breadth first, each once, with the paths to them."""
+    """Yields the path and value of each object reachable from `roots`, breadth first, each object once."""
     queue: list[tuple[str, Any]] = [*roots.items()]
     seen: set[int] = set()
     for path, value in queue:
@@ -60,6 +63,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns the name and value of each object that `value` holds."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return list(pairs) if len(value) <= _PARTS_MAX else []
@@ -68,19 +72,19 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
     if isinstance(value, types.BuiltinFunctionType):
-        # As generator.random is one.
+        # A bound method may be a generator's: `generator.random`.
         return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
         return list(_parts_of_function(value))
     kind = type(value)
-    # Generators that a class has for all its objects, and the module for its functions.
+    # Attributes of the class that are generators, and methods that use a generator of their module.
     shared = [(name, part) for base in kind.__mro__ for name, part in vars(base).items() if _may_hold(part)]
     own = [(name, getattr(value, name, None)) for base in kind.__mro__ for name in _slots(base)]
     return [*getattr(value, "__dict__", {}).items(), *own, *shared]
 
 
 def _may_hold(part: Any) -> bool:
-    """Whether a class's attribute may lead to a generator of the program."""
+    """True if a class's attribute is a generator, or a method that uses a generator of its module."""
     if isinstance(part, types.FunctionType):
         return any(isinstance(value, _GENERATORS) for _, value in _named_globals(part))
     return isinstance(part, _GENERATORS)
@@ -94,7 +98,7 @@ def _slots(base: type) -> Iterable[str]:
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
     for number, cell in enumerate(function.__closure__ or ()):
         with contextlib.suppress(ValueError):
-            # One that is not filled yet has no contents.
+            # `cell_contents` raises ValueError while the cell is empty.
             yield function.__code__.co_freevars[number], cell.cell_contents
     yield from enumerate(function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
@@ -114,15 +118,15 @@ def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of generators as JSON, by path."""
+    """Returns the states of generators as JSON, by path."""
     return {path: _packed(_state(one)) for path, one in generators.items()}
 
 
 def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Set the states that `states_of()` gave.
+    """Sets states that `states_of()` returned.
 
     Raises:
-        ConfigError: a generator is gone; none was set.
+        ConfigError: `generators` lacks a path of `states`; no generator was set.
     """
     gone = sorted(states.keys() - generators.keys())
     if gone:
@@ -160,7 +164,7 @@ def _packed(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _packed(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        # The words of Python's generator.
+        # The 32-bit words in the state of random.Random.
         return _packed(np.array(value, np.uint32))
     if isinstance(value, np.ndarray):
         return [str(value.dtype), base64.b64encode(value.tobytes()).decode()]
@@ -184,10 +188,11 @@ def _unpacked(value: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
-    """Inside, examples may be read and collated: afterwards all generators have the states of before.
+    """Restores all random generators at the end of the block, which may read and collate examples.
 
-    A generator that was made inside is made again at its next use: the attribute that leads to it is what it was. Gives
-    a function that tells whether a generator has moved.
+    If the program made a generator inside the block, the attribute that leads to the generator gets its earlier value,
+    so that the program makes the generator again at its next use. Yields a function that returns True if a generator's
+    state has changed.
     """
     named = {str(number): root for number, root in enumerate(roots)}
     own, generators = RandomNumbers.now(), generators_in(named)
@@ -210,7 +215,10 @@ def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _take_back(path: str, value: Any, attributes: dict[str, Any], made: Iterable[str]) -> None:
-    """Undo what gave an object new attributes that lead to one of the generators `made`."""
+    """Resets attributes of `value` that lead to one of the generators `made` to their values in `attributes`.
+
+    `path` leads to `value`; `made` has paths.
+    """
     for name, now in list(vars(value).items()):
         leads = any(one == f"{path}.{name}" or one.startswith(f"{path}.{name}.") for one in made)
         if leads and now is not attributes.get(name):

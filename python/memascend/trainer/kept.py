@@ -1,4 +1,4 @@
-"""Packs a program's own values as JSON, and watches a Trainer for attributes that change and are not kept."""
+"""Packs attributes of a Trainer as JSON, and warns of changing attributes that no commit stores."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator, Sequence
 
-# Containers that JSON lacks, by the name under which they are packed.
+# Containers that JSON lacks, by the class name in their packed form.
 _KINDS: dict[str, type[Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict
 }  # fmt: skip
-# Of a longer container the length alone is compared.
+# Containers with more parts are compared by their length alone.
 _COMPARED_PARTS = 10_000
-# Packages whose own attributes are theirs to keep.
+# Packages whose own attributes `Watch` ignores: commits store those in `names.SUMS` and `names.AVERAGES`.
 _LIBRARIES = frozenset(
     {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
 )
 
 
 def packed(value: Any, what: str) -> Any:
-    """A value as JSON: numbers, texts, scalars of numpy and torch, and containers of them.
+    """Converts a value to JSON: numbers, texts, scalars of numpy and torch, and containers of them.
 
     Raises:
-        ConfigError: there is another object in it; `what` names the whole.
+        ConfigError: the value has any other object; the message calls the value `what`.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -62,7 +62,7 @@ def _packed_scalar(value: Any, what: str) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """The value that `packed()` gave; a dict of any other class is a plain one."""
+    """Returns the value that `packed()` converted; a dict of a class that `_KINDS` lacks becomes a plain dict."""
     if isinstance(value, list):
         return [unpacked(part) for part in value]
     if not isinstance(value, dict):
@@ -81,13 +81,13 @@ def _of_kind(kind: str, value: dict[str, Any]) -> Any:
     parts = [unpacked(part) for part in value["parts"]]
     if kind in ("dict", "Counter", "OrderedDict"):
         pairs = dict(parts)
-        # Not from the parts: a Counter would count them.
+        # Make the Counter from a dict: it would count the pairs of a list.
         return pairs if kind == "dict" else _KINDS[kind](pairs)
     return deque(parts, value["maxlen"]) if kind == "deque" else _KINDS[kind](parts)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; a dict or a list stays the object that other code may hold."""
+    """Sets an attribute; changes a dict or a list in place, since other code may hold the same object."""
     now = getattr(owner, name, None)
     if isinstance(now, dict) and isinstance(value, dict):
         fill(now, value)
@@ -98,19 +98,19 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def fill(home: dict[Any, Any], value: dict[Any, Any]) -> None:
-    """Give dicts of dicts other contents in place, since some of them make missing entries."""
+    """Replaces the contents of nested dicts in place, so that a defaultdict keeps its factory."""
     for name in [name for name in home if name not in value]:
         del home[name]
     for name, part in value.items():
         if isinstance(part, dict) and type(part) is dict:
-            # A defaultdict makes the kind that it wants.
+            # Indexing a defaultdict makes a missing entry with its factory.
             fill(home[name] if isinstance(home, defaultdict) else home.setdefault(name, {}), part)
         else:
             home[name] = part
 
 
 class Watch:
-    """Warns once of attributes of a Trainer's subclass that changed between its first two steps and are not kept."""
+    """Warns once of attributes that a subclass of a Trainer changed between its first two steps and `keep` lacks."""
 
     def __init__(self, trainer: Any, keep: Sequence[str]) -> None:
         self._trainer, self._keep = trainer, frozenset(keep)
@@ -118,7 +118,7 @@ class Watch:
         self._compared = False
 
     def look(self) -> None:
-        """Look at the attributes, at each step."""
+        """Records the attributes at the first step, compares them at the second. `Resume` calls it at each step."""
         if self._compared:
             return
         now = self._digests()
@@ -131,19 +131,19 @@ class Watch:
             listed = ", ".join(changed)
             warn(
                 f"{listed} of {type(self._trainer).__name__} changed from one step to the next, and a resume would "
-                f"begin with what the constructor gives: memascend.trainer.offload(keep={changed}) keeps numbers, "
+                f"begin with the constructor's values: memascend.trainer.offload(keep={changed}) keeps numbers, "
                 "texts and containers of them with each commit"
             )
 
     def _digests(self) -> dict[str, int]:
-        """Digests of the figures that code of no library names, by attribute."""
+        """Returns digests of attributes that a commit could store and that neither library code nor `keep` names."""
         theirs = {*_names_in_libraries(type(self._trainer)), *self._keep}
         texts = {name: _text(value) for name, value in vars(self._trainer).items() if name not in theirs}
         return {name: hash(text) for name, text in texts.items() if text is not None}
 
 
 def _text(value: Any) -> str | None:
-    """A value that may be kept, as text; None for any other."""
+    """Returns a value as text, or None if `packed()` rejects it."""
     if isinstance(value, list | tuple | dict | set | deque) and len(value) > _COMPARED_PARTS:
         return str(len(value))
     try:
@@ -153,7 +153,7 @@ def _text(value: Any) -> str | None:
 
 
 def _names_in_libraries(kind: type) -> Iterator[str]:
-    """The attributes that the methods of a class's library bases name."""
+    """Yields all names in the code of methods that a class inherits from the libraries."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in _LIBRARIES:
             for member in vars(base).values():

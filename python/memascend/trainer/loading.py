@@ -1,4 +1,7 @@
-"""Lets models inside of a `with` block be made without values, which stay in their files until they are offloaded."""
+"""Implements `memascend.trainer.loading()`: `from_pretrained()` makes models without reading their weights.
+
+`memascend.offload()` later streams the weights from their files into the store.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger("memascend")
-# Other threads, and code after the block, load as usual.
+# A ContextVar, so that other threads, and code after the block, load as usual.
 _inside = contextvars.ContextVar("_inside", default=False)
-# The methods of classes are replaced by one block after the other.
+# Held during a block: blocks of other threads wait before they replace methods of the same classes.
 _turn = threading.RLock()
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Make models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
+    """Makes models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
 
-    Inside, `from_pretrained` of transformers (also as TRL's Trainers call it) makes models on meta and reads no
-    weights, and nothing moves them to a device. The dtype is the one that `from_pretrained` was given, or that of the
-    files; TRL gives float32 unless `model_init_kwargs` has another. Weights stream from their files in `offload()`.
+    Inside the block, `from_pretrained` of transformers makes models on the meta device, reads no weights, and moves
+    nothing to another device; this includes calls by TRL's Trainers. The dtype is the one passed to `from_pretrained`,
+    or that of the files; TRL passes float32 unless `model_init_kwargs` has another. `offload()` later streams the
+    weights from their files.
 
     ```
     with memascend.trainer.loading():
@@ -46,12 +50,12 @@ def loading() -> Iterator[None]:
     memascend.trainer.offload(trainer, storage="run.store")
     ```
 
-    Weights in MXFP4 and in FP8 with block scales are dequantized as they stream, and the model is one that never was
-    quantized. What the files do not have (the head of a reward model, adapters) gets its first values from the model's
-    own code, in memory, as ever.
+    `offload()` dequantizes weights in MXFP4 and in FP8 with block scales as they stream, and the model is built as if
+    it had never been quantized. The model's own code initialises parameters that the files lack (the head of a reward
+    model, adapters), in memory, as usual.
 
     Raises:
-        ConfigError: a model is quantized otherwise, or its weights are not in safetensors.
+        ConfigError: a model has another quantization, or its weights are not in safetensors.
         UsageError: code in the block needs the values of weights.
     """
     names.require_loader()
@@ -73,7 +77,10 @@ def loading() -> Iterator[None]:
 
 
 def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Call `instead` with the method and its arguments, inside of the block alone."""
+    """Replaces a method: inside the block, `instead(own method, *arguments)` runs in its place.
+
+    Code outside the block (other threads) still gets the own method. `undo` restores it.
+    """
     there = vars(owner)[name]
     own = getattr(there, "__func__", there)
 
@@ -84,6 +91,7 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callab
 
 
 def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Runs `from_pretrained()` without `device_map`, and makes a quantized model as a plain one."""
     if named.get("key_mapping"):
         raise ConfigError("loading() knows no key_mapping=: load it once without loading(), and save_pretrained() it")
     path = named.get("pretrained_model_name_or_path", given[1] if len(given) > 1 else None)
@@ -92,20 +100,20 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
             made = own(*given, **named | {"device_map": None})
         except ImportError as error:
-            # Of the package of another quantisation.
+            # transformers misses the package of a quantization that `_dequantize()` does not support.
             if "quantiz" not in str(error) or "accelerate" in str(error):
                 raise
             raise refusal(path, str(error)) from error
         config = getattr(made[0] if isinstance(made, tuple) else made, "config", None)
         text = getattr(config, "get_text_config", lambda: None)()
         if text is not None and text is not config and getattr(text, "quantization_config", None) is not None:
-            # transformers removes the one of the whole model alone.
+            # transformers removes `quantization_config` from the model's config, but not from its text config.
             del text.quantization_config
         return made
 
 
 def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
-    """Have transformers make the model as if its weights were not quantized, before it looks for kernels."""
+    """Sets `dequantize` in a new HfQuantizer, so that transformers makes a plain model and looks for no kernels."""
     own(quantizer, config, **named)
     method = getattr(config.quant_method, "value", config.quant_method)
     if not quantizer.pre_quantized:
@@ -115,13 +123,13 @@ def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any,
         )
     require_readable(path, method)
     config.dequantize = True
-    # Otherwise it would keep these modules, embeddings, in 8 bits.
+    # Otherwise transformers keeps these modules (embeddings) in 8 bits.
     if getattr(config, "modules_to_convert", None):
         config.modules_to_convert = None
 
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
-    """Change dtypes alone: a module without values stays on meta, and peft's adapters on it stay where they are."""
+    """Runs `Module.to()`, but ignores the device if the module has meta parameters; peft's adapters stay in place."""
     device, dtype, *_ = torch._C._nn._parse_to(*given, **named)  # noqa: SLF001
     if device is None or (device.type != "meta" and not any(one.is_meta for one in module.parameters())):
         return own(module, *given, **named)
@@ -137,9 +145,9 @@ def _load(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Note the source of each parameter in place of reading it; transformers initialises all that has none."""
+    """Notes the source of each parameter instead of reading it; transformers initialises parameters without one."""
     if state_dict is not None or rest or named:
-        # The values are there; or they are an adapter's.
+        # The caller gave the values, or loads an adapter: load as usual.
         return own(model, state_dict, checkpoint_files, load_config, *rest, **named)
     path = load_config.pretrained_model_name_or_path
     if not checkpoint_files or any(not str(file).endswith(".safetensors") for file in checkpoint_files):
@@ -151,6 +159,7 @@ def _load(
 
 
 def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any:
+    """Notes the source of each parameter; returns transformers' report of missing and unexpected keys."""
     report, alternation = names.require_loader()
     paths = [Path(file) for file in checkpoint_files]
     quantizer = load_config.hf_quantizer
@@ -162,7 +171,7 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
     for name, source in list(model.all_tied_weights_keys.items()):
         if name in keys and source in keys:
             if same_bits(files.at(keys[name]), files.at(keys[source])):
-                # One of the two is enough.
+                # The parameters are tied: noting the source of one is enough.
                 del keys[name]
             else:
                 _log.warning("%s has other values for %s than for %s: they are not tied", files.path, name, source)
@@ -186,7 +195,7 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
 
 
 def _note(model: Any, name: str, source: Source) -> None:
-    """Let a parameter know its source; a buffer is read, since it is small."""
+    """Notes the source of a parameter on it; reads a buffer at once, since it is small."""
     module, _, short = name.rpartition(".")
     owner = model.get_submodule(module)
     tensor = getattr(owner, short)
@@ -196,5 +205,5 @@ def _note(model: Any, name: str, source: Source) -> None:
     else:
         tensor = source.values().clone()
         setattr(owner, short, tensor)
-    # So transformers does not initialise it.
+    # Tells transformers not to initialise the tensor.
     tensor._is_hf_initialized = True  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the versions that were tried."""
+"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the tested versions of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memascend.errors import ConfigError
 __all__ = ["ExportableState", "PreTrainedModel", "last_checkpoint", "transformers_trainer"]
 
 _TRIED = "transformers 5.6 to 5.23, accelerate 1.11 to 1.15, TRL 0.24 to 1.16"
-# Methods that are replaced on the Trainer object.
+# Methods that `Resume` replaces on the Trainer object.
 METHODS = (
     *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
     *("_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"),
@@ -23,34 +23,34 @@ METHODS = (
     *("create_optimizer", "hyperparameter_search", "_load_best_model", "save_model"),
     "_save_optimizer_and_scheduler",
 )
-# Events of a step that come before `step()`.
+# Callback events of a step that the Trainer fires before `step()`.
 BEFORE_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
-# Attributes that the Trainer sums up between two lines of its log.
+# Attributes that the Trainer accumulates between two lines of its log.
 SUMS = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
     *("_initial_num_input_tokens_seen", "_total_train_tokens"),
 )
-# Those of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, of which the log has the averages.
+# Attributes of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, whose averages they log.
 AVERAGES = ("_metrics", "_stored_metrics", "accum_loss_components")
-# The attribute of accelerate's optimizer that says whether it skipped its last step.
+# The attribute of accelerate's optimizer that is True if its last step was skipped.
 SKIPPED = "_is_overflow"
-# The file of a scheduler in a checkpoint.
+# The file with the scheduler's state in a checkpoint.
 SCHEDULER = "scheduler.pt"
-# The file of its own state.
+# The file with TrainerState in a checkpoint.
 STATE = "trainer_state.json"
 # The callbacks that print a log.
 PRINTING = (PrinterCallback, ProgressCallback)
-# What the loop calls to skip batches; a resume knows them itself.
+# The function that the Trainer's loop calls to skip batches at a resume; `Feed` skips them instead.
 SKIP = "skip_first_batches"
-# What from_pretrained() calls to read files into the model, which it made on meta.
+# The method by which from_pretrained() reads files into the model, which is on the meta device until then.
 LOADER = "_load_pretrained_model"
 
 
 def require(trainer: Any) -> None:
-    """Check that this Trainer has what a resume needs.
+    """Checks that the Trainer has the methods that `Resume` replaces.
 
     Raises:
-        ConfigError: it is no Trainer of transformers, or one of an untried version.
+        ConfigError: `trainer` is not a Trainer of transformers, or its version lacks a method.
     """
     if not isinstance(trainer, transformers_trainer.Trainer):
         raise ConfigError(
@@ -64,10 +64,12 @@ def require(trainer: Any) -> None:
 
 
 def require_loader() -> tuple[type[Any], Any]:
-    """What describes a load of weights, and what finds the parameters that are kept in other dtypes.
+    """Returns transformers' LoadStateDictInfo and build_glob_alternation.
+
+    The first reports missing and unexpected keys; the second matches parameters that keep another dtype.
 
     Raises:
-        ConfigError: the version is an untried one, which has them not, or loads weights by other methods.
+        ConfigError: this version of transformers lacks one of them, or loads weights by another method.
     """
     if not callable(getattr(PreTrainedModel, LOADER, None)):
         raise _untried(f"PreTrainedModel has no {LOADER}()")

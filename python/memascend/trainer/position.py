@@ -1,4 +1,4 @@
-"""Describes where a Trainer is, as bounded text that a commit holds: counters, losses, callbacks, random numbers."""
+"""Encodes a Trainer's position as text of a bounded size for a commit: counters, losses, callbacks, random states."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from memascend.trainer.kept import fill, packed, replace, unpacked
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# A commit has room for 128 KiB of options, schedulers and this.
+# The limit of an encoded position. A commit holds at most 128 KiB of options, schedulers and position.
 _BYTES_MAX = 56 << 10
-# Averages of a Trainer of TRL come from lists with a number for each micro-batch; longer ones keep their sum alone.
+# TRL's Trainers average lists that have a number for each micro-batch; `_summed()` sums lists longer than this.
 _NUMBERS_MAX = 256
-# Lists below this length are kept whole.
+# `encoded()` does not shorten lists of fewer entries.
 _SHORTEST = 16
-# Each step writes these lines of the log, which fit as a rule; of 10,000 it took a tenth of a second.
+# The newest lines of the log in a position, which each step writes: 300 usually fit; 10,000 took 0.1 s.
 _LINES_MAX = 300
-# Fields of TrainerState that the arguments give, or that stand apart.
+# Fields of TrainerState that a position leaves out: the arguments set them, or the position has them elsewhere.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
 _NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
 _NOT_KEPT |= {"is_local_process_zero", "is_world_process_zero"}
 
 
 class RandomNumbers:
-    """The states of Python's, numpy's and torch's generators, and of each CUDA device's, at one moment."""
+    """The states of the process's random generators at one moment: Python, numpy, torch, each CUDA device."""
 
     def __init__(self, states: list[Any]) -> None:
-        """`states` are in the order of `now()`."""
+        """`states`: in the order in which `now()` collects them."""
         self.states = states
 
     @classmethod
     def now(cls) -> RandomNumbers:
-        """The present states."""
+        """Returns the current states."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls([random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda])  # noqa: NPY002
 
     def bring_back(self) -> None:
-        """Set all generators to these states."""
+        """Sets the process's generators to these states."""
         python, numpy, cpu, *cuda = self.states
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
@@ -57,14 +57,14 @@ class RandomNumbers:
             torch.cuda.set_rng_state_all(cuda)
 
     def said(self) -> list[Any]:
-        """The states as JSON."""
+        """Returns the states as JSON."""
         (version, words, gauss), (kind, keys, *rest), *tensors = self.states
         parts = [torch.from_numpy(np.array(part, np.uint32)) for part in (words, keys)]
         return [version, gauss, kind, rest, *map(said_of, [*parts, *tensors])]
 
     @classmethod
     def of(cls, said: list[Any]) -> RandomNumbers:
-        """The states that `said()` gave."""
+        """Decodes states that `said()` returned."""
         version, gauss, kind, rest, *parts = said
         words, keys, *tensors = map(state_of, parts)
         python = (version, tuple(words.view(torch.uint32).tolist()), gauss)
@@ -72,23 +72,23 @@ class RandomNumbers:
 
 
 def said_of(state: torch.Tensor) -> str:
-    """A generator's state as text."""
+    """Encodes a generator's state as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def state_of(text: str) -> torch.Tensor:
-    """The bytes of which `said_of()` made text."""
+    """Decodes a state that `said_of()` encoded, as a tensor of bytes."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def encoded(position: dict[str, Any]) -> str:
-    """A position as text of a bounded size.
+    """Encodes a position as text of at most `_BYTES_MAX` characters.
 
-    The oldest lines of the log go first, and "left_out" counts them; then the oldest halves of the longest lists in the
-    states of callbacks and in kept attributes.
+    If the text is too long, drops the oldest lines of the log, which "left_out" counts; then the older halves of the
+    longest lists in states of callbacks and in kept attributes.
 
     Raises:
-        ConfigError: it is too large without them.
+        ConfigError: the text is still too long.
     """
     lines = position["log_history"]
     while True:
@@ -106,14 +106,14 @@ def encoded(position: dict[str, Any]) -> str:
         if len(longest) < _SHORTEST:
             large = max(position, key=lambda name: len(json.dumps(position[name])))
             raise ConfigError(
-                f"the Trainer's position takes {len(text)} bytes, of which a commit holds {_BYTES_MAX}, most of them "
+                f"the Trainer's position takes {len(text)} bytes, and a commit holds {_BYTES_MAX}; most of them are "
                 f"{large!r}: keep less in stateful callbacks and schedulers, and fewer random generators in the data"
             )
         del longest[: len(longest) // 2]
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
-    """The lists in a JSON value."""
+    """Yields the lists in a JSON value, at any depth."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if isinstance(value, list):
         yield value
@@ -122,10 +122,10 @@ def _lists(value: Any) -> Iterator[list[Any]]:
 
 
 def decoded(text: str, where: str) -> dict[str, Any]:
-    """The position of a text that `encoded()` made.
+    """Decodes a position that `encoded()` returned; the error message calls its store or folder `where`.
 
     Raises:
-        CorruptionError: `text` is none.
+        CorruptionError: `text` is not an encoded position.
     """
     try:
         found: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
@@ -135,18 +135,18 @@ def decoded(text: str, where: str) -> dict[str, Any]:
 
 
 class Figures:
-    """The counters, sums and callbacks of a Trainer, and attributes that are kept."""
+    """Reads and restores a Trainer's counters, sums, callbacks' states and attributes named in `keep=`."""
 
     def __init__(self, trainer: Any, keep: Sequence[str] = ()) -> None:
-        """Of this Trainer, whenever they are taken; `keep` names attributes of its own."""
+        """`keep`: names of attributes of `trainer` that `taken()` includes."""
         self._trainer, self._keep = trainer, tuple(keep)
         self._warned = False
 
     def taken(self) -> dict[str, Any]:
-        """The present ones, as JSON.
+        """Returns the current values, as JSON.
 
         Raises:
-            ConfigError: a callback's state or a kept attribute has objects.
+            ConfigError: a callback's state or a kept attribute has an object that `packed()` rejects.
         """
         trainer = self._trainer
         lines = trainer.state.log_history
@@ -162,7 +162,7 @@ class Figures:
         return {
             **own,
             "state": numbers(state),
-            # Axolotl counts tokens so.
+            # Axolotl counts tokens in dicts of tensors in TrainerState.
             "tensors": {name: _summed(value) for name, value in state.items() if _are_tensors(value)},
             "log_history": [numbers(line) for line in lines[-_LINES_MAX:]],
             "left_out": max(0, len(lines) - _LINES_MAX),
@@ -172,6 +172,7 @@ class Figures:
         }
 
     def _warn_of_size(self, own: dict[str, Any]) -> None:
+        """Warns once if callbacks' states and kept attributes alone may exceed the size of a position."""
         size = len(json.dumps(own))
         if size > _BYTES_MAX and not self._warned:
             self._warned = True
@@ -183,7 +184,7 @@ class Figures:
             )
 
     def install(self, taken: dict[str, Any]) -> None:
-        """Give the Trainer's state what `taken()` gave."""
+        """Sets the fields and the log of TrainerState to values that `taken()` returned."""
         state = self._trainer.state
         for name, value in taken["state"].items():
             setattr(state, name, value)
@@ -192,7 +193,10 @@ class Figures:
         state.log_history[:] = taken["log_history"]
 
     def bring_back(self, taken: dict[str, Any], *, control: bool = True) -> None:
-        """Set what `taken()` gave, in place; without `control` the Trainer's orders to log, save or stop stay."""
+        """Sets all values that `taken()` returned, in place.
+
+        Without `control`, leaves TrainerControl (the orders to log, save or stop) as it is.
+        """
         trainer = self._trainer
         self.install(taken)
         for name, found in self._stateful():
@@ -213,7 +217,7 @@ class Figures:
             trainer.accelerator.scaler.load_state_dict(taken["scaler"])
 
     def _stateful(self) -> Iterator[tuple[str, list[Any]]]:
-        """The callbacks, and the control, whose state the Trainer's checkpoints have, too."""
+        """Returns callbacks and TrainerControl by class name, if they export their state to checkpoints."""
         by_name: dict[str, list[Any]] = {}
         for one in (*self._trainer.callback_handler.callbacks, self._trainer.control):
             if isinstance(one, names.ExportableState):
@@ -222,7 +226,7 @@ class Figures:
 
 
 def _scaler_after(scaler: Any) -> dict[str, Any] | None:
-    """The state of a GradScaler after the step that is being made: it is updated after the commit."""
+    """Returns the GradScaler's state after the current step: the Trainer calls its `update()` after the commit."""
     if scaler is None or not scaler.is_enabled():
         return None
     state: dict[str, Any] = scaler.state_dict()
@@ -233,7 +237,10 @@ def _scaler_after(scaler: Any) -> dict[str, Any] | None:
 
 
 def _summed(value: Any) -> Any:
-    """Numbers by name as JSON; a long list keeps its sum and its length, here and in the Trainer."""
+    """Converts numbers by name to JSON.
+
+    Changes a list longer than `_NUMBERS_MAX`, in the Trainer too: its first entry becomes its sum, the others 0.
+    """
     if isinstance(value, dict):
         return {name: _summed(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -246,18 +253,18 @@ def _summed(value: Any) -> Any:
 
 
 def _are_tensors(value: Any) -> bool:
-    """Whether it is a dict of scalars of torch alone."""
+    """True if `value` is a dict that has only scalar tensors."""
     return isinstance(value, dict) and all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in value.values())
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that JSON can hold, scalars of numpy and torch as numbers."""
+    """Returns the values that JSON can hold; scalars of numpy and torch become numbers."""
     found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
     return {name: plain(value) for name, value in found.items() if storable(value)}
 
 
 def _with_tensors(value: Any) -> Any:
-    """The numbers that `_summed()` gave."""
+    """Decodes numbers that `_summed()` converted."""
     if isinstance(value, dict):
         return {name: _with_tensors(part) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], str):

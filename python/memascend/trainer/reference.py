@@ -1,4 +1,4 @@
-"""Offloads the reference model of a preference Trainer: its weights stream, without gradients and state."""
+"""Offloads the reference model of a preference Trainer, which needs neither gradients nor optimizer state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
-# The budgets of `offload()`, which are for both models.
+# Options of `offload()` with budgets that both models share -> their fields in `Options`.
 _BUDGETS = {"host_memory": "host_bytes", "device_memory": "device_bytes"}
 
 
 def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
-    """Offload the trained model, and a reference into a temporary store; returns the optimizer of the first.
+    """Offloads the trained model, and the reference into a temporary store; returns the trained model's optimizer.
 
-    The weights of the reference come from its files, or from memory, at each start. Under FSDP2 TRL shards it.
+    Each start reads the reference's weights from its files, or from memory. Under FSDP2 TRL shards the reference, and
+    only the trained model is offloaded.
 
     Raises:
-        ConfigError: the reference cannot be offloaded.
+        ConfigError: one of the models cannot be offloaded.
+        BudgetError: the budget is too small for both models.
     """
     reference = getattr(trainer, "ref_model", None)
     if not isinstance(reference, torch.nn.Module) or trainer.is_fsdp_enabled:
@@ -43,7 +45,7 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
     except BudgetError as error:
         share = sum(own[name] for name in rest)
         raise BudgetError(
-            f"{error}; the reference model takes {bytes_shown(share)} beside it, which are in the budget, too",
+            f"{error}; the reference model takes {bytes_shown(share)} beside it, within the same budget",
             smallest=error.smallest + share,
         ) from error
     try:
@@ -55,12 +57,12 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
 
 
 def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of the reference, which is planned, and the budgets that remain for the trained model.
+    """Plans the reference; returns its options, and the budgets that remain for the trained model.
 
-    It takes the smallest budget that keeps disk and compute busy, and the trained model the rest: there memory saves
-    state, too. Its store is an unlinked file beside that of the trained model.
+    The reference gets the smallest budget that keeps disk and compute busy, and the trained model gets the rest: memory
+    there saves I/O of optimizer state, too. The reference's store is an unlinked file beside the trained model's store.
     """
-    # TRL computes it without gradients.
+    # TRL computes the reference without gradients.
     model.requires_grad_(False)
     own = {name: options[name] for name in ("device", "scratch", "timeout") if name in options}
     storage = options["storage"]
@@ -77,7 +79,7 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
         if name == "host_memory" and given.spare is not None:
             rest[name] = replace(given.spare, taken=own[name])
         elif total is not None and name in own:
-            # An error of the trained model's plan names the smallest that works.
+            # At least 1, so that the trained model's plan raises the error that names the smallest budget that works.
             rest[name] = max(1, total - own[name])
     taken = bytes_shown(plan.budget)
     _log.info("the reference model takes %s of host memory; the trained model has the rest", taken)
@@ -85,5 +87,5 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _idle(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """An optimizer without state that owns one parameter, the smallest: `offload()` takes models with one."""
+    """Returns a stateless optimizer of the smallest parameter: `offload()` takes no model without an optimizer."""
     return torch.optim.SGD([min(model.parameters(), key=torch.Tensor.numel)], lr=0.0)

@@ -1,14 +1,14 @@
-"""Commits where a Trainer is with each step, and goes on there in a new process.
+"""Commits a Trainer's position with each step, and resumes there in a new process.
 
-A resume enters the Trainer's own loop at the last committed step N and repeats it without computing: batches are empty,
-losses are zero, events before `step()` are muted, and `step()` restores what the commit has. So the Trainer itself, in
-its order, does all that follows a commit: the scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the
-end of an epoch or of the training.
+[Note: the repeated step] A resume enters the Trainer's own loop at the last committed step N and repeats step N without
+computing: batches are empty, losses are zero, events before `step()` are muted, and `step()` restores the values of the
+commit. After it the Trainer itself runs everything that follows a commit, in its own order: the scheduler, callbacks, a
+line of the log, an evaluation, a checkpoint, the end of an epoch or of the training.
 
-- What comes before `step()` of N never happens twice; what comes after it happens at least once.
-- `on_train_begin` sees the Trainer as from a checkpoint at N, `on_epoch_begin` as at the begin of that epoch. Neither
-  changes a weight again (`session.edits.repeat`).
-- A training that ended commits that with its last step, so that the next start repeats nothing.
+- Code of step N before `step()` never runs twice; code after it runs at least once.
+- `on_train_begin` sees the Trainer as after a resume from a checkpoint at N; `on_epoch_begin` sees it as at the begin
+  of that epoch. `session.edits.repeat()` drops the changes of weights that both make again.
+- At the end of a training, one more commit at its last step records the end, so that the next start repeats nothing.
 """
 
 from __future__ import annotations
@@ -48,47 +48,50 @@ if TYPE_CHECKING:
     from memascend.trainer.display import Display
 
 _log = logging.getLogger("memascend")
-# Fewer steps say little about the next ones.
+# With fewer steps, their average time does not predict the next ones.
 _FEW_STEPS = 3
-# Stands for a checkpoint to the Trainer's loop.
+# Passed to the Trainer's loop as `resume_from_checkpoint`, which the loop only tests for being set.
 _FROM_STORE = "the store"
 
 
 class Resume:
-    """Stands in for methods of a Trainer object, from before its training on."""
+    """Replaces methods of a Trainer object, so that its training resumes at the store's position."""
 
     def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool, keep: Sequence[str] = ()) -> None:
-        """`run` describes the run in each commit; `exact_norm`: `step()` clips, and the log has its norm.
+        """Replaces the methods; `begin()` connects the offloaded optimizer later.
 
-        `keep`: attributes of the Trainer that are kept with each commit.
+        `run`: the description of the run, stored in each commit. `exact_norm`: `step()` clips, and the Trainer logs its
+        norm. `keep`: names of attributes of the Trainer that each commit stores.
         """
         self._trainer, self.run, self.clips_exactly = trainer, run, exact_norm
         self._figures = Figures(trainer, keep)
         self._watch = Watch(trainer, keep)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
-        # `resume_from_checkpoint` of train().
+        # The argument `resume_from_checkpoint` of train().
         self._wanted: Any = None
-        # The position to go on at, as JSON, or None; the step there is repeated until `step()`.
+        # The position to resume at, as JSON; None for a new training, and after the repeated step.
         self._kept: Any = None
+        # True while the Trainer's loop repeats a step (see [Note: the repeated step]).
         self._repeats = False
-        # The checkpoint with the best weights, once the store has those.
+        # The best checkpoint, once its weights were loaded into the store.
         self._best: str | None = None
         self._feed: Feed | None = None
-        # The epoch, the batches in it that the Trainer had before this step, and those of this step.
+        # The epoch, its batches before the current step, and the batches of the current step.
         self._epoch, self._passed, self._group = 0, 0, 0
-        # The batches of the epoch, and the Trainer's step and epoch when it began.
+        # The number of batches in the epoch; `global_step` and `epoch` of TrainerState when the epoch began.
         self._batches, self._begun = 0, (0, 0.0)
-        # The epoch whose `on_epoch_begin` comes next.
+        # The epoch of the next `on_epoch_begin` event.
         self._next_epoch = 0
-        # Lines that the end of a shorter training logged.
+        # Lines that a shorter training logged at its end; the longer training adds them to its log.
         self._lines: list[dict[str, Any]] = []
-        # Figures after the events of the last step.
+        # `Figures.taken()` after the last step's events, and the number of `session.edits` blocks committed until then.
         self._ended: dict[str, Any] = {}
+        # The gradient norm of the current step, for the log.
         self._norm: float | None = None
         self._steps = None if trainer.is_fsdp_enabled else Steps(trainer)
         self._start, self._seconds_before, self._written_before = 0.0, 0.0, 0
-        # Seconds of a step so far; None: there are too few.
+        # Average seconds of a step in earlier processes; None after fewer than `_FEW_STEPS` steps.
         self.seconds_of_step: float | None = None
         self._trains = False
         self.display: Display | None = None
@@ -106,7 +109,7 @@ class Resume:
         return session_of(self._optimizer)
 
     def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
-        """Train with this optimizer, from the position `kept` on, if there is one."""
+        """Connects the offloaded optimizer; `kept`: the position to resume at, None for a new training."""
         self._optimizer, self._kept = optimizer, kept
         if kept is not None:
             self._seconds_before, self._written_before = kept["seconds"], kept.get("written", 0)
@@ -117,15 +120,15 @@ class Resume:
 
     @property
     def written(self) -> int:
-        """Bytes that the whole training has written, with those of its earlier processes."""
+        """The bytes that this process and earlier processes of the training have written."""
         return self._written_before + counted_in(self._session.report())[1]
 
     def begin_late(self, begin: Callable[[], object]) -> None:
-        """Let `train()` call `begin`, which calls the method of this name, once it has prepared model and optimizer."""
+        """Makes `train()` call `begin` after it has sharded the model; `begin` must call the method `begin()`."""
         self._late = begin
 
     def position(self) -> str:
-        """The position after the step that is being made."""
+        """Returns the encoded position after the current step. `session.step()` calls it while it commits."""
         assert self._feed is not None
         assert self._optimizer is not None
         if self.clips_exactly:
@@ -156,7 +159,11 @@ class Resume:
     # --- the beginning of a training ------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *given: Any, **named: Any) -> Any:
-        """Train once; where the store has a position, that counts."""
+        """Trains; resumes at the store's position even if `resume_from_checkpoint` is given.
+
+        Raises:
+            UsageError: it was called before, or the checkpoint is of another training or position.
+        """
         if self._trains:
             raise UsageError(
                 "train() was called again, and the store holds one training: to go on after an interrupt, make the "
@@ -171,7 +178,7 @@ class Resume:
             result = self._own["train"](None, *given, **named)
         except KeyboardInterrupt as stop:
             if self._optimizer is not None:
-                # The last line of a traceback.
+                # Python prints a note as the last line of the traceback.
                 stop.add_note(
                     f"stopped after step {self._optimizer.steps}, which is committed: the same script goes on there"
                 )
@@ -182,7 +189,7 @@ class Resume:
         return result
 
     def _require_here(self, folder: Any) -> None:
-        """Reject a checkpoint of another training, and one that is not the newest; the store may be ahead of that."""
+        """Rejects a checkpoint of another training or position, unless the store is ahead of the newest checkpoint."""
         found: Any = _newest(str(self._trainer.args.output_dir)) if folder is True else folder
         metadata = self._session.run.metadata
         identity = None if found is None else identity_of(Path(found))
@@ -207,20 +214,20 @@ class Resume:
         )
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
-        """The optimizer; once it is offloaded, no other one is made."""
+        """Returns the Trainer's optimizer; makes one only if none is offloaded yet."""
         if self._optimizer is None:
             return self._own["create_optimizer"](*given, **named)
         return self._trainer.optimizer
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        """Reject it."""
+        """Raises UsageError: a store holds one training."""
         raise UsageError(
             "hyperparameter_search() makes a model for each trial, and the store holds one: start a process with a "
             "storage= of its own for each trial"
         )
 
     def get_train_dataloader(self) -> Any:
-        """The loader; the first one of a training is watched."""
+        """Returns the Trainer's loader; the first one of `train()` reads through a `Feed`."""
         loader = self._own["get_train_dataloader"]()
         if not self._trains or self._feed is not None:
             return loader
@@ -232,6 +239,7 @@ class Resume:
         return loader
 
     def _init_training_state(self, *given: Any, **named: Any) -> Any:
+        """Restores TrainerState at a resume; returns the first epoch and its batches to skip."""
         found = self._own["_init_training_state"](*given, **named)
         if self._kept is None:
             return found
@@ -241,12 +249,12 @@ class Resume:
                 f"{self._trainer.state.max_steps}: give as many steps or epochs as before, or more"
             )
         self._install()
-        # A training that ended has no epoch left.
+        # A training that has ended has no epochs left.
         self._next_epoch = self._trainer.state.num_train_epochs if self._has_ended() else self._kept["epoch"]
         return self._next_epoch, self._kept["passed"]
 
     def _install(self) -> None:
-        """Give the Trainer the state that a checkpoint at the last step would have."""
+        """Sets TrainerState to the state of a checkpoint at the last step."""
         self._figures.install(self._known())
         state, after = self._trainer.state, self._kept.get("epoch_after")
         state.global_step = self._kept["step"]
@@ -254,20 +262,21 @@ class Resume:
             state.epoch = after
 
     def _has_ended(self) -> bool:
-        """Whether the training ended at the last step, and has not got longer since."""
+        """True if the training ended at the last step, and the Trainer's arguments do not make it longer."""
         ended = self._kept.get("ended")
         if ended is None:
             return self._best is not None
         return bool(self._trainer.state.max_steps <= ended["steps"])
 
     def _known(self) -> dict[str, Any]:
-        """The newest figures: those of the last commit or, where the training ended, of its end."""
+        """Returns the newest figures: of the end of the training if it has ended, otherwise of the last step."""
         kept: dict[str, Any] = self._kept
         if "ended" not in kept or not self._has_ended():
             return kept
         return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
+        """Offloads the sharded model under FSDP2; restores the scheduler, which the Trainer has made by now."""
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
@@ -283,21 +292,21 @@ class Resume:
             )
         self.run["schedule"] = schedule.described(scheduler)
         if self._kept is not None:
-            # The Trainer has made its scheduler only now.
+            # Compare again: `run` has the schedule now.
             require_same(self._kept, self.run, self._trainer)
-            # Making the scheduler changed the rates.
+            # The scheduler's constructor changed the learning rates.
             self._restore_schedule()
             if schedule.steps_alone(scheduler):
-                # A checkpoint has the schedule of the next step.
+                # A commit stores the scheduler before the Trainer advances it; a checkpoint at that step, afterwards.
                 scheduler.step()
         self._start = time.monotonic()
         return prepared
 
     def _restore_schedule(self) -> None:
-        """Set the scheduler and the options of groups as the last commit has them, before the Trainer advanced them."""
+        """Sets the scheduler and the groups' options from the last commit; the Trainer advances them after it."""
         assert self._optimizer is not None
         scheduler = self._trainer.lr_scheduler
-        # torch warns of schedulers that are advanced before any step.
+        # Otherwise torch warns that the scheduler is advanced before the optimizer's first step.
         scheduler.optimizer._opt_called = True  # noqa: SLF001
         scheduler.load_state_dict(restored(self._kept["scheduler"], scheduler.state_dict()))
         for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
@@ -305,20 +314,21 @@ class Resume:
                 put(group, name, restored(value, group.get(name)))
 
     def begin_training(self) -> None:
-        """Restore sums and callbacks, before any callback learns of the begin."""
+        """Restores sums and callbacks. `Attached`, the first callback, calls it in `on_train_begin`."""
         if self._kept is not None:
-            # The control stays: an order to stop would end the loop before the repeated step.
+            # Leave the control: a restored order to stop would end the loop before the repeated step.
             self._figures.bring_back(self._known(), control=False)
             self._install()
 
     def _load_rng_state(self, *given: Any, **named: Any) -> None:
+        """Loads random states of a checkpoint; at a resume `_repeated()` restores those of the commit instead."""
         if self._kept is None:
             self._own["_load_rng_state"](*given, **named)
 
     # --- an epoch -----------------------------------------------------------------------------------
 
     def _on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        """Fire the event of an epoch that goes on, with the state of its begin; mute those of epochs that are over."""
+        """Fires the event of the resumed epoch with TrainerState as at its begin; mutes those of finished epochs."""
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         kept, own = self._kept, self._own["on_epoch_begin"]
         if kept is None:
@@ -334,37 +344,39 @@ class Resume:
             state.global_step, state.epoch = now
 
     def _run_epoch(self, **named: Any) -> None:
+        """Runs an epoch; skips epochs before the resumed one, and repeats the last committed step in that one."""
         assert self._feed is not None
         self._epoch, self._passed, self._group = named["epoch"], 0, 0
         self._batches = named["steps_in_epoch"]
         kept, run = self._kept, self._own["_run_epoch"]
         if kept is not None and self._epoch > kept["epoch"]:
-            # A callback ended the epoch before the repeated step.
+            # A callback ended the resumed epoch before its repeated step.
             self._go_on(0)
             kept = None
         if kept is None:
             run(**named)
             return
         if self._epoch < kept["epoch"] or self._has_ended():
-            # The position was not known when the loop began.
+            # Under FSDP2 the loop chose its first epoch before the position was known: skip finished epochs here.
             return
         self._passed, self._group = kept["passed"], kept["group"]
-        # A callback may have changed it at the begin of this epoch, which is muted where the step ends it.
+        # A callback may set gradient_accumulation_steps in `on_epoch_begin`. That event is muted if step N ends the
+        # epoch, so set the committed value here.
         args = self._trainer.args
         args.gradient_accumulation_steps = kept.get("accumulation", args.gradient_accumulation_steps)
         self._feed.resume(kept["feed"], self._passed + self._group)
         named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
         with self._repeating():
             run(**named | {"steps_trained_in_current_epoch": self._passed})
-        # The Trainer may have asked for no further batch of this epoch.
+        # If the loop asked for no batch after the repeated step, the feed still has a position to resume at: drop it.
         self._feed.begin_anew()
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
-        """Inside, the first step is repeated, and the loop skips no batches itself."""
+        """Inside the block, the loop repeats its first step, and skips no batches itself."""
         module: Any = names.transformers_trainer
         with replaced(module, names.SKIP, lambda loader, _: loader), contextlib.ExitStack() as stands:
-            # The first step alone.
+            # `_repeated()` closes `stands`: only the first step is muted.
             for event in names.BEFORE_STEP:
                 mute = replaced(self._trainer.callback_handler, event, lambda _args, _state, control, **_: control)
                 stands.enter_context(mute)
@@ -377,11 +389,11 @@ class Resume:
                 self._repeats = False
 
     def _repeated(self, stands: contextlib.ExitStack) -> None:
-        """Restore what the real step left."""
+        """Replaces `optimizer.step()` of the repeated step: restores the values of the commit."""
         stands.close()
         kept = self._kept
         self._figures.bring_back(kept)
-        # The loop counts this step.
+        # The loop adds 1 after this step.
         self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
         self._restore_schedule()
@@ -394,18 +406,18 @@ class Resume:
         RandomNumbers.of(kept["random"]).bring_back()
 
     def _go_on(self, blocks: int) -> None:
-        """The position is restored: what comes next follows the last step, and repeats so many blocks of changes."""
+        """Ends the resume: makes `session.edits` drop its next `blocks` blocks, whose changes the last commit has."""
         self._repeats, self._kept = False, None
         self._session.edits.repeat(blocks)
 
     # --- a step -------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *given: Any, **named: Any) -> Any:
-        """The batches of a step."""
+        """Returns the batches of a step and their number of items; empty batches for the repeated step."""
         if self._repeats:
             assert self._feed is not None
             if self._kept["feed"]["fetched"]:
-                # Evaluations that follow may draw from the collator's generators.
+                # Set the generators now: evaluations after this step may draw from the collator's generators.
                 self._feed.go_on()
             return [{} for _ in range(self._group)], None
         self._add_lines()
@@ -420,16 +432,16 @@ class Resume:
         return found
 
     def training_step(self, *given: Any, **named: Any) -> Any:
-        """The loss of a batch."""
+        """Returns the loss of a micro-batch; zero in the repeated step."""
         if self._repeats:
-            # Logs depend on it.
+            # As the Trainer's training_step() does: TRL's log() chooses its metrics by `model.training`.
             self._trainer.model.train()
             return torch.zeros((), device=self._trainer.args.device)
         own = self._own["training_step"]
         return own(*given, **named) if self._steps is None else self._steps.training_step(own, *given, **named)
 
     def floating_point_ops(self, *given: Any, **named: Any) -> Any:
-        """Those of a batch."""
+        """Returns the operations of a batch; none in the repeated step."""
         return 0 if self._repeats else self._own["floating_point_ops"](*given, **named)
 
     def _track_num_input_tokens(self, *given: Any, **named: Any) -> None:
@@ -437,11 +449,11 @@ class Resume:
             self._own["_track_num_input_tokens"](*given, **named)
 
     def _clip_grad_norm(self, *given: Any, **named: Any) -> Any:
-        """Clip; where `step()` does, it is not done twice."""
+        """Clips with the Trainer's own code, unless `step()` clips."""
         return None if self._repeats or self.clips_exactly else self._own["_clip_grad_norm"](*given, **named)
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
-        """The norm for the log; `step()` takes its own later."""
+        """Returns the norm for the log; None if `step()` computes it later."""
         if self._repeats or self.clips_exactly:
             return None
         found = self._own["_get_grad_norm"](*given, **named)
@@ -453,7 +465,7 @@ class Resume:
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
 
     def _add_lines(self) -> None:
-        """Add the lines that only the end of a shorter training logged to the log of a longer one."""
+        """Adds lines that a shorter training logged at its end to the log of the training that continues it."""
         lines, self._lines = self._lines, []
         log = self._trainer.state.log_history
         again = {(line.get("step"), *line) for line in log}
@@ -462,19 +474,21 @@ class Resume:
     # --- the end of a training ----------------------------------------------------------------------
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
+        """Records the figures after the last step's events, then runs the Trainer's own end of a training."""
         metadata, kept = self._session.run.metadata, self._kept
         blocks = metadata.blocks
         if kept is not None:
-            # Events of the last step that are over do not come again, nor do their changes of weights.
+            # No step was repeated: the training had ended, or a callback stopped it. The last step's events do not run
+            # again, so drop only the blocks of changes that were committed after these events.
             blocks = kept.get("ended", {}).get("blocks", 0)
             self._go_on(metadata.blocks - blocks)
-        # The end is reported again by each start.
+        # Take the figures before the Trainer reports the end: each start of an ended training reports it again.
         self._ended = {**self._figures.taken(), "blocks": blocks}
-        # The run's time is that of all its processes.
+        # Report the time of all processes of the run.
         return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
 
     def _end_training(self) -> None:
-        """Commit with the last step that its events are over, unless something stopped the training before its end."""
+        """Commits the end of the training at its last step, unless a callback stopped it before its last step."""
         session, state = self._session, self._trainer.state
         position = session.run.metadata.position
         is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
@@ -485,7 +499,7 @@ class Resume:
                 pass
 
     def _position_of_end(self, **others: Any) -> str:
-        """The position of the last commit, with the figures after the events of its step."""
+        """Returns the position of the last commit, with the figures after its step's events under "ended"."""
         metadata = self._session.run.metadata
         assert metadata.position is not None
         kept = decoded(metadata.position, "the store")
@@ -498,7 +512,7 @@ class Resume:
     # --- files, where all ranks write them ----------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model. Under FSDP2 the Trainer would gather it in the memory of the first rank."""
+        """Writes the model. Under FSDP2 streams it: the Trainer would gather the model in rank 0's memory."""
         trainer = self._trainer
         if not (trainer.is_fsdp_enabled and self._optimizer is not None and self._is_streamed()):
             self._own["save_model"](output_dir, _internal_call)
@@ -514,7 +528,7 @@ class Resume:
                     old.unlink()
             self._session.saving.save_weights(folder if is_first else None)
         if trainer.args.should_save:
-            # What a Trainer writes beside weights.
+            # Let the Trainer write its other files (tokenizer, arguments), but no weights.
             with replaced(model, "save_pretrained", lambda *_, **__: None):
                 trainer._save(str(folder), state_dict={})  # noqa: SLF001
         if trainer.args.push_to_hub and not _internal_call:
@@ -525,7 +539,7 @@ class Resume:
         return not session.run.resources.closed and is_streamed(self._trainer.model, session)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the state. Under FSDP2 torch would gather it, and it is on storage."""
+        """Writes optimizer state and scheduler. Under FSDP2 streams the state: torch would gather it in memory."""
         trainer = self._trainer
         if not trainer.is_fsdp_enabled:
             self._own["_save_optimizer_and_scheduler"](output_dir)
@@ -536,9 +550,9 @@ class Resume:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint, tensor by tensor, in one commit that says so."""
+        """Loads the best checkpoint, tensor by tensor, in one commit whose position names the checkpoint."""
         if self._best is not None:
-            # The store has it.
+            # The store already has its weights.
             return
         trainer, session = self._trainer, self._session
         best = str(trainer.state.best_model_checkpoint)
@@ -561,18 +575,18 @@ class Resume:
                 return
             for module in trainer.model.modules():
                 if isinstance(module, FSDPModule):
-                    # What an evaluation left gathered would not be loaded as shards.
+                    # An evaluation may leave parameters gathered: shard them, so that the load reaches the shards.
                     module.reshard()
             set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def _newest(folder: str) -> Any:
-    """The newest checkpoint in a folder; None where there is none."""
+    """Returns the newest checkpoint in a folder, or None."""
     last: Any = names.last_checkpoint
     return last(folder) if Path(folder).is_dir() else None
 
 
 def _is_newest(checkpoint: Any) -> bool:
-    """Whether a checkpoint's folder is the newest one beside it."""
+    """True if a checkpoint is the newest one in its parent folder."""
     newest = _newest(str(Path(checkpoint).parent))
     return newest is not None and os.path.realpath(newest) == os.path.realpath(checkpoint)
