@@ -1,7 +1,7 @@
-"""The command line: one module or folder for each command, imported when it is called.
+"""Implements the command line: one module or folder for each command, imported when the command is called.
 
 Invariant: `--help` of every command works without torch; commands import torch in functions. The exit code is 0 (fine),
-1 (a named problem) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
+1 (a problem that the message names) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
 
 `train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` compares. Inspection never changes a store.
 """
@@ -34,7 +34,8 @@ _COMMANDS = {
 }
 
 
-# Arguments of `offload()` that are options of these commands with the same names, with a value or without.
+# Matches arguments of `offload()` in error messages, with or without a value; `train` and `plan` have options of the
+# same names.
 _OPTION = re.compile(
     r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state|existing)=(?:(['\"])(.*?)\2)?"
     r"|\b(host_memory|device_memory|max_grad_norm)\b"
@@ -42,14 +43,14 @@ _OPTION = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Rejects unknown arguments itself, so that the error shows the usage of the command that was called."""
+    """A parser of one command that rejects unknown arguments itself: its error shows the usage of that command."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if self.get_default("words") is not None:
-            # The command reads its words itself.
+            # `memascend train` sets the default `words`: it parses all of its arguments itself.
             return argparse.Namespace(**{**vars(found), "words": list(args or ())}), []
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
@@ -60,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C (143: SIGTERM)."""
+    """Runs one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C (143: SIGTERM)."""
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."
     )
@@ -88,10 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ran(options: argparse.Namespace) -> int:
+    """Runs the parsed command; prints its errors, and returns its exit code."""
     try:
         return int(options.run(options))
     except argparse.ArgumentError as error:
-        # Arguments that depend on others, which argparse cannot check.
+        # A command checks arguments that depend on each other, which argparse cannot; exits with code 2.
         options.refuse(str(error))
     except MemascendError as error:
         text = _in_own_words(str(error)) if options.command in {"train", "plan"} else str(error)
@@ -103,12 +105,13 @@ def _ran(options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # A named file cannot be read or written; the message of the system names it.
+        # A file cannot be read or written; the system's message names it.
         print(f"memascend {options.command}: {error}", file=sys.stderr)
     return 1
 
 
 def _in_own_words(text: str) -> str:
+    """Replaces arguments of `offload()` in a message by options: `host_memory=` becomes `--host-memory`."""
     return _OPTION.sub(_flag, text)
 
 
@@ -118,7 +121,7 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def _at_home(word: str) -> str:
-    """The argument with its "~" replaced: shells leave it in "--storage=~/run"."""
+    """Returns a word with "~" replaced by the home folder: shells leave the "~" of "--storage=~/run"."""
     option, equals, value = word.partition("=")
     if equals and option.startswith("--"):
         return f"{option}={expanded(value)}"

@@ -24,7 +24,7 @@ _PROBE_BYTES = 8 << 20
 
 
 def examine_registration() -> Finding:
-    """Register some memory with CUDA, in a process with a CUDA context."""
+    """Tries to register memory with CUDA; the process must have a CUDA context."""
     subject = "registration with CUDA"
     with memory.Region(_PROBE_BYTES, owner="doctor") as region:
         if region.pinned == "cuda":
@@ -38,13 +38,13 @@ def examine_registration() -> Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declares the options."""
     parser.add_argument("--storage", metavar="P", help="also look at this folder, file or device")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Exit code 1 if a check fails."""
+    """Prints the report. Exit code 1 if a check fails."""
     findings = list(examine(options.storage))
     failed = any(finding.verdict == "fails" for finding in findings)
     if options.json:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(storage: str | None) -> Iterator[Finding]:
-    """Run all checks."""
+    """Runs all checks; yields their findings."""
     for check in (_system, _memory, _regions, examine_ring, _torch, _triton, _kernels):
         try:
             yield from check()
@@ -70,7 +70,7 @@ def examine(storage: str | None) -> Iterator[Finding]:
 
 
 def _failed(subject: str, error: MemascendError) -> Finding:
-    return Finding(subject=subject, found="none to be had", verdict="fails", advice=str(error))
+    return Finding(subject=subject, found="not available", verdict="fails", advice=str(error))
 
 
 def _system() -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def _torch() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         about = f"{properties.name}, {bytes_shown(properties.total_memory)}, {properties.major}.{properties.minor}"
         yield Finding(subject=f"GPU {index}", found=about)
-    # Registration needs a CUDA context, which this makes.
+    # Make a CUDA context: registration needs one.
     torch.zeros(1, device="cuda")
     try:
         yield examine_registration()
@@ -136,7 +136,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    # Nightly and ROCm builds of torch have it in distributions with other names.
+    # Nightly and ROCm builds of torch install the package triton from distributions with other names.
     names = importlib.metadata.packages_distributions().get("triton", [])
     absent = "not installed; on a GPU torch's own operations are used"
     yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else absent)

@@ -1,4 +1,4 @@
-"""Reads the kernel's account of this process's memory."""
+"""Reads the memory of this process from /proc/self/status."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """Bytes in memory now."""
+    """Returns the bytes that are resident now."""
     return _status("VmRSS")
 
 
 def resident_peak() -> int:
-    """The most bytes in memory at once since the start, or since `restart_peak`."""
+    """Returns the peak of resident bytes since the start of the process, or since `restart_peak()`."""
     return _status("VmHWM")
 
 
 def restart_peak() -> None:
-    """Reset the peak to the bytes in memory now."""
+    """Resets the peak to the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

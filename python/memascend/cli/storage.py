@@ -1,4 +1,4 @@
-"""Measures storage for commands: io_uring, the file system or device, free space, speed."""
+"""Checks and measures storage for commands: io_uring, the file system or device, free space, speed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The result of a check, and advice."""
+    """The result of one check of the machine."""
 
-    subject: str
-    found: str
+    subject: str  # what was checked, for readers
+    found: str  # the result, for readers
     verdict: Literal["fine", "slower", "fails"] = "fine"
-    advice: str = ""
+    advice: str = ""  # what to do; empty for "fine"
 
 
 Pattern = Literal["read", "write", "mixed"]
@@ -39,11 +39,11 @@ Pattern = Literal["read", "write", "mixed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The cost of a transfer."""
+    """The bytes and the time of a measured transfer."""
 
     nbytes: int
     seconds: float
-    cpu_seconds: float
+    cpu_seconds: float  # user and system time of the whole process
 
     @property
     def gb_per_second(self) -> float:
@@ -53,7 +53,7 @@ class Speed:
 
 @contextmanager
 def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of `nbytes` on huge pages, filled with bytes that no device can compress."""
+    """Yields `count` tensors of `nbytes` each on huge pages, filled with random bytes, which no drive can compress."""
     import torch
 
     plan = {nbytes: count}
@@ -62,7 +62,7 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
         tensors = [arena.lease(nbytes).tensor(nbytes, torch.uint8) for _ in range(count)]
         tensors[0].random_(256)
         for tensor in tensors[1:]:
-            # Rotated, so that a device that deduplicates finds no two alike.
+            # Rotate the bytes, so that a drive that deduplicates finds no equal blocks.
             tensor.copy_(tensors[0].roll(4099))
         yield tensors
 
@@ -70,9 +70,9 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
 def transfer(
     volume: Volume, tensors: list[torch.Tensor], pattern: Pattern, nbytes: int, seconds: float | None = None
 ) -> Speed:
-    """Move `nbytes`, or what takes `seconds` where that is less, from the volume's beginning to its end and again.
+    """Reads or writes the volume from its beginning to its end, repeatedly, until `nbytes` or `seconds` are reached.
 
-    One operation for each tensor is in flight. "mixed" reads and writes in turn, each sequentially, as fio does.
+    Keeps one operation for each tensor in flight. "mixed" alternates reads and writes, each sequential, as fio does.
     """
     block = tensors[0].nbytes
     places = max(1, volume.size // block)
@@ -98,31 +98,31 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-# The bytes of a measurement: more than a small drive cache takes, and moved in seconds.
+# The size of the trial file: larger than a small drive's cache, and written in seconds.
 _TRIAL_BYTES = 512 << 20
 _TRIAL_SECONDS = 1.5
-# The size and depth that were fastest on every measured disk.
+# The block size and queue depth that were fastest on every measured disk.
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
-# Below this a step of a small model takes minutes.
+# At lower speeds a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
 # File systems without a disk.
 _MEMORY = {"tmpfs", "ramfs"}
 
 
 def examine_ring() -> Iterator[Finding]:
-    """Whether this process may use io_uring."""
+    """Checks whether this process may use io_uring."""
     why_not = nvme.io_uring_why_not()
     if why_not is None:
-        yield Finding(subject="io_uring", found="to be had")
+        yield Finding(subject="io_uring", found="available")
     else:
         advice = (
             f"{why_not}; threads are used instead, with a little less bandwidth and several times the processor time"
         )
-        yield Finding(subject="io_uring", found="none to be had", verdict="slower", advice=advice)
+        yield Finding(subject="io_uring", found="not available", verdict="slower", advice=advice)
 
 
 def examine_storage(path: Path) -> Iterator[Finding]:
-    """Check `path`, a folder, a file or a raw device. Existing data is not changed."""
+    """Checks `path`: a folder, a file or a raw device. Never changes existing data."""
     if path.is_block_device():
         yield from _device(path)
         return
@@ -146,7 +146,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _unusable(path: Path) -> str | None:
-    """The reason why no store can be made at `path`, and what to do; None: one can."""
+    """Returns the reason why no store can be made at `path`, and what to do; None if a store can be made."""
     folder = _folder_of(path)
     if not folder.is_dir():
         return f"{folder} does not exist: make it"
@@ -167,7 +167,7 @@ def _unusable(path: Path) -> str | None:
 
 @contextmanager
 def _trial(folder: Path) -> Iterator[Volume]:
-    # The file loses its name at once, so that nothing is left behind.
+    """Opens a temporary file in `folder` as a volume, and removes it at the end."""
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-trial-") as file,
         nvme.open(file.name, size=_space(folder)[1]) as volume,
@@ -176,7 +176,7 @@ def _trial(folder: Path) -> Iterator[Volume]:
 
 
 def _space(folder: Path) -> tuple[int, int]:
-    """Free bytes, and the bytes of them that a measurement takes."""
+    """Returns the free bytes of a folder's file system, and the size of a trial file in it."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     return free, min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -193,7 +193,7 @@ def _device(path: Path) -> Iterator[Finding]:
 
 
 def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
-    """How the volume does its I/O, and how fast."""
+    """Checks the volume's direct I/O and backend, and measures its speeds."""
     (device,) = volume.devices()
     if volume.direct:
         yield Finding(subject="direct I/O", found=f"yes, aligned to {volume.alignment} bytes")
@@ -213,11 +213,11 @@ def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
 
 
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
-    """The speed of each pattern; the volume is filled before a pattern that writes."""
+    """Measures each pattern; writes the whole volume first if a pattern writes."""
     speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
-            # The first pass writes blocks that were only reserved; a run does so once.
+            # Fill the file first: the first write to reserved blocks is slower, and a run writes them many times.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
         for pattern in patterns:
             speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
@@ -227,7 +227,7 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
 
 
 def require_usable(paths: Sequence[Path]) -> None:
-    """Reject paths where no store can be made (`StorageError`)."""
+    """Raises StorageError if no store can be made at one of the paths."""
     for path in paths:
         problem = None if path.is_block_device() else _unusable(path)
         if problem is not None:
@@ -235,7 +235,7 @@ def require_usable(paths: Sequence[Path]) -> None:
 
 
 def speeds_at(path: Path) -> dict[str, Speed]:
-    """The speed of reads, of writes, and of both in turn ("mixed"); of a raw device, of reads alone."""
+    """Measures reads, writes, and alternating reads and writes ("mixed"); of a raw device only reads."""
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
@@ -245,7 +245,11 @@ def speeds_at(path: Path) -> dict[str, Speed]:
 
 
 def disk_folder() -> Path:
-    """The first writable folder on a disk among those for temporary files and the current one."""
+    """Returns the first writable folder on a disk among the temporary folder, /var/tmp and the current folder.
+
+    Raises:
+        StorageError: each of these folders is in RAM or not writable.
+    """
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place
@@ -253,7 +257,7 @@ def disk_folder() -> Path:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that holds `folder`, from the kernel's list of mounts."""
+    """Returns the type of the file system that holds `folder`, from /proc/self/mountinfo."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -264,7 +268,7 @@ def file_system(folder: Path) -> str:
 
 
 def mount_point(folder: Path) -> Path:
-    """The folder at which the file system of `folder` is mounted."""
+    """Returns the folder at which the file system of `folder` is mounted."""
     found = folder.resolve()
     while not found.is_mount():
         found = found.parent

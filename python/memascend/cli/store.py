@@ -1,4 +1,4 @@
-"""`memascend store`: shows the contents of a store, and verifies it."""
+"""`memascend store`: shows the contents of a store, or verifies every byte of it."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ _PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two actions."""
+    """Declares the two actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
-        ("info", "what the last commit says, and what the store holds"),
-        ("verify", "read the last two commits and check every byte; exit 1 where the last is not whole"),
+        ("info", "show the last commit, and the contents of the store"),
+        ("verify", "read the last two commits and check every byte; exit 1 if the last one is damaged"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "info":
-            action.add_argument("--verbose", action="store_true", help="list each tensor, and not groups of equal ones")
+            action.add_argument("--verbose", action="store_true", help="list each tensor, not groups of equal tensors")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the action. Exit code 1 if the store is damaged."""
+    """Runs the action. Exit code 1 if the store is damaged."""
     if options.action == "verify":
         return _verify(options.paths, as_json=options.json)
     return _info(options.paths, partial(_describe, as_json=options.json, verbose=options.verbose), quiet=options.json)
 
 
 def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet: bool) -> int:
+    """Describes the store; one that cannot be opened, by the newest catalog in it that is whole (exit code 1)."""
     from memascend import storage
     from memascend.errors import StorageError
 
@@ -58,7 +59,7 @@ def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet:
         with looked_at as store:
             print(f"memascend store: {error}", file=sys.stderr)
             if not quiet:
-                print("this store cannot be opened as it is; the newest catalog in it that is whole says:")
+                print("this store cannot be opened as it is; this is the newest catalog in it that is whole:")
             describe(store)
         return 1
     return 0
@@ -87,12 +88,12 @@ def _describe(store: storage.Store, *, as_json: bool, verbose: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-# A number in the name of a tensor: that of a layer or an expert.
+# A number between dots in the name of a tensor: the index of a layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _groups(records: list[dict[str, Any]]) -> str:
-    """The tensors that are alike but for the numbers in their names, in a row for each kind."""
+    """Returns a table with one row for each group of tensors whose names differ only in numbers."""
     groups: dict[tuple[str, ...], int] = {}
     for record in records:
         row = (
@@ -144,7 +145,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         commits = storage.examine(paths, None if as_json else progress.reached)
     seconds = time.perf_counter() - began
     damaged: list[str] = []
-    # Without a complete catalog, which is reported already, there is nothing to look at.
+    # look() raises CorruptionError if no catalog is whole; `commits` has reported that already.
     with contextlib.suppress(CorruptionError), storage.look(paths) as store:
         damaged = store.damaged()
     if as_json:
@@ -153,7 +154,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         _tell(commits, seconds)
         for copy in damaged:
             print(f"{copy}; its other copy is whole, and the next training step repairs it")
-    # A damaged copy loses nothing, but something is wrong.
+    # A damaged copy loses no data, but indicates a failing drive: exit code 1.
     return 0 if commits[0].whole and not damaged else 1
 
 
@@ -182,6 +183,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
 
 
 def _tell(commits: list[storage.Commit], seconds: float) -> None:
+    """Prints the state of the newest commit and of those before it; damages to stderr."""
     newest, others = commits[0], commits[1:]
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9
@@ -199,7 +201,7 @@ def _tell(commits: list[storage.Commit], seconds: float) -> None:
             print(f"{_named(other)} is whole: {_PREVIOUS} opens it")
         elif newest.whole:
             count = len(other.damages) + other.others
-            print(f"{_named(other)}, before it, is not: {count} damages, as usual once the next step was begun")
+            print(f"{_named(other)}, before it, is not whole: {count} damages, as usual once the next step was begun")
         else:
             print(f"memascend store: {_named(other)} is not whole either:", file=sys.stderr)
             _list(other)
@@ -212,13 +214,13 @@ def _tell(commits: list[storage.Commit], seconds: float) -> None:
 
 def _named(commit: storage.Commit) -> str:
     if commit.generation is None:
-        return "a root, which may be that of the newest commit,"
+        return "a root, perhaps the newest commit's,"
     step = "" if commit.step is None else f"step {commit.step}, "
     return f"the commit of {step}generation {commit.generation}"
 
 
 def _damages(commit: storage.Commit) -> list[str]:
-    """The damages without the advice to call this command."""
+    """Returns the damages of a commit, without the advice to call `memascend store verify`."""
     return [damage.partition("; `memascend store verify`")[0] for damage in commit.damages]
 
 

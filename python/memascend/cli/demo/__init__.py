@@ -1,4 +1,4 @@
-"""`memascend demo`: trains in memory and offloaded; kills the offloaded run, resumes it, compares all bits."""
+"""`memascend demo`: trains a model in memory and offloaded, kills and resumes the offloaded run, compares all bits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from memascend.text import Closing, bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     import argparse
 
-# Deep and narrow, like models that do not fit into memory; a step takes a second or two on one core.
+# The model's default size: deep and narrow, like models that do not fit in memory. A step takes 1 to 2 s on one core.
 _LAYERS, _WIDTH = 16, 384
-# Texts of a step, and bytes of each.
+# The number of texts in a step, and the bytes of each.
 ROWS, LENGTH = 2, 128
 _STEPS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--storage", metavar="FOLDER", type=Path, help="where the offloaded training lives meanwhile")
+    """Declares the options."""
+    parser.add_argument("--storage", metavar="FOLDER", type=Path, help="for the store, removed when the demo ends")
     parser.add_argument("--steps", metavar="N", type=_from_two, default=_STEPS, help="how many (default: %(default)s)")
     parser.add_argument("--layers", metavar="N", type=_from_two, default=_LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--width", metavar="N", type=_width, default=_WIDTH, help="of its layers (%(default)s)")
@@ -55,46 +55,50 @@ _say = functools.partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Settings:
-    """The training of one side."""
+    """The settings of one side's training."""
 
-    layers: int  # blocks of the model
-    width: int  # of its layers
-    storage: str | None  # a folder; None: in memory
+    layers: int  # the number of blocks in the model
+    width: int  # the width of its layers
+    storage: str | None  # the folder of the store; None: train in memory
 
 
 class Side(Closing):
-    """A process that trains a step on request."""
+    """A child process that runs `side.py`, and trains a step on request."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start it; `answer` then returns its first report."""
+        """Starts the process; `answer()` then returns its first report."""
         self._settings = settings
         self.peak = 0
         self.start()
 
     def start(self) -> None:
-        """Start it, also after a `close`."""
+        """Starts the process, also again after `close()`."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "memascend.cli.demo.side", json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C ends this process, which then ends the side.
+            # Ctrl-C must reach this process alone, which then kills the side.
             start_new_session=True,
         )
 
     def ask(self, word: str) -> dict[str, Any]:
-        """Request "step" or "end", and return the report."""
+        """Requests "step" or "end", and returns the report."""
         self.request(word)
         return self.answer()
 
     def request(self, word: str) -> None:
-        """Request "step" or "end"; `answer` returns the report."""
+        """Requests "step" or "end"; `answer()` returns the report."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for a report; the process may report an error, or end."""
+        """Waits for a report, and returns it.
+
+        Raises:
+            MemascendError: the process reports an error, or has ended.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -106,7 +110,7 @@ class Side(Closing):
         return found
 
     def close(self) -> None:
-        """Kill it, and wait until it has ended."""
+        """Kills the process, and waits until it has ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -116,7 +120,7 @@ class Side(Closing):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, kill, resume, compare. Exit code 1 if anything differs."""
+    """Trains both sides, and compares them. Exit code 1 if anything differs."""
     with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
         settings = Settings(options.layers, options.width, folder)
         with Side(replace(settings, storage=None)) as memory, Side(settings) as offloaded:
@@ -124,6 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> int:
+    """Trains both sides by turns, kills and resumes the offloaded side halfway, and returns the exit code."""
     count = memory.answer()["parameters"] / 1e6
     _say(
         f"A language model of {count:.1f} million parameters ({settings.layers} blocks of width {settings.width}, "
@@ -146,21 +151,22 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
 
 
 def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[str, Any]:
-    """Kill a side in the middle of this step, and resume it; return the report of the step."""
+    """Kills a side `seconds` into this step, resumes it, and returns the report of the step."""
     side.request("step")
     time.sleep(seconds)
     side.close()
     _say(f"      kill -9 of the offloaded training, {seconds_shown(seconds)} into step {step}")
     side.start()
     ready = side.answer()
-    _say(f"      resumed from {storage}: {ready['steps']} steps are there")
+    _say(f"      resumed from {storage}: it has {ready['steps']} steps")
     if ready["steps"] == step:
-        # The step was committed before the kill, and its loss with it.
+        # The kill came after the commit of the step, which stores the loss, too.
         return {"loss": ready["last_loss"], "seconds": 0.0, "held": 0}
     return side.ask("step")
 
 
 def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, offloaded: Side) -> int:
+    """Ends both sides, prints the comparison, and returns the exit code."""
     ours, theirs = offloaded.ask("end"), memory.ask("end")
     same = sum(one["loss"] == other["loss"] for one, other in rows)
     equal = theirs["digest"] == ours["digest"]
@@ -187,7 +193,7 @@ _WIDTHS = tuple(max(len(head), 9) for head in _HEADS)
 
 
 def row_shown(step: int, memory: dict[str, Any], offloaded: dict[str, Any]) -> str:
-    """The line of a step."""
+    """Returns the line of a step in the printed table."""
     sides = (memory, offloaded)
     return _line(
         (

@@ -1,4 +1,4 @@
-"""One side of the demonstration: a process that trains one step for each line on standard input."""
+"""Trains one side of the demonstration in its own process: one step for each line on standard input."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _TEXT_BYTES_MAX = 4 << 20
 
 
 def read_text() -> torch.Tensor:
-    """The bytes of Python's licence and sources, always the same."""
+    """Returns bytes of Python's licence and sources: the same bytes at each call."""
     library = Path(sysconfig.get_path("stdlib"))
-    # The library of some Pythons is an archive; then torch's sources serve.
+    # The standard library of some Pythons is an archive without files: take torch's sources.
     files = sorted(library.glob("*.py")) or sorted(Path(torch.__file__).parent.glob("*.py"))
     text = bytearray()
     for file in [*library.glob("LICENSE*"), *files]:
@@ -43,7 +43,7 @@ def read_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:
-    """The batch of step number `step`: `rows` texts of `length` bytes, and one more byte to predict."""
+    """Returns the batch of a step: `rows` texts of `length` bytes, each with one more byte to predict."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -65,11 +65,11 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, _BYTES, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting each byte from the bytes before it."""
+        """Returns the loss of predicting each byte from the bytes before it."""
         given, wanted = tokens[:, :-1], tokens[:, 1:]
         hidden = self.bytes(given) + self.places(torch.arange(given.shape[1]))
         for block in self.blocks:
-            # Offloading does not change activations, so both sides keep few of them.
+            # Activation checkpointing on both sides: offloading does not change activations, so keep few of them.
             hidden = checkpoint(block, hidden, use_reentrant=False)
         logits = self.head(self.norm(hidden))
         return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
@@ -101,7 +101,7 @@ _LR = 1e-3
 
 
 def main() -> None:
-    """Train a step for each line "step"; end after any other line or at the end of the input."""
+    """Trains a step for each line "step"; ends at any other line, or at the end of the input."""
     settings = Settings(**json.loads(sys.argv[1]))
     try:
         _train(settings)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _train(settings: Settings) -> None:
-    # On one thread, torch's fused AdamW and ours are bit-identical.
+    # On one thread, torch's fused AdamW and memascend's are bit-identical.
     torch.set_num_threads(1)
     text = read_text()
     _warm_up()
@@ -123,7 +123,7 @@ def _train(settings: Settings) -> None:
         model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     with contextlib.suppress(OSError):
-        # Some containers forbid it; then the peak includes the imports.
+        # Some containers forbid restart_peak(): then the peak includes the imports.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
@@ -147,7 +147,7 @@ def _train(settings: Settings) -> None:
 
 
 def _warm_up() -> None:
-    """Let torch allocate the memory that it needs for any model."""
+    """Trains a tiny model, so that torch allocates its fixed memory before `imported` is measured."""
     model = ByteModel(1, 64, 16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.zeros((1, 17), dtype=torch.long)).backward()

@@ -1,4 +1,4 @@
-"""`memascend plan`: estimates the training of a model on a machine, without weights and without the machine."""
+"""`memascend plan`: estimates the training of a model on a machine; needs neither the weights nor the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLES = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. The options of `offload()` have the same meaning here."""
+    """Declares the options. Options that `offload()` also has mean the same here."""
     describes = (
         "config.json of a Hugging Face model, its folder, or a name, as on the hub (meta-llama/Llama-3.1-8B-Instruct, "
         f"qwen2.5-32b) or short: {', '.join(SHAPES)}"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="CONFIG|FOLDER|NAME", type=Path, help=describes)
     _add_machine(parser.add_argument_group("the machine").add_argument)
     _add_run(parser.add_argument_group("the run").add_argument)
-    parser.add_argument("--verbose", action="store_true", help="print what each figure consists of")
+    parser.add_argument("--verbose", action="store_true", help="print the parts of each figure")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -42,7 +42,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
     gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25 (default: that of this machine)"
     drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {ASSUMED_DRIVE})"
-    storage = "where the store would be; repeat it for several. Its free space and its speed are measured"
+    storage = "path of the store; repeat the option for several. Its free space and its speed are measured"
     endurance = "terabytes that may be written to the drives in their life"
     ram = f"the RAM of the machine, as 64GB (default: that of this one; with --gpu, {ASSUMED_RAM} of another one)"
     ranks = "processes that shard the model (fully_shard); all figures are of one of them"
@@ -58,14 +58,14 @@ def _add_machine(add: Callable[..., Any]) -> None:
 def _add_run(add: Callable[..., Any]) -> None:
     smallest = "(default: the smallest that keeps disk and compute busy)"
     gradients = {"choices": ("auto", "fused", "ssd", "ram"), "default": "auto"}
-    activations = "where checkpointed activations wait, as offload() takes it (%(default)s)"
-    micro_batches = "micro-batches of a step, which go by layer on one rank (%(default)s)"
-    in_turn = "micro-batches go one after the other, as those of every Trainer and loop"
+    activations = "where checkpointed activations wait, as in offload() (%(default)s)"
+    micro_batches = "micro-batches of a step, computed by layer on one rank (%(default)s)"
+    in_turn = "compute micro-batches one after the other, as every Trainer and loop does"
     loss = (
-        "how the loss is computed: full, from the logits of all tokens, as models of transformers do by themselves; or "
+        "how the loss is computed: full, from the logits of all tokens, the default of transformers' models; or "
         "chunked, without them, as TRL's Trainers and torch's linear_cross_entropy do (%(default)s)"
     )
-    examples = "of one pass over the data, each of --length tokens, whose hours and terabytes are counted (%(default)s)"
+    examples = "examples of one pass over the data, each of --length tokens, for its hours and terabytes (%(default)s)"
     add("--examples", metavar="N", type=_count, default=_EXAMPLES, help=examples)
     add("--host-memory", metavar="B", help='the budget, as "32GiB" (default: what the machine can spare)')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
@@ -76,7 +76,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--fit", action="store_true", help="find the largest batches that fit the GPU and the drive")
     add("--device", metavar="D", help="where the model would compute, as cuda, which need not exist here")
     add("--device-memory", metavar="B", help=f"the budget of the GPU's memory {smallest}")
-    add("--gradients", **gradients, help="as offload() takes it (%(default)s)")
+    add("--gradients", **gradients, help="as in offload() (%(default)s)")
     add("--max-grad-norm", metavar="N", type=float, help="clip the global norm; 0: no clipping")
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
     add("--one-after-the-other", action="store_true", help=in_turn)
@@ -100,14 +100,14 @@ def _speed(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; exit code 1 if it does not fit the GPU, this machine's RAM or the storage."""
-    # An error about it needs no torch, whose import takes seconds.
+    """Prints the plan; exit code 1 if it does not fit the GPU, this machine's RAM or the storage."""
+    # Report a wrong name before torch is imported, which takes seconds.
     shape_named(options.model)
     return print_answer(options, ask(options))
 
 
 def print_answer(options: argparse.Namespace, question: Question) -> int:
-    """Print the plan of what is asked; the exit code is 1 if it does not fit."""
+    """Prints the answer to a question; the exit code is 1 if its run does not fit."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import alternative, answer, propose
 
@@ -128,7 +128,7 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
 
 
 def ask(options: argparse.Namespace) -> Question:
-    """The question of the command line; what it names is described and measured."""
+    """Makes the question of a command line: describes the model, and measures the storage that it names."""
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
@@ -151,7 +151,7 @@ def ask(options: argparse.Namespace) -> Question:
         device_memory=options.device_memory,
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm or None,
-        # On one rank, `accumulate()` needs none; several ranks compute micro-batches one after another.
+        # By layer, `accumulate()` needs no accumulation_steps; several ranks compute micro-batches one after the other.
         accumulation_steps=options.accumulation_steps if options.ranks > 1 or options.one_after_the_other else 1,
         activations=options.activations,
         state=options.state,
@@ -198,11 +198,11 @@ def ask(options: argparse.Namespace) -> Question:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    """The model; that of a built-in shape without torch, where AdamW trains it on one rank as most people do."""
+    """Describes the model; without torch if AdamW trains a built-in shape on one rank with checkpointing."""
     from memascend.cli.plan import builtin
 
     shape = shape_named(options.model)
-    # The formulas are of 16 bits.
+    # The formulas of `builtin` assume 16-bit parameters.
     dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
     if shape is not None and plain and dtype != "float32" and shape[1]["model_type"] in builtin.KINDS:
@@ -220,7 +220,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
-    """The number of sequences of a backward, and their length."""
+    """Returns the number of sequences in a micro-batch, and their length."""
     length = options.length or min(options.tokens, _LENGTH, subject.longest or _LENGTH)
     if subject.longest is not None and length > subject.longest:
         raise ConfigError(f"--length {length} is more than the {subject.longest} tokens that the model takes at most")
@@ -234,6 +234,7 @@ def _shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:
+    """Prints the largest batches that fit (`--fit`); returns the exit code."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import described_fit, find
 
@@ -246,6 +247,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
 
 
 def _values(options: argparse.Namespace, question: Question, found: Answer) -> dict[str, Any]:
+    """Returns an answer as JSON values (`--json`)."""
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved, propose, total
 
     plan, trace = found.plan, question.trace

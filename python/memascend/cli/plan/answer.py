@@ -1,4 +1,4 @@
-"""Estimates the training of a model on a machine: memory of memascend and torch, seconds, disk space, wear."""
+"""Estimates the training of a model on a machine: memory of memascend and torch, seconds, disk space, drive wear."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 
 _TB = 10**12
-# Where the figures of a machine's memory are from.
+# The source of the figures of a machine's memory: read on this machine, given by --ram, or assumed.
 Source = Literal["here", "given", "assumed"]
-# The heap keeps what is freed, with gaps that serve nothing: 0.1 to 0.3 of torch's memory for three kinds of models.
+# Gaps between torch's allocations in the heap, as a share of torch's memory. Measured for three kinds of models: 0.1 to
+# 0.3.
 GAPS = 0.2
 
 
@@ -51,34 +52,35 @@ class Question:
     """A model, a machine, and the options of a run."""
 
     subject: Subject  # the model and its optimizer
-    options: Options  # of `offload()`
-    gpu: Gpu | None = None  # computes; None: the processor does
-    processor: float | None = None  # operations a second of this processor, where it computes, in products of matrices
-    # Instead, its seconds for a forward and a backward, and its other speeds, for a format of the state.
+    options: Options  # the options of `offload()`
+    gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes
+    processor: float | None = None  # this CPU's operations per second in products of matrices, if it computes
+    # Measurements that replace `processor`: (plan, format of the state) -> seconds of a forward, seconds of a backward,
+    # other speeds.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
-    drive_assumed: bool = False  # nobody has named or measured it
-    speeds: Mapping[str, float] = field(default_factory=dict)  # of storage, in GB/s, where they were measured
+    drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, neither named nor measured
+    speeds: Mapping[str, float] = field(default_factory=dict)  # measured speeds of storage in GB/s
     free: int | None = None  # free bytes of storage; None: no storage is named
-    machine: HostMemory | None = None  # that computes; None: not known
+    machine: HostMemory | None = None  # the RAM of the machine that computes; None: not known
     machine_is: Source = "here"
     # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
     endurance: int | None = None
-    is_usual: bool = True  # AdamW trains the model in the files' dtype, as `memascend train` does by itself
-    ranks: int = 1  # processes that share the model; drive, tokens and memory are of one process
+    is_usual: bool = True  # True for AdamW in the files' dtype, the defaults of `memascend train`
+    ranks: int = 1  # processes that shard the model; drive, tokens and memory are those of one process
     network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
     length: int  # tokens of each sequence
     loss: Loss = "chunked"
-    sequences: int = 1  # of a micro-batch
-    micro_batches: int = 1  # of a step
+    sequences: int = 1  # sequences in a micro-batch
+    micro_batches: int = 1  # micro-batches in a step
 
     @property
     def ram(self) -> int | None:
-        """Bytes of RAM that each process can have; None: not known."""
+        """Bytes of available RAM for each process; None: not known."""
         return None if self.machine is None else self.machine.available // self.ranks
 
     def decision(self) -> Decision:
-        """The plan as `offload()` makes it; a CPU spares what torch does not take."""
+        """Plans as `offload()` does. If the CPU computes, a spare budget leaves room for torch's memory."""
         options = self.options
         if self.on_host and options.spare is not None and options.spare.torch_bytes is None:
             taken = None if isinstance(self.trace, str) else self.torchs + self.gaps
@@ -87,22 +89,25 @@ class Question:
 
     @property
     def trace(self) -> Trace | str:
-        """Of one backward; or the reason why there is none."""
+        """The trace of one micro-batch, or the reason why the model has none."""
         batch = Batch(sequences=self.sequences, length=self.length, loss=self.loss, on_host=self.on_host)
         return self.subject.trace(batch)
 
     @property
     def by_layer(self) -> bool:
-        """Whether each unit computes all micro-batches before the next unit, as `accumulate()` does if asked to."""
+        """True if each unit computes all micro-batches before the next unit: `accumulate(by_layer=True)`."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
     def one_after_the_other(self) -> Question:
-        """The same run in a loop of backwards, each of which reads everything."""
+        """Returns the same run with micro-batches one after the other: each of them reads all units."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
 
     @property
     def torchs(self) -> int:
-        """Peak bytes of torch beside parameters, or 0 without a trace. Each micro-batch keeps its own checkpoints."""
+        """Peak bytes of torch's own memory, without parameters; 0 without a trace.
+
+        By layer, each micro-batch keeps its own checkpointed activations.
+        """
         if isinstance(self.trace, str):
             return 0
         kept = 0 if self.carries else self.trace.kept
@@ -111,30 +116,30 @@ class Question:
 
     @property
     def carries(self) -> bool:
-        """Whether checkpointed activations leave the memory of the device that computes."""
+        """True if checkpointed activations leave the memory of the device that computes."""
         moves = self.options.moves_activations(staged=not self.on_host)
         return moves and not isinstance(self.trace, str) and self.trace.recomputes
 
     @property
     def carried(self) -> int:
-        """Bytes of checkpointed activations of a step that leave that memory."""
+        """Bytes of checkpointed activations that leave the device's memory in a step."""
         return self.micro_batches * self.trace.kept if self.carries and not isinstance(self.trace, str) else 0
 
     def scratch(self, plan: Plan) -> int:
-        """Bytes of checkpointed activations in files at once."""
+        """Returns the most bytes of checkpointed activations in files at one time."""
         at_once = self.carried if self.by_layer else self.carried // self.micro_batches
         return max(0, at_once - plan.host.get("activations", 0))
 
     def needs(self, plan: Plan) -> int:
-        """Bytes that the drive must have: the store, and files of activations."""
+        """Returns the disk space that a run needs: the store, and files of activations."""
         return plan.disk_bytes + self.scratch(plan)
 
     def stored(self, plan: Plan) -> int:
-        """Bytes of checkpointed activations that a step writes to files, and reads again."""
+        """Returns the bytes of checkpointed activations that a step writes to files and reads again."""
         return self.scratch(plan) * (1 if self.by_layer else self.micro_batches)
 
     def work(self, plan: Plan, forward: float, backward: float) -> Work:
-        """A step whose forward and backward take so many seconds each."""
+        """Returns the work of a step whose forward and backward take these seconds."""
         return Work(
             forward=forward,
             backward=backward,
@@ -146,12 +151,12 @@ class Question:
 
     @property
     def gaps(self) -> int:
-        """Host bytes between torch's allocations."""
+        """Bytes of gaps between torch's allocations in host memory; 0 if a GPU computes."""
         return int(GAPS * self.torchs) if self.on_host else 0
 
     @property
     def on_host(self) -> bool:
-        """Whether the host computes, whose memory torch then takes."""
+        """True if the CPU computes: then torch's memory is host memory."""
         return self.options.computes_on == "cpu"
 
 
@@ -160,20 +165,20 @@ class Answer:
     """The estimate for a question."""
 
     plan: Plan  # memory of memascend, and the bytes of a step
-    in_memory: int  # bytes of the same training in memory without activations: values, state, gradients
-    host_bytes: int  # of the process: memascend, Python and its libraries, and torch if the host computes
-    device_bytes: int  # of the GPU; 0 without one
-    # The phases of a step for each way in which its updates may run, and the way that it takes; None: not known.
+    in_memory: int  # bytes of the same training in memory, without activations: values, state, gradients
+    host_bytes: int  # host memory of the process: memascend, Python, its libraries, and torch if the CPU computes
+    device_bytes: int  # GPU memory: parameters, gradients and torch's memory; 0 without a GPU
+    # The phases of a step for each possible time of its updates, and the fastest of these; None: not known.
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
-    disk_bytes: int  # that the drive must have: the store, and files of activations
+    disk_bytes: int  # disk space: the store, and files of activations
     read: int  # bytes that a step reads
-    written: int  # bytes that it writes
-    endurance: int  # bytes written in a drive's life
-    days: float | None  # of training in a drive's life; None: the seconds of a step are not known
-    tokens: int | None  # of a step on all ranks; None: there is no trace
-    problems: tuple[str, ...]  # reasons why it does not fit
-    network: Network | None = None  # bytes that one of several ranks sends and receives
+    written: int  # bytes that a step writes
+    endurance: int  # bytes that may be written in the drive's life
+    days: float | None  # days of training in the drive's life; None: the seconds of a step are not known
+    tokens: int | None  # tokens of a step on all ranks; None: the model has no trace
+    problems: tuple[str, ...]  # reasons why the run does not fit
+    network: Network | None = None  # bytes that one of several ranks sends and receives; None for one rank
 
     @property
     def phases(self) -> Sequence[Phase] | None:
@@ -187,12 +192,12 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks; None: a speed is not known."""
+        """Tokens per second on all ranks; None: a speed is not known."""
         return None if self.tokens is None or self.seconds is None else self.tokens / self.seconds
 
     @property
     def bound(self) -> str | None:
-        """The part of a step that takes longest, over all phases."""
+        """The kind of work that bounds a step longest, summed over its phases; None: a speed is not known."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -202,24 +207,24 @@ class Answer:
 
 
 def beside(question: Question, plan: Plan) -> int:
-    """Bytes of host memory that the process has beside what memascend plans, and torch's where the host computes."""
+    """Returns the host memory of the process besides memascend's plan and torch's tensors: libraries and objects."""
     return IMPORTS + (0 if question.on_host else CONTEXT) + plan.object_bytes
 
 
 def answer(question: Question) -> Answer:
-    """Plan as `offload()` does, and estimate the run on the machine."""
+    """Plans as `offload()` does, and estimates the run on the machine."""
     found = question.decision()
     plan, trace = found.plan, question.trace
-    # Each of several ranks also has the parameters that torch has gathered.
+    # With several ranks, torch also holds gathered parameters.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + question.torchs
     ours = plan.host_peak + beside(question, plan) + question.gaps
     step = _ways(question, plan, found.network)
-    # Where compute is not known, the drive alone decides.
+    # Without the speed of compute, choose the way that is fastest for the drive.
     way = None if question.drive is None else fastest(step or _disk_ways(question, plan))
     plan = plan.repeated(0 if question.by_layer else question.micro_batches - 1)
     plan = plan if way is None else plan.by(way)
-    # Drives have whole terabytes.
+    # Round up to a drive of whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     read, written = (sum(moved.values()) + question.stored(plan) for moved in (plan.read_bytes, plan.written_bytes))
@@ -243,10 +248,11 @@ def answer(question: Question) -> Answer:
 
 
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
-    """Those of the ways that a run of this question has: where nothing is clipped, each early update stands.
+    """Returns the ways of updating that a run of this question can take.
 
-    Micro-batches one after the other are planned without: a Trainer does not say which of them is the last one. Of a
-    loop that does, by `accumulation_steps=`, this is too slow.
+    Without clipping, "early" updates never have to be repeated, so a run takes no other way. Micro-batches one after
+    the other are planned without "early", since a Trainer does not tell which micro-batch is the last. A loop that
+    tells it by `accumulation_steps=` is faster than this estimate.
     """
     options = question.options
     if "early" not in found:
@@ -257,6 +263,7 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 
 
 def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
+    """Returns the phases of a step for each possible way of its updates; None if a speed is not known."""
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -280,7 +287,10 @@ def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, 
 
 
 def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[str]:
-    """Reasons why it does not fit; `ours` is the host memory without torch's."""
+    """Returns the reasons why the run does not fit.
+
+    `torchs`: bytes of torch's memory; `ours`: all other host memory of the process.
+    """
     found = []
     gpu = question.gpu
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
@@ -310,12 +320,12 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
     return found
 
 
-# Files that are worth a word, and how many are named.
+# The bytes of a file from which `_removable()` names it, and the largest number of named files.
 _LARGE, _LISTED = 1 << 30, 3
 
 
 def _removable(question: Question) -> str:
-    """The largest files beside the store, which the user may not need any more."""
+    """Names the largest files beside the store, which the user may be able to remove; "" if all are small."""
     own = {file_of(path) for path in question.options.paths or ()}
     folders = {nearest(file).resolve() for file in own}
     files = []
@@ -329,7 +339,7 @@ def _removable(question: Question) -> str:
 
 
 def _smaller(question: Question) -> str:
-    """The bytes of stores with moments in fewer bits."""
+    """Suggests formats of the state with fewer bits, and the bytes of their stores; "" if the user chose a format."""
     found = []
     for state in ("bf16", "8bit") if question.options.state is None else ():
         with contextlib.suppress(ConfigError, BudgetError):
@@ -339,7 +349,7 @@ def _smaller(question: Question) -> str:
 
 
 def _elsewhere(question: Question) -> str:
-    """Advice to keep the checkpoints of several micro-batches off the card."""
+    """Suggests to move checkpointed activations of other micro-batches off the GPU; "" if that does not help."""
     trace, more = question.trace, question.micro_batches - 1
     if not question.by_layer or question.carries or isinstance(trace, str) or not trace.recomputes:
         return ""
@@ -348,16 +358,17 @@ def _elsewhere(question: Question) -> str:
 
 
 def disk_seconds(question: Question, found: Answer) -> float | None:
-    """Seconds of the drive in a step; None: its speed is not known."""
+    """Returns the seconds of the drive in a step; None if its speed is not known."""
     return None if found.way is None else seconds(_disk_ways(question, planned(question))[found.way])
 
 
 def planned(question: Question) -> Plan:
-    """The plan as `offload()` makes it, before the way of its updates is known."""
+    """Returns the plan as `offload()` makes it, before a way of updating is chosen."""
     return question.decision().plan
 
 
 def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
+    """Returns the phases of a step as `_ways()` does, for the drive alone: all computation takes no time."""
     assert question.drive is not None
     idle = Host(update=0.0, check=0.0, shared=False)
     return _possible(question, ways(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
@@ -365,15 +376,15 @@ def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The seconds of a step, or else of its drive."""
+    """The seconds of a step under several budgets; of its drive alone if compute is not known."""
 
-    now: float  # with the plan as it is
+    now: float  # with the plan's budget
     without: float  # without a RAM tier
-    larger: dict[int, float]  # by larger budgets, those of the plan
+    larger: dict[int, float]  # larger budgets, those of `Plan.larger` -> seconds
 
 
 def forecast_of(question: Question, found: Answer) -> Forecast | None:
-    """Seconds with this budget and larger ones; None: not even the drive's are known."""
+    """Estimates the seconds of a step with this budget and larger ones; None if the drive's speed is not known."""
     if question.drive is None:
         return None
     plan = planned(question)
@@ -390,7 +401,7 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
-    """Bytes that one rank moves in a step: over the network, through PCIe, from and to storage."""
+    """Returns the bytes that one rank moves in a step: over the network, through PCIe, from and to storage."""
     plan, network = found.plan, found.network
     assert network is not None
     times = question.micro_batches
@@ -410,7 +421,7 @@ def moved(question: Question, found: Answer) -> dict[str, int]:
 
 
 def described(one: Answer) -> dict[str, Any]:
-    """The seconds of an answer as JSON values."""
+    """Returns the seconds of an answer as JSON values."""
     return {
         "seconds_per_step": one.seconds,
         "tokens_per_second": one.tokens_per_second,
@@ -431,35 +442,36 @@ class Total:
 
 
 def total(question: Question, found: Answer, examples: int) -> Total:
-    """One pass over a number of examples, each of which is a sequence."""
+    """Estimates one pass over the data, where each example is one sequence."""
     steps = -(-examples // (question.sequences * question.micro_batches * question.ranks))
     return Total(
         steps=steps, seconds=None if found.seconds is None else steps * found.seconds, written=steps * found.written
     )
 
 
-# Steps of more sequences are not proposed: they train otherwise than people expect.
+# The most sequences in a proposed step: larger steps change how a model learns.
 _SEQUENCES_MAX = 256
-# By layer is proposed where it takes this part of the time of micro-batches one after the other.
+# Micro-batches by layer are proposed if the other step has less than this share of their tokens per second.
 _MUCH_FASTER = 0.9
-# A larger step is proposed where it is so much faster.
+# A larger step is proposed if it has more than this many times the tokens per second.
 _FASTER = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A larger step that takes less time in all, with micro-batches as large as fit, one after the other."""
+    """A larger step that takes less time per token, with micro-batches as large as fit, one after the other."""
 
     question: Question
     answer: Answer
-    by_layer: tuple[Question, Answer] | None  # as many examples a step, where that is much faster
+    by_layer: tuple[Question, Answer] | None  # a step of at most as many examples by layer, if it is much faster
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
-    """The largest micro-batch that fits, and as few of them as make compute the bound; else as many as help.
+    """Proposes the largest micro-batch that fits, and the fewest micro-batches a step that make compute the bound.
 
-    `now` answers the question. None where its run does not fit, where it is bound by compute already, where seconds are
-    not known, or where no larger step is faster.
+    If compute never becomes the bound, takes as many micro-batches as make a step faster. `now` is the answer to
+    `question`. Returns None if its run does not fit, is already bound by compute or has unknown seconds, or if no
+    larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None
@@ -475,19 +487,22 @@ def propose(question: Question, now: Answer) -> Proposal | None:
 
 
 def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
-    """A step of at most so many examples by layer, where it is much faster than the other; the fewest that are."""
+    """Returns the fastest step by layer of at most `examples`, if it is much faster than `other`; otherwise None."""
     counts = _doubled(examples // question.sequences)[1:]
     best = _best((replace(question, micro_batches=count) for count in counts), other)
     return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
 
 
 def _doubled(most: int) -> list[int]:
-    """The powers of two up to a number."""
+    """Returns the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
-    """The last of some growing steps that is faster than those before; the first that compute bounds ends them."""
+    """Returns the last of growing steps that is faster than `than` and the steps before it, or None.
+
+    Stops at the first step that does not fit or that compute bounds.
+    """
     best: tuple[Question, Answer] | None = None
     for one in asked:
         found = _fitting(one)
@@ -501,12 +516,12 @@ def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | 
 
 
 def _fitting(question: Question) -> tuple[Question, Answer] | None:
-    """The question if its run fits, else with checkpointed activations in files; None where neither fits."""
+    """Returns the question, or the question with activations="ssd", whichever fits first; None if neither fits."""
     asked = [question]
     if not question.carries and not isinstance(question.trace, str) and question.trace.recomputes:
         asked.append(replace(question, options=replace(question.options, activations="ssd")))
     for one in asked:
-        # The budget, or a raw device without scratch files, may not do for activations in files.
+        # A small budget, or a raw device without scratch=, does not allow activations in files.
         with contextlib.suppress(ConfigError, BudgetError):
             found = answer(one)
             if not found.problems:
@@ -519,15 +534,15 @@ def _rate(found: Answer) -> float:
 
 
 _LENGTHS = (8192, 2048, 512)
-# Without --state: the optimizer's own format, and the formats of fewer bytes.
+# The formats that are tried without --state: the optimizer's own (None), and the formats of fewer bits.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 
 def alternative(question: Question) -> tuple[Question, Answer] | None:
-    """The nearest run that fits, where the asked one does not.
+    """Returns the nearest run that fits, for a question that does not fit, or None.
 
-    With fewer micro-batches only where fewer sequences at once do not fit, each also with checkpointed activations in
-    files; with another format of the state at last.
+    Tries fewer sequences first, then fewer micro-batches, then other formats of the state; each also with checkpointed
+    activations in files.
     """
     options = question.options
     for state in _STATES if options.state is None else (options.state,):
@@ -547,15 +562,15 @@ def alternative(question: Question) -> tuple[Question, Answer] | None:
 
 
 def _halved(count: int) -> list[int]:
-    """The count, and its halves down to 1."""
+    """Returns the count and its halves, down to 1."""
     return [count >> power for power in range(count.bit_length())]
 
 
 def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
-    """The largest batch of some lengths that fits, in powers of two, for each format of the state.
+    """Finds the largest number of sequences that fits, a power of two, for each length and format of the state.
 
-    The question's own batch is ignored; if it names a format, only that one is tried. `length` is that of all
-    sequences; None: a long, a usual and a short one.
+    Ignores the question's own batch; tries only its format of the state if it names one. `length`: the only length to
+    try; None: `_LENGTHS`.
     """
     most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
@@ -576,19 +591,19 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
 
 
 def _largest(question: Question) -> Question:
-    """The question with the most sequences, in powers of two, that fit at once; with its own where more do not."""
+    """Returns the question with as many sequences in a micro-batch as fit: a power of two times its own number."""
     if question.measured is not None or isinstance(question.trace, str):
-        # Of another micro-batch nothing is known.
+        # The measurements hold for this micro-batch alone, or the model has no trace.
         return question
     counts = _doubled(_SEQUENCES_MAX // question.sequences)[1:]
     larger = [replace(question, sequences=question.sequences * count) for count in counts]
-    # A trace of a model takes seconds, and one that fits leaves room for all that are smaller.
+    # Bisect, since a trace takes seconds: if a micro-batch fits, all smaller ones fit.
     fits = bisect_left(larger, True, key=lambda one: bool(answer(one).problems))
     return larger[fits - 1] if fits else question
 
 
 def described_fit(question: Question, found: Answer) -> dict[str, Any]:
-    """A batch and the answer for it as JSON values."""
+    """Returns a batch and its answer as JSON values."""
     return {
         "state": question.options.state,
         "batch": question.sequences,

@@ -1,6 +1,6 @@
 """Plans a built-in shape without torch: its parameters, the records of AdamW, operations and memory by formulas.
 
-The tests compare all of it with models of transformers, and with the plan that torch's own optimizer gives.
+The tests compare the results with traces of transformers' models, and with the plan of torch's own optimizer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
     from memascend.plan.units import Unit
 
-# Kinds that these formulas are of; transformers makes the models of others.
+# The `model_type`s that these formulas cover; for all others transformers makes the model.
 KINDS = {
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "olmo3", "ministral3",
     "glm4", "granite", "exaone4", "smollm3", "gpt_oss",
 }  # fmt: skip
-# Those whose heads normalize queries and keys, or that normalize all queries and keys together.
+# Kinds with norms of queries and keys: for each head, or over all heads.
 _HEAD_NORMS, _WHOLE_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}, {"olmo2", "olmo3"}
-# Those that normalize what a block adds, and among them those that do not normalize what it is given.
+# Kinds that normalize the outputs of attention and feed-forward part; those of `_ONLY_POST_NORMS` not their inputs.
 _ONLY_POST_NORMS = {"olmo2", "olmo3", "exaone4"}
 _POST_NORMS = _ONLY_POST_NORMS | {"gemma3_text", "glm4"}
-# Bytes for each token that the backward of a block takes, which is computed again: of a hidden state, of one for each
-# chosen expert, of a feed-forward part (of each chosen expert), of queries, and of keys or values.
+# The peak of a block's recomputed forward and its backward, in bytes per token and element of: the hidden state, the
+# hidden state of each chosen expert, the feed-forward part (of each chosen expert), queries, keys or values.
 _BLOCK_BYTES = {
     "qwen3": (18, 0, 12, 14, 6),
     "phi3": (18, 0, 12, 10, 0),
@@ -46,7 +46,7 @@ _BLOCK_BYTES = {
     "gpt_oss": (18, 10, 17.7, 10, 0),
 }
 _PLAIN_BLOCK_BYTES = (18, 0, 12, 8, 0)
-# Those that have one matrix for the gate and what it opens for.
+# Kinds with one matrix for the gate projection and the up projection.
 _FUSED = {"phi3", "glm4"}
 
 
@@ -56,39 +56,41 @@ class _Sizes:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.kind: str = config["model_type"]
         self.hidden: int = config["hidden_size"]
-        # Of the feed-forward part, or of each expert.
+        # The width of the feed-forward part, or of each expert.
         self.wide: int = config.get("moe_intermediate_size", config["intermediate_size"])
         self.layers: int = config["num_hidden_layers"]
         self.head: int = config["head_dim"]
-        # Widths of all heads of queries, and of all of keys or values.
+        # Widths of all heads together: of queries, and of keys (values have the same).
         self.queries: int = self.head * config["num_attention_heads"]
         self.keys: int = self.head * config["num_key_value_heads"]
         self.vocabulary: int = config["vocab_size"]
         # 0: the feed-forward part is dense.
         self.experts: int = config.get("num_local_experts", config.get("num_experts", 0))
-        # Experts that compute a token.
+        # The number of experts that compute a token.
         self.chosen: int = config.get("num_experts_per_tok", 1)
 
     @property
     def block_bytes(self) -> float:
-        """Bytes for each token that the backward of a block takes."""
+        """The bytes per token at the peak of a block's backward."""
         widths = self.hidden, self.hidden * self.chosen, self.wide * self.chosen, self.queries, self.keys
         each = _BLOCK_BYTES.get(self.kind, _PLAIN_BLOCK_BYTES)
         return sum(nbytes * width for nbytes, width in zip(each, widths, strict=True))
 
     @property
     def products(self) -> tuple[int, int]:
-        """Elements of the matrices that a token meets in a block: of all, and of the last product."""
+        """The elements of the matrices that compute a token in a block: of all, and of the last product."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         if self.experts:
             routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)
             return attention + routed, 0
-        # With nothing after it, the last product is not computed again.
+        # Recomputation stops at the last tensor that the backward needs. Unless a norm follows, it skips the last
+        # product.
         last = 0 if self.kind in _POST_NORMS else self.hidden * self.wide
         return attention + 3 * self.hidden * self.wide, last
 
 
 def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the attention's parameters in a block."""
     hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
     biased = {"gpt_oss": "qkvo", "qwen2": "qkv", "glm4": "qkv"}.get(sizes.kind, "")
     shapes: dict[str, tuple[int, ...]] = {}
@@ -110,6 +112,7 @@ def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the feed-forward part's parameters in a block."""
     hidden, wide, experts = sizes.hidden, sizes.wide, sizes.experts
     if sizes.kind == "gpt_oss":
         return {
@@ -137,7 +140,7 @@ def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
-    """The parameters of a decoder, by the names of transformers."""
+    """Returns the parameters of a decoder, by transformers' names."""
     sizes = _Sizes(config)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if sizes.kind in _ONLY_POST_NORMS:
@@ -161,34 +164,35 @@ def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
 
 
 def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
-    """The operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
+    """Computes the operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
     sizes, tokens, length = _Sizes(config), batch.tokens, batch.length
     products, last = sizes.products
-    # Half of causal attention is masked; its backward has five products where the forward has two.
+    # Half of causal attention is masked. Its forward has two products, its backward five.
     attention = 2 * tokens * length * sizes.queries * sizes.layers
     blocks = 2 * tokens * products * sizes.layers
     head = 2 * tokens * sizes.hidden * sizes.vocabulary
     again = blocks - 2 * tokens * last * sizes.layers + attention
-    # The inputs of blocks, and the end of the forward in float32.
+    # `kept`: the inputs of blocks, which checkpoints keep; `end`: activations after the last block, partly in float32.
     kept = 2 * tokens * sizes.hidden * sizes.layers
     wide_end = {"gemma3_text", "olmo2", "olmo3", "gpt_oss"}
     end = tokens * ((10 if sizes.kind in wide_end else 8) * sizes.hidden + 28)
     # The gradient of the LM head.
     words = 2 * sizes.vocabulary * sizes.hidden
     if batch.loss == "full":
-        # In float32: logits, their logarithms, and gradients; or the gradient, beside those that it is made of.
+        # The larger of two peaks: logits, log-softmax and gradient of the logits, in float32; or the gradient of the LM
+        # head, beside the 16-bit gradients of logits and hidden states.
         logits, again_head = 12 * tokens * sizes.vocabulary, 0
         gradients = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
     else:
-        # Gradients are summed in float32, and logits are made twice.
+        # A chunked loss sums gradients in float32, and computes the logits again in the backward.
         tile = tile_bytes(tokens, sizes.vocabulary, sizes.hidden, on_host=batch.on_host)
         logits, again_head = 0, head
         gradients = 3 * words + 8 * tokens * sizes.hidden + tile
-    # The gradient of all experts at once.
+    # The gradients of all experts of a block, which exist at once, and the activations beside them.
     routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
         18 * sizes.hidden + sizes.chosen * (8 * sizes.hidden + 5 * sizes.wide)
     )
-    # A tied LM head's gradient waits for that of the embedding, and then there are both and their sum.
+    # A tied LM head's gradient waits for the embedding's gradient; then both and their sum (3 * waiting) exist at once.
     waiting = words if config["tie_word_embeddings"] else 0
     block = waiting + max(int(tokens * sizes.block_bytes), routed if sizes.experts else 0)
     peak = max(kept + end + max(logits, gradients), kept + block, 3 * waiting)
@@ -212,7 +216,7 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
 
 
 def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
-    """The model of a built-in shape, and AdamW."""
+    """Describes a built-in shape that AdamW trains."""
     tree = outline(config, Dtype(dtype))
     parameters = dict(tree.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
@@ -238,6 +242,7 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
 
 
 def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options: Options) -> Decision:
+    """Plans as `offload()` does for torch's AdamW."""
     narrow = next(iter(parameters.values())).dtype == "float16"
     return decided(
         Facts(
@@ -252,13 +257,14 @@ def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options:
             durability=options.durability,
             staged=options.computes_on != "cpu",
             unplaced=options.paths is None,
-            # The updates of a master of its own write values, and read none.
+            # A float16 parameter has a separate float32 master: its update writes the values, and never reads them.
             update_values="never" if narrow else "resident",
         )
     )
 
 
 def _record(name: str, parameter: Sketch, unit: str, state: str | None) -> engines.Record:
+    """Describes the record of a parameter: the state that AdamW keeps, in the format that `state=` chooses."""
     width = "" if state in (None, "fp32") else str(state)
     if width == "8bit" and (parameter.numel() < engines.MIN_8BIT_SIZE or name == "model.embed_tokens.weight"):
         width = ""

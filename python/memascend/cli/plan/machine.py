@@ -1,4 +1,4 @@
-"""Reads the machine of a plan from its options: GPU, RAM, drive; measures the storage of this one."""
+"""Reads the machine of a plan from its options: GPU, RAM, drive; measures storage of this machine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 _GB = 10**9
-# The number of names that an error proposes, and how similar they are at least.
+# The largest number of names that an error suggests, and their least similarity.
 _NEAR_MAX, _NEAR = 3, 0.6
 
 
 def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[HostMemory | None, Source]:
-    """The memory of the machine of a plan, and where its figures are from.
+    """Returns the memory of a plan's machine, and the source of the figures; memory None: not known.
 
     Args:
-        ram: `--ram`; None: not given.
-        is_here: the machine that computes is this one.
-        has_budget: the budget is given, so that nothing about the RAM of another machine has to be assumed.
+        ram: the value of `--ram`, or None.
+        is_here: True if this machine computes.
+        has_budget: True if the budget is given: then the RAM of another machine need not be assumed.
     """
     if ram is None and is_here:
         return HostMemory.here(), "here"
@@ -42,7 +42,7 @@ def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[Hos
 
 
 def parse_gpu(text: str) -> Gpu:
-    """The GPU of a name, or of TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
+    """Parses a GPU's name, or TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
     short = short_name(text)
     known = CARDS.get(USUAL.get(short, short))
     if known is not None:
@@ -60,7 +60,7 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_drive(text: str) -> Drive:
-    """The drive of a name, or of READ,WRITE: sustained GB/s of all devices together."""
+    """Parses a drive's name, or READ,WRITE: sustained GB/s of all devices together."""
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
         return known
@@ -74,9 +74,12 @@ def parse_drive(text: str) -> Drive:
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Measure storage: the speed of all devices together, and the same figures in GB/s."""
-    # Each is measured alone, and all are used at once: paths on one file system share its speed, and the slowest
-    # path limits all.
+    """Measures storage; returns the speed of all devices together, and the same figures in GB/s.
+
+    The drive is None for raw devices, whose writes are not measured.
+    """
+    # Measure each file system alone, though a store uses all at once: paths on one file system share its speed, and the
+    # slowest path limits all.
     systems = [_system(path) for path in paths]
     each = {system: speeds_at(path) for system, path in dict(zip(systems, paths, strict=True)).items()}
     slowest = {
@@ -94,7 +97,7 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
 
 
 def _system(path: Path) -> int:
-    """The number of the device at this path, or of its file system; 0 where nothing is there, which is refused."""
+    """Returns the number of the device at this path, or of its file system; 0 if the folder does not exist."""
     try:
         status = (path if path.is_dir() or path.is_block_device() else path.parent).stat()
     except FileNotFoundError:

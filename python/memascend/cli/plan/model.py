@@ -1,4 +1,4 @@
-"""Builds models on "meta", and counts the operations and memory of one forward and backward."""
+"""Builds models on "meta" from a config; traces the operations and memory of one forward and backward."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
-# The deepest published models have some hundred layers, DeepNet 1,000. Even on "meta", a layer of transformers takes a
-# millisecond or more and some hundred kilobytes.
+# The most layers of a model. The deepest published models have some hundred layers, DeepNet 1,000. Even on "meta", a
+# layer of transformers takes a millisecond or more and some hundred kilobytes.
 _LAYERS_MAX = 10_000
-# Names of the depth in configs: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
+# Matches entries of a config with the number of layers: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
 def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes: bool) -> Subject:
-    """The model of a config.json, of a folder that has it, or of a name that `shape_named` knows.
+    """Describes the model of a config.json, of a folder with a config.json, or of a name that `shape_named()` knows.
 
-    Its parameters are of `dtype`; None: the dtype of the config, else bfloat16. `optimizer` is a class of torch.optim.
+    `dtype`: the dtype of the parameters; None: the config's, else bfloat16. `optimizer`: a class name of torch.optim.
     """
     model, by = describe(path, dtype)
     make: Any = _optimizer_class(optimizer)
@@ -69,7 +69,7 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
 
 
 def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
-    """The model on "meta", and the source of its description; see `subject`."""
+    """Makes the model on "meta" from the arguments of `subject()`; returns it, and the source of its description."""
     shape = shape_named(path)
     name = None if shape is None else shape[0]
     config = path / _CONFIG if path.is_dir() else path
@@ -88,12 +88,13 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     return model, f"the shape of {name}" if name else str(config)
 
 
-# LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients only; Muon takes matrices only.
+# Classes that cannot be planned: LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients
+# only; Muon takes matrices only.
 _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of torch.optim with this name, in any case."""
+    """Returns the class of torch.optim with this name, ignoring case."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
@@ -105,7 +106,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _untie_head(model: nn.Module) -> None:
-    """Give the LM head a weight of its own, if transformers ties it in new models, and not in loaded ones (Flan-T5)."""
+    """Gives the LM head its own weight: transformers ties it in new models, but not in loaded ones (Flan-T5)."""
     from memascend.checkpoint.files import Names
 
     head: Any = None
@@ -116,7 +117,11 @@ def _untie_head(model: nn.Module) -> None:
 
 
 def read_config(config: Path) -> dict[str, Any]:
-    """The values of a model's config.json."""
+    """Reads and checks a model's config.json.
+
+    Raises:
+        ConfigError: the file is too large, is not a JSON object, or names an impossible number of layers.
+    """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(
             f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is no config: give the model's config.json"
@@ -134,19 +139,19 @@ def read_config(config: Path) -> dict[str, Any]:
 
 
 def _require_layers(config: Path, values: dict[str, Any]) -> None:
-    """Refuse depths that only a mistake has, before anything of such a length is made."""
+    """Rejects more than `_LAYERS_MAX` layers before transformers makes them."""
     for key, value in values.items():
         if isinstance(value, dict):
             _require_layers(config, value)
         elif isinstance(value, int) and value > _LAYERS_MAX and _DEPTH.search(key):
             raise ConfigError(
-                f"{config} says {key} = {value}, and a model of more than {_LAYERS_MAX} layers is not made, whose "
+                f"{config} says {key} = {value}, and a model of more than {_LAYERS_MAX} layers is not made, since its "
                 "modules alone would take minutes and gigabytes: correct it"
             )
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """The model that transformers makes of a config; a model's own code is never run."""
+    """Makes a config's model with transformers' own classes; never runs code from a model's folder."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{config} has no model_type, so that its model is not known: correct it")
@@ -179,7 +184,7 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
 
 
 class _Watch(TorchDispatchMode):
-    """Counts operations below autograd, and the bytes of every storage from its first tensor to its end."""
+    """Counts operations and memory below autograd: each storage counts from its first tensor until it is freed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,9 +193,9 @@ class _Watch(TorchDispatchMode):
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
-        # The storages of parameters are counted elsewhere, and views share them.
+        # Do not count storages of parameters and buffers: a plan counts them separately.
         self._own = {tensor.untyped_storage()._cdata for tensor in own}  # noqa: SLF001
-        # Bytes and shape of each storage that is alive.
+        # Address of each live storage -> its bytes, and the shape of its first tensor.
         self.living: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def __torch_dispatch__(
@@ -225,12 +230,12 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a causal mask. transformers makes one only in a trace; else it passes is_causal."""
+    """True if the tensor is a causal mask. transformers makes one only under a trace; otherwise it passes is_causal."""
     return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[2] == tensor.shape[3]
 
 
 def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of attention with is_causal in place of a causal mask."""
+    """Returns the arguments of an attention with is_causal instead of a causal mask; others unchanged."""
     mask = kwargs.get("attn_mask")
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     if not isinstance(mask, torch.Tensor) or not _is_mask(mask) or "is_causal" not in names:
@@ -243,8 +248,9 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Returns the operations of a call, by torch's formulas; 0 for calls without a formula."""
     packet = function.overloadpacket
-    # torch 2.11 has no formula for attention on a CPU, which computes as many operations as on other devices.
+    # torch 2.11 has no formula for attention on a CPU: use that of other devices.
     alike = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
     count = flop_registry.get(packet) or flop_registry.get(alike)
     if count is None:
@@ -257,15 +263,15 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 
 def _grouped_flops(args: tuple[Any, ...]) -> int:
-    """The operations of the products of experts, for which torch has no formula: each row meets one of them."""
+    """Returns the operations of a grouped product (experts), for which torch has no formula: a row uses one matrix."""
     rows, others = args[0], args[1]
     return 2 * int(rows.shape[-2]) * int(rows.shape[-1]) * int(others.shape[-1])
 
 
 def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
-    """Run one forward and backward of a language model, on tensors that have shapes and no memory.
+    """Runs one forward and backward of a language model on fake tensors, which have shapes and no memory.
 
-    Where there is no trace, returns the reason.
+    Returns the reason if the model cannot be traced.
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return "tokens are counted for language models of transformers"
@@ -281,7 +287,7 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
     watch = _Watch(model)
     forward = kept = 0
     failed = ""
-    # Records of failed traces have a stack, which would keep a checkpoint's hooks alive.
+    # Disable this logger: its records of failed traces hold a traceback, which would keep a checkpoint's hooks alive.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     with fake, without_gradients_kept(model), watch, replaced(log, "disabled", value=True):
         try:
@@ -292,15 +298,15 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
             loss.backward()
             del loss
         except Exception as error:  # noqa: BLE001
-            # Some code depends on values, such as the routing of some mixtures of experts.
+            # The code of some models depends on values, for example the routing of some mixtures of experts.
             failed = f"{type(model).__name__} cannot be traced without values ({type(error).__name__})"
     if failed:
-        # A checkpoint that was interrupted keeps its saved-tensor hooks active until it is collected.
+        # An interrupted checkpoint keeps its saved-tensor hooks active until it is collected.
         gc.collect()
         return failed
-    # Its products are not made here; the backward makes the logits again.
+    # `_ChunkedLoss` computes nothing: add the LM head's products. The backward computes the logits again, the gradient
+    # of hidden states and, unless the head is frozen, the gradient of its weight.
     product = 0 if head is None else 2 * batch.tokens * head.weight.numel()
-    # A frozen head has no gradient.
     times = 2 + (head is not None and head.weight.requires_grad)
     return Trace(
         tokens=batch.tokens,
@@ -315,17 +321,17 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
 
 
 def _head(model: Any) -> Any:
-    """The LM head of a decoder, which a loss may use in parts; None where there is none."""
+    """Returns the LM head of a decoder for a chunked loss; None if the model has none that fits."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None or getattr(model.config, "is_encoder_decoder", False) else find()
     weight = getattr(head, "weight", None)
-    # Some have a layer of their own before it.
+    # In some models a layer between the hidden states and the head changes the width.
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     return head if weight is not None and weight.shape[-1] == width else None
 
 
 def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: bool) -> Any:
-    """The loss of a batch; that of a language model predicts each next token."""
+    """Computes the loss of a batch: "full" and "chunked" predict each next token, "score" averages the scores."""
     if kind == "full":
         return model(input_ids=tokens, labels=tokens).loss
     if kind == "score":
@@ -338,7 +344,7 @@ def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: b
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The allocations of a chunked loss: it sums gradients in float32. It computes nothing."""
+    """Makes the allocations of a chunked loss, which sums gradients in float32; computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -361,7 +367,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def settle(model: nn.Module) -> None:
-    """Replace parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
+    """Replaces parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001
@@ -376,14 +382,14 @@ def settle(model: nn.Module) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str | None:
-    """The method that turns activation checkpointing on, where the model has one."""
-    # transformers renames it.
+    """Returns the name of the method that turns activation checkpointing on, or None."""
+    # Newer versions of transformers call it activation_checkpointing_enable.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     return f"{name}_checkpointing_enable" if getattr(model, "supports_gradient_checkpointing", False) else None
 
 
 def recompute(model: nn.Module) -> None:
-    """Turn activation checkpointing on, if the model supports it."""
+    """Turns activation checkpointing on, if the model supports it."""
     method = _checkpointing(model)
     if method is not None:
         change: Any = getattr(model, method)
@@ -392,7 +398,7 @@ def recompute(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Free each gradient as soon as it is complete, as in training."""
+    """Frees each gradient as soon as it is complete, as in training with `offload()`."""
 
     def gone(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -405,6 +411,7 @@ def without_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _kinds(model: nn.Module, living: list[tuple[int, tuple[int, ...]]]) -> dict[str, int]:
+    """Sums the bytes of storages by kind, which it guesses from their shapes; `living`: bytes and shape of each."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}

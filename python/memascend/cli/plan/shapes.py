@@ -1,4 +1,4 @@
-"""Parses what a plan is of without torch: names of published models, whose shapes are as their config.json; speeds."""
+"""Knows the shapes of published models by name, as in their config.json; parses numbers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# The class of transformers for each model_type.
+# model_type -> prefix of transformers' class.
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -47,10 +47,10 @@ def _shape(
     tied: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A decoder's config.
+    """Returns a decoder's config.
 
-    `widths` are of a token and of the feed-forward part; `heads` of queries, of keys and values, and the width of each;
-    `tokens` of the vocabulary and of the longest sequence.
+    `widths`: of a hidden state, of the feed-forward part. `heads`: number for queries, number for keys and values,
+    width of each. `tokens`: of the vocabulary, of the longest sequence.
     """
     return {
         "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
@@ -64,14 +64,17 @@ def _shape(
         "vocab_size": tokens[0],
         "max_position_embeddings": tokens[1],
         "tie_word_embeddings": tied,
-        # Those of some classes are beyond small vocabularies.
+        # Override defaults of some classes, which exceed small vocabularies.
         "pad_token_id": None,
         **(more or {}),
     }
 
 
 def _experts(number: int, chosen: int, wide: int, *, local: bool = True) -> dict[str, int]:
-    """Experts of a block, those that compute each token, and their width."""
+    """Returns config entries: the number of experts in a block, of experts that compute a token, and their width.
+
+    `local`: the model_type names the number `num_local_experts`.
+    """
     named = "num_local_experts" if local else "num_experts"
     return {named: number, "num_experts_per_tok": chosen, "moe_intermediate_size": wide}
 
@@ -79,7 +82,7 @@ def _experts(number: int, chosen: int, wide: int, *, local: bool = True) -> dict
 def _qwen3_5(
     widths: tuple[int, int], layers: int, heads: tuple[int, int], linear: int, *, tied: bool, **more: Any
 ) -> dict[str, Any]:
-    """Three of four blocks have linear attention, with so many heads of values."""
+    """Returns the config of a Qwen3.5: three of four blocks have linear attention, with `linear` heads of values."""
     kind = "qwen3_5_moe_text" if more else "qwen3_5_text"
     more |= {"linear_num_value_heads": linear, "linear_num_key_heads": 16}
     return _shape(kind, widths, layers, (*heads, 256), (248_320, 262_144), tied=tied, more=more)
@@ -88,10 +91,10 @@ def _qwen3_5(
 def _gemma4(
     widths: tuple[int, int], layers: int, heads: tuple[int, int], *, shared: int = 0, whole: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """The last of five or six blocks sees all tokens, with wider heads.
+    """Returns the config of a Gemma 4: every fifth or sixth block attends to all tokens, with wider heads.
 
-    In small models `shared` blocks use keys and values of earlier ones, and each has an input of its own. In large ones
-    the blocks that see all tokens have `whole` heads, whose keys are their values, too.
+    In small models, `shared` blocks use keys and values of earlier blocks, and each block has an input of its own. In
+    large models, blocks that attend to all tokens have `whole` heads of keys, which serve as values, too.
     """
     every = more.pop("every", 6)
     kinds = ["full_attention" if number % every == every - 1 else "sliding_attention" for number in range(layers)]
@@ -156,13 +159,13 @@ SHAPES = {
     "ministral3-3b": _shape("ministral3", (3072, 9216), 26, (32, 8, 128), (131_072, 262_144), tied=True),
     "ministral3-8b": _shape("ministral3", (4096, 14_336), 34, (32, 8, 128), (131_072, 262_144)),
     "ministral3-14b": _shape("ministral3", (5120, 16_384), 40, (32, 8, 128), (131_072, 262_144)),
-    # Gemma 3, the language models without the part that sees: https://huggingface.co/google
+    # Gemma 3, the language models without the vision tower: https://huggingface.co/google
     "gemma3-270m": _shape("gemma3_text", (640, 2048), 18, (4, 1, 256), (262_144, 32_768), tied=True),
     "gemma3-1b": _shape("gemma3_text", (1152, 6912), 26, (4, 1, 256), (262_144, 32_768), tied=True),
     "gemma3-4b": _shape("gemma3_text", (2560, 10_240), 34, (8, 4, 256), (262_208, 131_072), tied=True),
     "gemma3-12b": _shape("gemma3_text", (3840, 15_360), 48, (16, 8, 256), (262_208, 131_072), tied=True),
     "gemma3-27b": _shape("gemma3_text", (5376, 21_504), 62, (32, 16, 128), (262_208, 131_072), tied=True),
-    # Gemma 4 likewise
+    # Gemma 4, the language models
     "gemma4-e2b": _gemma4((1536, 6144), 35, (8, 1), shared=20, every=5, use_double_wide_mlp=True),
     "gemma4-e4b": _gemma4((2560, 10_240), 42, (8, 2), shared=18),
     "gemma4-31b": _gemma4((5376, 21_504), 60, (32, 16), whole=4),
@@ -194,7 +197,7 @@ SHAPES = {
 }
 
 
-# The names that the hub has for the same shapes, without owners and the words of `_VARIANTS`.
+# The hub's names for the same shapes, without owners and the words of `_VARIANTS`.
 _HUB_NAMES = {
     "llama-1b": ("Llama-3.2-1B",),
     "llama-3b": ("Llama-3.2-3B",),
@@ -219,36 +222,40 @@ _HUB_NAMES = {
     "granite-8b": ("granite-3.3-8b",),
     "exaone4-32b": ("EXAONE-4.0-32B",),
 }
-# Of the tokens of the longest sequence, where a name has more or fewer than its shape.
+# Tokens of the longest sequence for names whose model differs from its shape in them alone, by `_key()`.
 _LONGEST = {"llama38b": 8192, "llama370b": 8192}
 _LONGEST_2507 = 262_144
 # Words of a name that change no shape.
 _VARIANTS = {"base", "instruct", "it", "pt", "chat", "think", "thinking", "reasoning", "sft", "dpo"}
 _VARIANTS |= {"meta", "hf", "bf16", "fp8", "2507", "2512"}
-# Names that a mistaken one is compared with, and how alike they are to be.
+# The largest number of names that an error suggests, and their least similarity.
 _NEAR_MAX, _NEAR = 3, 0.6
 
 
 def _key(name: str) -> str:
-    """What is left of a name without owner, case, separators and variant."""
+    """Returns a name without owner, case, separators and words of `_VARIANTS`, for comparisons."""
     words = re.split(r"[-_: ]+", name.rpartition("/")[2].lower())
     return "".join(word for word in words if word not in _VARIANTS)
 
 
-# The shape of each name, and the name as it is shown.
+# `_key()` of a name -> its shape, and the name as errors show it.
 _ON_THE_HUB = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
 _ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in _HUB_NAMES}
 _NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
-# The RAM of a machine that is not this one, where it is not given.
+# The assumed RAM of another machine, without --ram.
 ASSUMED_RAM = "64GB"
-# No machine has a larger figure, in any of the units that options take.
+# Larger numbers are mistakes, in every unit that options take.
 _FIGURE_MAX = 1e9
 
 
 def positive(text: str) -> float:
-    """A number above 0, of a speed or a size."""
+    """Parses a number above 0.
+
+    Raises:
+        ValueError: `text` is no such number, or is too large.
+    """
     value = float(text)
     if not 0 < value < _FIGURE_MAX:
         raise ValueError(text)
@@ -256,16 +263,16 @@ def positive(text: str) -> float:
 
 
 def shape_named(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """The name in `SHAPES` of the model of this name, and its config; None where a file or folder has it.
+    """Returns the name in `SHAPES` that this name means, and its config; None if `path` exists.
 
     Raises:
-        ConfigError: there is neither; it says which names are like it.
+        ConfigError: `path` does not exist, and no shape has this name; the message suggests similar names.
     """
     if path.exists():
         return None
     name = str(path)
     key = _key(name)
-    # With an owner, it is not one of the short names: Qwen/Qwen-7B is another model.
+    # A name with an owner is not a short name of `SHAPES`: Qwen/Qwen-7B is another model than qwen-7b.
     known = _ON_THE_HUB if "/" in name else _NAMES
     if key in known:
         shape = known[key][0]

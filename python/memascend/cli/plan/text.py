@@ -1,4 +1,4 @@
-"""Formats the answers of `memascend plan`: the lines to write, memory, seconds and their bounds, wear."""
+"""Formats the answers of `memascend plan`: the code to write, memory, seconds and their bounds, drive wear."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
-# A larger budget is shown if a step then takes at most this part of its time.
+# A larger budget is shown if a step then takes at most this share of its time.
 _FASTER = 0.99
-# The ways in which updates run that wait for the norm of all gradients.
+# Ways of updates that depend on the norm of all gradients -> their names in the table, and the meaning of the time.
 _WAYS: dict[Way, tuple[str, str]] = {
     "next backward": (
         "updates in the next backward",
@@ -47,9 +47,10 @@ def brief(
     other: tuple[Question, Answer] | None,
     examples: int,
 ) -> str:
-    """An answer in a few lines: whether it fits, seconds, memory, a whole run, and what to write.
+    """Formats an answer in a few lines: whether the run fits, seconds, memory, a whole run, and the code to write.
 
-    `proposal` is a larger step that takes less time in all; `other` is a run that fits where the asked one does not.
+    `proposal`: a larger step that takes less time per token. `other`: a run that fits if the asked one does not.
+    `examples`: the number of examples in a whole run.
     """
     title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
@@ -121,7 +122,7 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     parts[-1] += _loss_in_words(question)
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
     new = [path for path in map(Path, question.options.paths or ()) if not path.exists()]
-    # A name that is mistyped is most often on another drive.
+    # Name the drive of a path that does not exist yet: a mistyped path is most often on another drive.
     place = ", ".join(f" of {mount_point(path.parent)} ({path} does not exist yet)" for path in new)
     parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive{place}")
     return ", ".join(parts)
@@ -141,7 +142,7 @@ def _one_after_the_other(question: Question) -> str:
 
 
 def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
-    """The steps to propose, with the time of each: what every Trainer and loop has first."""
+    """Formats the proposed steps: first with micro-batches one after the other, then by layer."""
     layered = proposal.by_layer
     found = []
     if layered is None or layered[0] is not proposal.question:
@@ -157,7 +158,7 @@ def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
 
 
 def _changes(question: Question, other: Question) -> str:
-    """The options by which another run differs from the asked one."""
+    """Returns the options by which another run differs from the asked one."""
     options = []
     if other.sequences != question.sequences and not isinstance(other.trace, str):
         options.append(f"--tokens {other.trace.tokens}")
@@ -186,7 +187,7 @@ def _what_fits(question: Question, asked: Answer, found: tuple[Question, Answer]
 
 
 def shown(head: str, question: Question, found: Answer) -> str:
-    """All figures of an answer; `head` has a placeholder for the number of parameters."""
+    """Formats all figures of an answer (`--verbose`); `head` has a placeholder `{parameters}` for their number."""
     count, trained = question.subject.parameters, question.subject.trained
     of_them = "" if trained == count else f" ({trained:,} trained)"
     parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
@@ -205,11 +206,11 @@ def shown(head: str, question: Question, found: Answer) -> str:
 
 
 def _options(question: Question, *without: str) -> list[str]:
-    """The arguments of `offload()` but for some."""
+    """Returns the arguments of `offload()` in Python, without those named in `without`."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
-    # offload() has the same defaults.
+    # These are offload()'s defaults: leave them out.
     for name, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
                           ("max_grad_norm", None), ("activations", "device"), ("state", None)):  # fmt: skip
         value = AUTO if name == "host_memory" and options.spare is not None else getattr(options, name)
@@ -219,7 +220,7 @@ def _options(question: Question, *without: str) -> list[str]:
 
 
 def _command(model: Path, question: Question) -> str | None:
-    """The command line that trains so; None for several ranks, and where it takes more than the options of a plan."""
+    """Returns the `memascend train` command of this run; None if the run needs several ranks or code of the user's."""
     options, trace = question.options, question.trace
     if question.ranks > 1 or isinstance(trace, str) or not question.is_usual:
         return None
@@ -240,7 +241,7 @@ def _command(model: Path, question: Question) -> str | None:
 
 
 def _trainers_lines(question: Question) -> list[str]:
-    """What to write for a Trainer: its arguments, and the call before `train()`."""
+    """Returns the code for a Trainer: its arguments, and the call before `train()`."""
     norm = question.options.max_grad_norm
     given = [f"per_device_train_batch_size={question.sequences}", f"max_grad_norm={_as_python(norm or 0.0)}"]
     if question.micro_batches > 1:
@@ -250,19 +251,19 @@ def _trainers_lines(question: Question) -> list[str]:
     if question.subject.dtype != "float32":
         # TRL loads float32 by default, and casts.
         given += ['model_init_kwargs={"dtype": "auto"}', "bf16=False"]
-    # A Trainer takes what the machine can spare where no budget is given.
+    # trainer.offload() has the default "auto", the machine's spare memory: leave host_memory out.
     without = ("max_grad_norm", *(["host_memory"] if question.options.spare is not None else ()))
     call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, *without))})"
     if question.options.accumulation_steps > 1 and question.ranks == 1 and not question.carries:
         layered = replace(question, options=replace(question.options, accumulation_steps=1))
         if answer(layered).problems:
-            # Each of its micro-batches keeps its checkpoints.
+            # A Trainer that computes by layer keeps checkpointed activations of all micro-batches, which do not fit.
             call += ', with activations="ssd" where it goes by layer (SFT, Reward)'
     return [", ".join(given), call]
 
 
 def _lines(question: Question) -> list[str]:
-    """What to write in a loop: the call of `offload()`, and those around it on which the figures depend."""
+    """Returns the code for a loop: the call of `offload()`, and other calls that the figures depend on."""
     options, given = question.options, _options(question)
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
@@ -304,7 +305,7 @@ def _memory(question: Question, found: Answer) -> list[Row]:
     if question.on_host:
         rows += _torchs(question)
         if question.gaps:
-            rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps what is freed"))
+            rows.append(("  gaps between torch's", bytes_shown(question.gaps), "assumed; the heap keeps freed memory"))
     if isinstance(trace, str):
         rows.append(("torch's activations", "not counted", trace))
     return rows
@@ -340,7 +341,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
 
 
 def _moved(question: Question, found: Answer) -> list[Row]:
-    """Bytes that one of several ranks exchanges with the others and with its device."""
+    """Returns the rows of bytes that one of several ranks exchanges with other ranks and its device."""
     if found.network is None:
         return []
     nbytes = moved(question, found)
@@ -374,7 +375,7 @@ def _time(question: Question, found: Answer) -> list[Row]:
 
 
 def _in_turn(question: Question, now: float) -> list[Row]:
-    """The seconds of the same micro-batches in a loop of backwards."""
+    """Returns the row of the same micro-batches one after the other; none if their seconds are not known."""
     other = answer(question.one_after_the_other())
     if other.seconds is None:
         return []
@@ -384,7 +385,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 
 def _ram_tier(question: Question, found: Answer) -> list[Row]:
-    """The seconds without parameters kept in RAM, and with larger budgets."""
+    """Returns the rows of the seconds without parameters kept in RAM, and with larger budgets."""
     plan, forecast = found.plan, forecast_of(question, found)
     if forecast is None:
         return []
@@ -445,7 +446,7 @@ def _life(question: Question, found: Answer) -> Row:
 
 
 def fitting(found: Sequence[tuple[Question, Answer]]) -> str:
-    """The batches that fit: a row for each format of the state and length."""
+    """Formats the batches that fit, with a row for each format of the state and length (`--fit`)."""
     rows = [
         (
             "exact" if one.options.state is None else f'"{one.options.state}"',

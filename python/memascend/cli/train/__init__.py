@@ -1,4 +1,4 @@
-"""`memascend train`: TRL's Trainers on a model that does not fit in memory; the same command goes on after a kill."""
+"""`memascend train`: runs TRL's Trainers on models that do not fit in memory; after a kill the same command resumes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["HELP", "USAGE", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Take all words as they are: TRL's parser reads them."""
+    """Declares no options: `run()` gets all arguments in `options.words`, and TRL's parser reads them."""
     parser.set_defaults(words=())
 
 
-# What libraries say at each start about other libraries and their own defaults, by the names of their loggers.
+# Loggers and warnings by which libraries report, at each start, other libraries and their own defaults.
 _LOGGERS = ("bitsandbytes", "torch.utils._pytree")
 _WARNINGS = (r"`gradient_checkpointing` is deprecated", r"'pin_memory' argument is set as true but no accelerator")
 
 
 def _silence() -> None:
-    """Show no warning that the user's command did not cause."""
+    """Hides warnings that the user's command did not cause."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in _WARNINGS:
@@ -34,8 +34,9 @@ def _silence() -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train. Exit code 0 once the output folder holds the model of the last step."""
-    # TRL reports each run otherwise, and `datasets` each file that it reads. Both are looked at when they are imported.
+    """Trains. Exit code 0 once the output folder holds the model of the last step."""
+    # Otherwise TRL reports each run to Hugging Face, and `datasets` reports each file that it reads. TRL and `datasets`
+    # read these variables when they are imported.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     _silence()

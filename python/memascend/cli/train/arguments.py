@@ -1,4 +1,4 @@
-"""Reads the options of `memascend train`: those of TRL and transformers, those of `offload()`, and a file of both."""
+"""Parses the options of `memascend train`: those of TRL, transformers and `offload()`, also from a --config file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from memascend.text import expanded, how_to_install
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The kinds of training, and how the names of TRL's classes begin.
+# Kinds of training -> the prefix of TRL's classes.
 KINDS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}
 _MODEL = "model_name_or_path"
 _ALIASES = {"model": _MODEL, "data": "dataset_name", "output": "output_dir"}
 _LISTS = ("dataset_name", "eval", "storage")
-# TRL's own defaults would change results in silence, and write again what the store has.
+# Defaults that replace TRL's: its "dtype" and "bf16" silently change results, and its checkpoints write state that the
+# store already has.
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
-# Options of earlier versions.
+# Options of earlier versions -> their successors.
 _SUCCESSORS = {
     "batch": "--per_device_train_batch_size",
     "accumulate": "--gradient_accumulation_steps",
@@ -50,7 +51,7 @@ _SUCCESSORS = {
     "previous": "--existing previous",
 }
 
-# Arguments of `memascend.trainer.offload()`, whose defaults stay.
+# Options that are arguments of `memascend.trainer.offload()`; omitted options keep its defaults.
 OFFLOAD = (
     *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
     *("nonfinite", "rounding", "durability", "reduction", "scratch"),
@@ -58,7 +59,7 @@ OFFLOAD = (
 
 
 class Command(NamedTuple):
-    """A command line in the dataclasses of its options."""
+    """The parsed options of a command line."""
 
     kind: str
     script: Any  # TRL's ScriptArguments
@@ -66,12 +67,12 @@ class Command(NamedTuple):
     model: Any  # TRL's ModelConfig
     mixture: Any  # TRL's DatasetMixtureConfig
     own: Any  # OFFLOAD, storage, eval, columns and dry_run
-    finds_answers: bool  # the loss is on the assistant's turns, since --assistant_only_loss is not given
-    finds_packing: bool  # texts are packed, since --packing is not given
+    finds_answers: bool  # True if --assistant_only_loss is not given: the loss covers the assistant's turns
+    finds_packing: bool  # True if --packing is not given: texts are packed
 
 
 USAGE = f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] [option ...]"
-# It needs neither TRL nor torch.
+# A constant text, so that --help needs neither TRL nor torch.
 HELP = (
     "All options of TRL and transformers are taken (`trl sft --help` lists them), and of memascend.offload(): "
     f"--{', --'.join(OFFLOAD)}. Beside them: --eval FILE, --columns OURS=THEIRS, --dry_run."
@@ -79,7 +80,12 @@ HELP = (
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The options of a command line; an ArgumentError or a ConfigError says what is wrong."""
+    """Parses the options of a command line.
+
+    Raises:
+        ArgumentError: an option is missing, unknown or wrong.
+        ConfigError: a package or a model is missing, or the file of --config cannot be read.
+    """
     kind, words = (words[0], words[1:]) if words and not words[0].startswith("-") else ("sft", words)
     if kind not in KINDS:
         raise ArgumentError(None, f"a training is one of {', '.join(KINDS)}, not {kind!r}")
@@ -91,7 +97,7 @@ def parse(words: Sequence[str]) -> Command:
     needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
     if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
         raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
-    # Importing TRL takes long, and a mistaken name is known before.
+    # Check the model first: importing TRL takes seconds.
     revision = [*given.get("model_revision", ()), config.get("model_revision"), None][0]
     require_model(str([*given.get(_MODEL, ()), config.get(_MODEL)][0]), revision)
     import trl
@@ -105,7 +111,7 @@ def parse(words: Sequence[str]) -> Command:
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
     parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
-    # Several files are one data set, where TRL takes one.
+    # Parse --data without TRL, which accepts a single name; several files are one data set.
     files = given.pop("dataset_name", None)
     if kind == "sft":
         config = {"assistant_only_loss": None, "packing": None, **config}
@@ -130,7 +136,7 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def _name(word: str) -> str:
-    """The name of an option without its aliases; rejects those of earlier versions."""
+    """Returns the name of an option, with aliases resolved; rejects options of earlier versions."""
     name = word.lstrip("-").replace("-", "_")
     if name in _SUCCESSORS:
         raise ArgumentError(None, f"{word} is gone: give {_SUCCESSORS[name]}")
@@ -138,7 +144,7 @@ def _name(word: str) -> str:
 
 
 def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
-    """The words of each option: all places of a list, the last value of another one that is repeated."""
+    """Groups words by option. A repeated option keeps its last values, but one of `_LISTS` collects all of them."""
     found: dict[str, list[str]] = {"": []}
     name = ""
     for word in words:
@@ -154,7 +160,7 @@ def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _in_file(path: str) -> dict[str, Any]:
-    """The options of a file by their names; relative paths are relative to the current folder."""
+    """Returns the options in a YAML file by name; relative paths are relative to the current folder."""
     import yaml
 
     try:
@@ -167,16 +173,20 @@ def _in_file(path: str) -> dict[str, Any]:
     return found
 
 
-# How similar a folder's path is to a mistaken one, and to one that may also be a model of the hub.
+# Similarity from which a folder is suggested for a path that does not exist, and for a name that may be the hub's.
 _NEAR, _VERY_NEAR = 0.7, 0.9
 _CONFIG = "config.json"
 _CONFIGS = (_CONFIG, "adapter_config.json")
-# The folders of models that are compared at most.
+# The largest number of folders that are compared with a wrong path.
 _FOLDERS_MAX = 1000
 
 
 def require_model(name: str, revision: str | None = None) -> None:
-    """Reject at once a model that is no folder, and no model of the hub that can be had."""
+    """Rejects a model that is neither a folder of a model nor, as far as can be told quickly, a model of the hub.
+
+    Raises:
+        ConfigError: the folder or the hub's model does not exist, or the hub cannot be reached.
+    """
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in _CONFIGS):
@@ -200,7 +210,7 @@ def require_model(name: str, revision: str | None = None) -> None:
         hub = "" if is_path else f" (the hub's model of this name is taken once `hf download {name}` got it)"
         raise ConfigError(f"--model {name} does not exist{hint}{hub}")
     if any(key.lower().endswith("_proxy") for key in os.environ):
-        # Behind a proxy names cannot be looked up here.
+        # Behind a proxy this machine may be unable to resolve the hub's host name: skip the check.
         return
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0].partition(":")[0]
     try:
@@ -212,7 +222,7 @@ def require_model(name: str, revision: str | None = None) -> None:
 
 
 def _model_folders(path: Path) -> list[str]:
-    """The folders of models beside a mistaken path, or beside its folder where that is the mistake."""
+    """Returns folders of models near a wrong path: beside it, or in the folder above if its own folder is wrong."""
     above = path.parent if path.parent.is_dir() else path.parent.parent
     if not above.is_dir():
         return []

@@ -1,4 +1,7 @@
-"""Reads examples by `datasets` in TRL's columns, labels what the assistant wrote, and names a wrong example."""
+"""Reads examples with `datasets`, and converts them to TRL's columns; errors name the wrong file and line.
+
+If the chat template cannot mark the assistant's answers, labels their tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.arguments import Command
 
-# How `datasets` reads files. A text is one example: lines of it would mean little.
+# Suffix of a file -> the builder of `datasets` that reads it, and options. A whole text file is one example.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
@@ -35,7 +38,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "document"}),
 }
-# The columns that an example has; beside them it may have others.
+# For each kind of training, the sets of columns that an example may have; `_OTHERS` are allowed in addition.
 _SHAPES: dict[str, list[tuple[str, ...]]] = {
     "sft": [("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",)],
     "dpo": [("chosen", "rejected")],
@@ -43,21 +46,27 @@ _SHAPES: dict[str, list[tuple[str, ...]]] = {
     "kto": [("prompt", "completion", "label")],
 }
 _OTHERS = ("tools", "images", "system", "input", "margin")
+# Columns whose values must be texts.
 _TEXTS = ("text", "instruction", "input", "output", "system")
-# All of an example are texts, or all are lists of messages.
+# Columns whose values must be texts, or lists of messages; within an example all are of the same kind.
 _TEXTS_OR_TURNS = ("prompt", "completion", "chosen", "rejected")
+# Role of a message in the data -> role in chat templates.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-# A wrong value is shown in so many characters.
+# Characters of a wrong value that an error shows.
 _SHOWN_MAX = 60
-# ShareGPT's names.
+# ShareGPT's names of the roles.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
-    """The examples of a command; also decides how their loss is taken. A wrong one is a ConfigError that names it."""
+    """Returns the examples of a command, or with `held_out` those for evaluation; decides how their loss is computed.
+
+    Raises:
+        ConfigError: a file or an example is wrong; the message names it.
+    """
     script, own = command.script, command.own
     if command.mixture.datasets and not (held_out and own.eval):
-        # TRL draws the examples of its test split.
+        # TRL draws the test split at random.
         transformers.set_seed(command.training.seed)
         found = get_dataset(command.mixture)["test" if held_out else "train"]
         return _shaped(found, "datasets", command, tokenizer)
@@ -70,7 +79,8 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
         for place in files or [text]:
             builder, options = _BUILDERS.get(Path(place).suffix.lower(), (text, {"name": script.dataset_config}))
             if builder == "csv":
-                # Else a column of numbers would have no texts, and a line with a field too many would be shifted.
+                # Keep numbers as texts in columns of texts. index_col=False: if lines have one field more than the
+                # header, pandas would take the first column as an index, and shift the others.
                 texts = {"converters": dict.fromkeys(_text_columns(own.columns), str), "keep_default_na": False}
                 options = {**options, **texts, "index_col": False}
             given = {"split": "train", "data_files": place} if files else {"split": split}
@@ -78,13 +88,13 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
                 found = _loaded(place, builder, streaming=script.dataset_streaming, **options, **given)
                 parts.append(_shaped(found, place, command, tokenizer))
             except UnicodeDecodeError as error:
-                # `datasets` decodes when an example is read.
+                # `datasets` decodes a file only when its examples are read.
                 raise ConfigError(_wrong_line(place, builder) or f"{place} is not UTF-8: {error}") from error
     return datasets.concatenate_datasets(parts)
 
 
 def _renamed(columns: str | None) -> dict[str, str]:
-    """Our names of columns, and the names that they have in the data: `--columns`."""
+    """Parses `--columns`: a dict from our names of columns to the data's names."""
     return dict(part.split("=", 1) for part in (columns or "").split(",") if "=" in part)
 
 
@@ -94,7 +104,7 @@ def _text_columns(columns: str | None) -> list[str]:
 
 
 def _files(text: str) -> list[str]:
-    """The files that a text names; none for a folder, or a data set of the hub."""
+    """Returns the files that an argument names or matches; none for a folder, or a data set of the hub."""
     if Path(text).is_dir():
         return []
     found = [text] if Path(text).is_file() else sorted(glob.glob(text, recursive=True))  # noqa: PTH207
@@ -109,11 +119,11 @@ def _files(text: str) -> list[str]:
 def _loaded(place: str, builder: str, **options: Any) -> Any:
     try:
         with warnings.catch_warnings():
-            # By it pandas says that it cuts off fields.
+            # pandas gives this warning when it cuts off fields: turn it into an error.
             warnings.filterwarnings("error", "Length of header or names")
             return datasets.load_dataset(builder, **options)
     except Exception as error:
-        # `datasets` tells the reason in the cause of its error.
+        # `datasets` raises a general error whose cause has the reason.
         why = error.__cause__ or error
         if "corresponds to no data" in str(why):
             raise ConfigError(f"{place} has no examples") from error
@@ -123,7 +133,7 @@ def _loaded(place: str, builder: str, **options: Any) -> Any:
 
 
 def _wrong_line(place: str, builder: str) -> str | None:
-    """What is wrong with a file of texts, and in which line; None: nothing that is known here."""
+    """Returns the first error in a text file, with its line; None if this function finds none."""
     if builder not in ("json", "csv", "text"):
         return None
     content = Path(place).read_bytes()
@@ -145,7 +155,7 @@ def _wrong_line(place: str, builder: str) -> str | None:
 
 
 def _wrong_json(place: str, text: str) -> str | None:
-    """The first error in a document, or in lines that are one each."""
+    """Returns the first error in a JSON document or in JSON lines, with its line; None if there is none."""
     try:
         json.loads(text)
     except ValueError as wrong:
@@ -162,12 +172,15 @@ def _wrong_json(place: str, text: str) -> str | None:
 
 
 def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
-    """A data set with TRL's columns."""
+    """Returns a data set with TRL's columns; may turn on packing or `assistant_only_loss` in the Trainer's arguments.
+
+    `place` names the file in errors.
+    """
     found = data.column_names or list(next(iter(data)))
     if "input_ids" in found:
         kind = getattr((data.features or {}).get("input_ids"), "feature", None)
         if data.features is not None and not str(getattr(kind, "dtype", "")).startswith(("int", "uint")):
-            raise ConfigError(f"{place}: `input_ids` are lists of whole numbers, and these are no such lists")
+            raise ConfigError(f"{place}: `input_ids` must be lists of whole numbers: correct or rename this column")
         return data
     shapes = _SHAPES[command.kind]
     given = _renamed(command.own.columns)
@@ -181,7 +194,7 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     (shape,) = fitting
     by_prefixes = False
     if shape == ("text",) and command.finds_packing:
-        # No end of a text is cut off.
+        # "bfd_split" splits long texts over rows, and cuts off no tokens.
         command.training.packing, command.training.packing_strategy = True, "bfd_split"
     if shape[0] in ("messages", "conversations", "instruction"):
         if not tokenizer.chat_template:
@@ -191,7 +204,7 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
             command.training.assistant_only_loss = not by_prefixes
     others = (*_OTHERS, *(["prompt"] if "chosen" in shape else ()))
     columns = {name: given.get(name, name) for name in (*shape, *others)}
-    # `datasets` caches the result under these arguments.
+    # `datasets` caches the result under these arguments: the version keeps other versions from reusing it.
     convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, version("memascend"))
     return data.map(convert, with_indices=True, remove_columns=found)
 
@@ -199,7 +212,7 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
 def _row(
     place: str, shape: tuple[str, ...], columns: Mapping[str, str], tokenizer: Any, _: str, values: Any, number: int
 ) -> dict[str, Any]:
-    """An example with TRL's columns; with labels, where a tokenizer is given."""
+    """Converts an example to TRL's columns, with labels if a tokenizer is given. `columns`: our names -> the data's."""
     try:
         row = {ours: values[theirs] for ours, theirs in columns.items() if values.get(theirs) is not None}
         return _converted(row, shape, tokenizer)
@@ -228,7 +241,7 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
 
 
 def _require_kinds(row: Mapping[str, Any]) -> None:
-    """Reject values of another kind than their columns have."""
+    """Rejects values whose type does not fit their column."""
     for name in (*_TEXTS, *_TEXTS_OR_TURNS):
         value = row.get(name)
         if not isinstance(value, str | (list if name in _TEXTS_OR_TURNS else str) | None):
@@ -254,7 +267,10 @@ def _shown(value: Any) -> str:
 
 
 def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]:
-    """Messages of OpenAI's or ShareGPT's form, without fields that other examples alone have."""
+    """Converts messages of OpenAI's or ShareGPT's form to OpenAI's.
+
+    Drops fields that are None: `datasets` adds them if other examples have the field.
+    """
     messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns], 1):
         fields = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
@@ -268,7 +284,7 @@ def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]
 
 
 def _marks_answers(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant wrote, or TRL has one of this model that does."""
+    """True if the chat template, or TRL's training template for this model, marks the assistant's texts."""
     try:
         return has_generation_markers(tokenizer.chat_template) or get_training_chat_template(tokenizer) is not None
     except ValueError:
@@ -276,7 +292,10 @@ def _marks_answers(tokenizer: Any) -> bool:
 
 
 def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
-    """The tokens of a conversation, with labels where the assistant wrote: found by prefixes of the whole text."""
+    """Returns the tokens of a conversation, with labels for the assistant's tokens and -100 for all others.
+
+    Finds the assistant's texts by rendering prefixes of the conversation, each of which must be a prefix of the text.
+    """
     tools = json.loads(tools) if isinstance(tools, str) else tools
     render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     special = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -286,7 +305,7 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
             before, after = render(messages[:at], add_generation_prompt=True), render(messages[: at + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(f"it does not show which text of message {at + 1} the assistant wrote")  # noqa: TRY301
-            # The token that ends a turn is the answer's, the white space behind it is not.
+            # Label the token that ends a turn, but not the white space after it.
             ended = after.rstrip()
             spans.append((len(before), len(ended) if ended.endswith(special) else len(after)))
     except Exception as error:
@@ -295,7 +314,7 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
         ) from error
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     labels = [
-        # A token without characters stands before its place.
+        # A token without characters (start == end) belongs to the span that contains the character before it.
         token if any(start - (start == end) < last and first < end for first, last in spans) else -100
         for token, (start, end) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
     ]
@@ -303,14 +322,14 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
 
 
 def token_counts(data: Any) -> Any:
-    """The tokens of each example that TRL has prepared, as an array; None where its columns are not known.
+    """Returns the number of tokens of each example that TRL has prepared, as an array; None for unknown columns.
 
-    Of a pair, those of its longer answer, with the prompt.
+    Counts a pair as its prompt and its longer answer.
     """
     names = set(data.column_names)
 
     def lengths(column: str) -> Any:
-        # Arrow has the lengths without the tokens.
+        # Arrow knows the lengths of lists without reading the tokens.
         found = data.with_format("arrow").select_columns([column])[:][column]
         return np.asarray(pyarrow.compute.list_value_length(found))
 

@@ -1,4 +1,4 @@
-"""Trains by TRL's Trainer of a kind with `memascend.trainer.offload()`, and saves the model of the last step."""
+"""Runs one of TRL's Trainers with `memascend.trainer.offload()`, and saves the model of the last step."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from memascend.cli.plan.subject import Loss, Trace
     from memascend.cli.train.arguments import Command
 
-# Calls in chat templates that insert the date; their formats are literals.
+# Matches calls in chat templates that insert the date; group 2 is the format, a literal.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# The picture of a run, beside its log.
+# The plot of a run's loss and speeds, in the output folder.
 _PICTURE = "training.png"
-# When the run began, and of which store and step the saved model is.
+# A file in the output folder: the time at which the run began, and the store and step of the saved model.
 _RECORD = "memascend-train.json"
 
 
 def train(command: Command) -> int:
-    """Train to the end, from the step that the store has."""
+    """Trains from the store's last step to the end; returns the exit code."""
     args, own = command.training, command.own
     chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
     options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
@@ -80,24 +80,24 @@ def train(command: Command) -> int:
 
 
 def _spare(trainer: Any, kind: str, options: Options) -> Spare:
-    """The machine's spare memory: on a CPU, as far as it is known, less what torch needs."""
+    """Returns the memory that the machine can spare; on a CPU, without the memory that torch needs, if it is known."""
     if options.computes_on != "cpu":
         return Spare()
     try:
         found = _traced(trainer, kind, options)
     except Exception:  # noqa: BLE001
-        # A model of which no copy can be traced trains all the same.
+        # A model that cannot be traced can still be trained.
         return Spare()
     if isinstance(found, str):
         return Spare()
-    # By layer each micro-batch keeps its own checkpoints.
+    # By layer, each further micro-batch also keeps its checkpointed activations.
     more = (trainer.args.gradient_accumulation_steps - 1) * found.kept
     return Spare(torch_bytes=int((1 + GAPS) * (found.peak + more)))
 
 
 @contextlib.contextmanager
 def _unchanged(folder: Path) -> Iterator[None]:
-    """Remove the folder that a Trainer makes where there was none."""
+    """Removes `folder` at the end if it did not exist before: a Trainer's constructor makes it."""
     was_there = folder.exists()
     try:
         yield
@@ -122,13 +122,13 @@ def _print_plan(trainer: Any, kind: str, options: Options, examples: str | None)
 
 
 def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
-    """The largest micro-batch of a Trainer of this kind, and its loss."""
+    """Returns the largest micro-batch of a Trainer of this kind, and how its loss is computed."""
     args = trainer.args
     longest = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-    # TRL's older versions have the logits of all tokens.
+    # Older versions of TRL make the logits of all tokens at once.
     loss: Loss = "chunked" if hasattr(trl.trainer.utils, "add_fused_lm_head") else "full"
     return Batch(
-        # Answers that are compared are one batch.
+        # DPO and reward training compute both answers of a pair in one batch.
         sequences=args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1),
         length=min(one for one in (args.max_length, longest) if one),
         loss="score" if kind == "reward" else loss,
@@ -137,7 +137,7 @@ def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
 
 
 def _traced(trainer: Any, kind: str, options: Options) -> Trace | str:
-    """A micro-batch of the Trainer; or why it is not known."""
+    """Returns the trace of one micro-batch of the Trainer, or the reason why it has none."""
     if not getattr(trainer.args, "max_length", None):
         return "it is not known without --max_length"
     if trainer.args.world_size > 1:
@@ -148,7 +148,7 @@ def _traced(trainer: Any, kind: str, options: Options) -> Trace | str:
 
 
 def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
-    """What torch takes of a micro-batch beside the plan, in words."""
+    """Describes torch's own memory for a micro-batch, which the plan does not include."""
     found = _traced(trainer, kind, options)
     if isinstance(found, str):
         return f"torch's memory is not counted: {found}"
@@ -161,20 +161,21 @@ def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received: what Ctrl-C leaves whole stays whole."""
+    """SIGTERM was received. A KeyboardInterrupt, so that it ends the process as cleanly as Ctrl-C."""
 
     exit_code = 128 + signal.SIGTERM
 
 
 @contextlib.contextmanager
 def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
-    """Print which step is committed where Ctrl-C or, in one process, SIGTERM ends the block.
+    """Prints the committed step if Ctrl-C or, in a single process, SIGTERM ends the block.
 
-    The block adds its Trainer to the list.
+    Yields an empty list; the block adds its Trainer to it.
     """
     made: list[Any] = []
     before: Any = None
-    # A rank that waits in a collective call runs no handler, and torchrun would wait for its end.
+    # With ranks, leave the default action: a rank that waits in a collective call runs no handler, so torchrun would
+    # wait for it in vain.
     if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
         before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
     try:
@@ -188,19 +189,20 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
 
 
 def _report_stop(trainer: Any, existing: str | None) -> None:
+    """Closes the optimizer, and prints on rank 0 how to continue after a stop."""
     where = "before the training began: the same command starts it"
-    # Other values would not go on from the store.
+    # With another value of --existing, the command would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
     with contextlib.suppress(ConfigError, AttributeError):
-        # Not offloaded yet.
+        # offloaded_optimizer() raises an error if the Trainer is not offloaded yet: `where` stays.
         optimizer = offloaded_optimizer(trainer.optimizer)
-        # It may write for a while, and show its progress.
+        # close() may write for a while, and show its progress: print the message afterwards.
         optimizer.close()
         where = f"after step {optimizer.steps}, which is committed: the same command{without} goes on there"
     if trainer is None or trainer.is_local_process_zero():
         for callback in [] if trainer is None else trainer.callback_handler.callbacks:
             if (bar := getattr(callback, "training_bar", None)) is not None:
-                # Else it is drawn again, behind the message.
+                # Otherwise the bar is drawn again after the message.
                 bar.close()
         print(f"memascend train: stopped {where}", file=sys.stderr)
 
@@ -208,12 +210,12 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
 def _terminate(process: int, *_: object) -> None:
     if os.getpid() == process:
         raise Terminated
-    # A worker of a data loader or of `datasets`, which has inherited the handler.
+    # A worker process of a DataLoader or of `datasets` has inherited the handler: end it without cleanup.
     os._exit(Terminated.exit_code)
 
 
 def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
-    """TRL's Trainer, with the model of the folder, and its examples in words."""
+    """Makes TRL's Trainer of the command; returns it, and a description of its examples (None for a stream)."""
     model, args = command.model, command.training
     name = model.model_name_or_path
     if Path(name).resolve() == Path(args.output_dir).resolve():
@@ -232,11 +234,11 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
         tokenizer = getattr(processor, "tokenizer", processor)
         template = tokenizer.chat_template
         if isinstance(template, str):
-            # Another day than the first would change the tokens, and so the data of the run.
+            # Insert the day on which the run began: the date of a resume would change the tokens of all examples.
             tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
         examples = read(command, tokenizer)
         held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
-        # FSDP2 makes parameters of its own from the values.
+        # Under FSDP2 accelerate shards values in memory: load the model with its values.
         with trainers.loading() if args.world_size == 1 else contextlib.nullcontext():
             trainer = getattr(trl, f"{KINDS[command.kind]}Trainer")(
                 model=name,
@@ -258,9 +260,9 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
 
 
 def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
-    """Reject data of which TRL dropped all examples; returns how many it dropped, in words, or ""."""
+    """Rejects data of which TRL dropped all examples; otherwise describes how many it dropped, or returns ""."""
     if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
-        # A stream has no length, and packing drops none.
+        # A stream has no length, and packing drops no examples.
         return ""
     dropped, count = len(given) - len(kept), len(given)
     if not dropped:
@@ -274,7 +276,7 @@ def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
 
 
 def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
-    """The examples that are trained: kept, cut and dropped; None for a stream."""
+    """Describes how many examples TRL kept, cut and dropped; None for a stream."""
     dropped = _require_some(trainer, "data", given, trainer.train_dataset)
     if isinstance(given, datasets.IterableDataset):
         return None
@@ -284,7 +286,8 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
     words = [f"{len(kept):,} kept", *([dropped] if dropped else [])]
     lengths = None if longest is None else token_counts(kept)
     if lengths is not None:
-        # Shorter rows were cut by TRL already; of pairs the collator cuts them.
+        # For SFT, TRL has already cut the examples: a cut example has exactly --max_length tokens. For other kinds the
+        # collator cuts them later: count the longer examples.
         is_cut = kind != "sft"
         count = int((lengths > longest).sum() if is_cut else (lengths == longest).sum())
         what = (
@@ -295,19 +298,19 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
 
 
 def _require_exact(trainer: Any) -> None:
-    """Reject models whose loss would mean nothing, or whose attention would mix packed examples."""
+    """Rejects models that are no causal decoders, and models whose attention would mix packed examples."""
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     config, name, source = model.config, type(model).__name__, inspect.getsource(sys.modules[type(model).__module__])
-    # Some configs have is_decoder although the model's code does not read it.
+    # Only the code of some models reads `config.is_decoder`; others have the entry without a meaning.
     sees_all = "config.is_decoder" in source and not getattr(config, "is_decoder", True)
     decodes = name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     if sees_all or config.is_encoder_decoder or not (decodes or name.endswith("ForSequenceClassification")):
         raise ConfigError(
-            f"{name} is no causal decoder, so that this loss means nothing: train it in a loop of your own"
+            f"{name} is no causal decoder, so this loss does not apply to it: train it in a loop of your own"
         )
     layers = {*(getattr(config, "layer_types", None) or ())}
     if getattr(trainer.args, "packing", False) and not (
-        # Position ids keep attention within an example, unless a layer is recurrent or convolves.
+        # Position ids keep attention within an example; a recurrent or convolutional layer ignores them.
         ("position_ids=position_ids" in source and "causal_mask" in source)
         and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
         and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
@@ -316,6 +319,7 @@ def _require_exact(trainer: Any) -> None:
 
 
 def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
+    """Replaces the record on rank 0, atomically."""
     if trainer.is_world_process_zero():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".new").write_text(json.dumps(record))
@@ -323,21 +327,21 @@ def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
 
 
 def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
-    """Save the model of the last step, unless it is there."""
+    """Saves the model of the last step unless an earlier start has saved it; closes the optimizer; plots the run."""
     optimizer = offloaded_optimizer(trainer.optimizer)
     made = session_of(optimizer).run.metadata.identity()
     (is_there,) = broadcast_object_list([record.get("saved") == made])
     if not is_there:
         trainer.save_model(str(file.parent))
         trainer.save_state()
-        # A record without its model would pass for a whole one.
+        # Flush the model first: after a crash the record must not name a model that is incomplete.
         os.sync()
         _write(trainer, file, record | {"saved": made})
     done = "this run is finished" if is_there else "the training is done"
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
     optimizer.close()
     if trainer.is_world_process_zero() and not is_there:
-        # The run is over: without matplotlib, or with one that fails, there is no picture.
+        # The training is saved: a failure to plot, as without matplotlib, must not fail the command.
         with contextlib.suppress(Exception):
             optimizer.report().plot(file.parent / _PICTURE)
             print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
