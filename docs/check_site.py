@@ -1,7 +1,7 @@
-"""Checks the site that make_site.py made as a reader would see it: `python docs/check_site.py` prints each fault.
+"""Checks the pages that make_site.py made: `python docs/check_site.py` prints each fault, and exits with 1 if any.
 
-Raw markup, lost headings, dead links and anchors (also into the repository), pictures without words or wider than their
-column, and what is fetched from elsewhere are faults; then the exit code is 1.
+Faults are raw markup, lost headings, dead links and anchors (also into the repository), pictures without alternative
+text or wider than their column, and files that a page fetches from other hosts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# A phone's column shows three quarters of these pixels, and letters of 14 pixels as ones of 11.
+# Pixels. A phone's column shows a drawing of this width at three quarters, and letters of 14 pixels at 11.
 WIDEST_DRAWING = 480
 
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-# What stays of Markdown that a renderer does not know: outside of code any of it, within code a fence alone.
+# Matches Markdown that a renderer left as it is: `_RAW` outside of code, `_FENCE` within code.
 _RAW = re.compile(r"```|~~~|`|\]\(|\*\*|^\||^#+ |^[-*+] |^:::|\{[:#.]", re.MULTILINE)
 _FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
 
 
 class Page(HTMLParser):
-    """What a page has: its anchors, links, pictures, and headings and other texts of its article."""
+    """The anchors, links and pictures of a page, and the headings, code and prose of its article."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.fetched: list[str] = []
         self.pictures: list[dict[str, str]] = []
-        # Those that Markdown has; the reference of the API makes more.
+        # Headings from Markdown, without those that the API reference adds.
         self.headings: list[str] = []
         self.code = ""
         self.prose = ""
@@ -44,7 +44,7 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what the tag names."""
+        """Collects a tag's anchors, links, pictures and fetched files."""
         told = {name: value or "" for name, value in attrs}
         self.anchors.update(told[name] for name in ("id", "name") if name in told)
         if tag == "a" and "href" in told:
@@ -65,13 +65,13 @@ class Page(HTMLParser):
             self._open.append((tag, told.get("class", "")))
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave the tag, and those in it that need no end."""
+        """Closes the tag, and tags in it without an end tag."""
         if self._inside(tag):
             while self._open.pop()[0] != tag:
                 pass
 
     def handle_data(self, data: str) -> None:
-        """Note a text."""
+        """Adds a text to the article's headings, code or prose."""
         if not self._inside("article") or self._inside("script", "style"):
             return
         classes = [name for _, name in self._open]
@@ -91,14 +91,14 @@ class Page(HTMLParser):
 
 
 def headings(markdown: str) -> list[str]:
-    """Of a page as it is written: those outside of fences, without their markup."""
+    """Returns the headings of a Markdown page outside of fences, without their markup."""
     text = re.sub(r"^( *)(```|~~~).*?^\1\2`*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
     return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").replace("*", "") for title in titles]
 
 
 def faults_of_text(page: Page, source: Path) -> list[str]:
-    """Raw markup, and headings that differ from those of the source."""
+    """Returns faults: raw markup, and headings that differ from those of the source."""
     found = [f"shows raw markup: {text!r}" for text in sorted({match[0] for match in _RAW.finditer(page.prose)})]
     found += [f"shows a raw fence: {text!r}" for text in sorted(set(_FENCE.findall(page.code)))]
     shown = [" ".join(title.split()) for title in page.headings]
@@ -110,7 +110,7 @@ def faults_of_text(page: Page, source: Path) -> list[str]:
 
 
 def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
-    """Links to files, anchors and files of the repository that are not there."""
+    """Returns faults: links to files, anchors and files of the repository that do not exist."""
     found = []
     for link in page.links:
         where = urlsplit(link)
@@ -128,13 +128,13 @@ def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
 
 
 def faults_of_pictures(page: Page) -> list[str]:
-    """Pictures without words, not there, or of a width of their own."""
+    """Returns faults: pictures without alternative text, missing, too wide, or with a size of their own."""
     found = []
     for picture in page.pictures:
         name = picture.get("src", "")
         path = _target(page, urlsplit(name).path)
         if not picture.get("alt"):
-            found.append(f"shows {name} without words for who does not see it")
+            found.append(f"shows {name} without alternative text")
         if {"width", "height", "style"} & picture.keys():
             found.append(f"gives {name} a size of its own, which may be wider than the column")
         if not path.is_file():
@@ -145,7 +145,7 @@ def faults_of_pictures(page: Page) -> list[str]:
 
 
 def faults_of_styles() -> list[str]:
-    """Rules that let a picture be wider than its column."""
+    """Returns faults: style rules that let a picture be wider than its column."""
     sheets = {path: path.read_text(encoding="utf-8") for path in SITE.rglob("*.css")}
     found = []
     if not any(re.search(r"\.md-typeset img\b[^{}]*\{[^}]*max-width:100%", sheet) for sheet in sheets.values()):
@@ -160,7 +160,7 @@ def faults_of_styles() -> list[str]:
 
 
 def check() -> list[str]:
-    """Every fault of the site, with the page that has it."""
+    """Returns every fault of the site, with the page that has it."""
     pages = {path: Page(path) for path in sorted(SITE.rglob("*.html"))}
     found = faults_of_styles()
     for path, page in pages.items():
@@ -177,7 +177,7 @@ def check() -> list[str]:
 
 
 def _target(page: Page, place: str) -> Path:
-    """The file of the site that a link of the page leads to."""
+    """Returns the file of the site that a link of the page leads to."""
     if not place:
         return page.path
     target = SITE / unquote(place[1:]) if place.startswith("/") else page.path.parent / unquote(place)

@@ -1,7 +1,7 @@
 """Makes the site of the documents with Zensical: `python docs/make_site.py` writes target/site.
 
-First it copies the pages, with links to the repository instead of links out of docs/, the pictures of benchmarks, and
-llms.txt. Zensical makes HTML of them. At last names in code get places to break, and no page asks GitHub for anything.
+`copy_pages()` copies pages, pictures and llms.txt, and replaces links out of docs/ by links to the repository. Zensical
+makes HTML of them. `finish()` adds line breaks to names in code, and removes requests to GitHub.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks/results"
 PAGES, SITE = ROOT / "target/pages", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# Pictures of benchmarks, and other links of a page that leave the folder of the documents.
+# Match pictures of benchmarks, and other links of a page that leave the folder of the documents.
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()\.\./benchmarks/results/([\w-]+\.png)\)")
 _OUTSIDE = re.compile(r"(\]\()\.\./([^)#]+)")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
@@ -27,12 +27,12 @@ _JOINT = re.compile(r"(?<=[\w)\]])[._=,/(]+(?=[A-Za-z&{])")
 
 
 def copy_pages() -> None:
-    """Write the pages, drawings, pictures and the style to where Zensical reads them."""
+    """Copies pages, drawings, pictures and the style to target/pages, where Zensical reads them."""
     for folder in (PAGES, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     PAGES.mkdir(parents=True)
     for page in DOCS.glob("*.md"):
-        # A phone's column is too narrow for several panels, so a picture of results opens by itself.
+        # Link each picture of results to its file: a phone's column is too narrow for several panels.
         text = _PICTURE.sub(r"[\1\2)](\2)", page.read_text(encoding="utf-8"))
         (PAGES / page.name).write_text(_OUTSIDE.sub(rf"\1{REPOSITORY}\2", text), encoding="utf-8")
     for path in (DOCS / "site.css", ROOT / "llms.txt", *RESULTS.glob("*.png")):
@@ -41,20 +41,20 @@ def copy_pages() -> None:
 
 
 def finish(html: str) -> str:
-    """Keep options on one line, let names in tables break at joints, and have no page ask GitHub for its stars."""
+    """Keeps options on one line, lets names in tables break at joints, and removes the request for GitHub's stars."""
     html = _in_code(_OPTION, r'<span class="option">\g<0></span>', html)
     html = _CELL.sub(lambda cell: _in_code(_JOINT, r"\g<0><wbr>", cell[0]), html)
     return html.replace('data-md-component="source"', "")
 
 
 def _in_code(pattern: re.Pattern[str], put: str, html: str) -> str:
-    """`html` with the pattern replaced in the texts of its code."""
+    """Replaces the pattern by `put` in the texts of `<code>` elements."""
     return _CODE.sub(lambda code: _TEXT.sub(lambda text: pattern.sub(put, text[0]), code[0]), html)
 
 
 if __name__ == "__main__":
     copy_pages()
-    # What an earlier build cached may be older than a docstring.
+    # --clean: the cache of an earlier build may have older docstrings.
     build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if subprocess.run(build, cwd=ROOT, check=False).returncode:
         sys.exit(1)

@@ -1,10 +1,10 @@
-"""Fine-tunes the model of a folder on conversations, by hand: what `memascend train` does, as a plain loop.
+"""Fine-tunes the model of a folder on conversations in a plain loop, as `memascend train` does.
 
     python examples/small_model.py small
     python examples/finetune.py --model small/model --data small/data/messages.jsonl --output tuned --storage state
 
-Weights go from their files to storage one by one, never all into memory. Kill it once it trains: started again, it goes
-on at the next batch with the same bits.
+offload() streams the weights from their files to storage, one parameter at a time. Kill the script while it trains, and
+start it again: the training continues at the next step with the same bits.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import memascend
 
 
 def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int) -> tuple[list[int], list[int]]:
-    """Ids, and labels: a loss is taken on what the assistant says, which is the last turn here."""
+    """Returns token ids and labels: the loss covers the assistant's text alone, which must be the last turn."""
     before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if messages[-1]["role"] != "assistant" or not whole.startswith(before):
@@ -31,7 +31,7 @@ def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int
 
 
 def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Rows beside each other; the shorter ones are padded with what is neither seen nor learnt."""
+    """Makes a batch of rows; pads shorter ones with tokens that attention and loss ignore."""
     length = max(len(ids) for ids, _ in rows)
 
     def padded(lists: list[list[int]], value: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> di
 
 
 def main() -> None:
-    """Train, or go on training."""
+    """Trains, or resumes the training in the storage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="JSON lines with `messages`")
@@ -68,13 +68,13 @@ def main() -> None:
     if not per_epoch:
         raise SystemExit(f"{len(rows)} rows make no step of {together}")
 
-    # No weight is in memory: they are read from the folder into the storage, one at a time.
+    # Make the model on meta, without memory: offload() reads the weights from the folder, one parameter at a time.
     config = AutoConfig.from_pretrained(options.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # A block is computed again in the backward, so that one block's activations are in memory, and not all.
-    # The second name is that before transformers 5.23.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
+    # in memory at a time. Before 5.23 transformers had the second name.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -85,10 +85,11 @@ def main() -> None:
         host_memory=options.host_memory,
         max_grad_norm=1.0,
         accumulation_steps=options.accumulate,
-        # Read where the storage holds nothing yet.
+        # Read only if the storage has no training yet.
         weights=options.model,
     )
-    # step() advances the schedule, and a resume restores it; the steps that storage has say where to go on in the data.
+    # step() advances the schedule, and a resume restores it. optimizer.steps, the number of committed steps, tells
+    # where to continue in the data.
     warmup = math.ceil(0.03 * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
@@ -100,17 +101,17 @@ def main() -> None:
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist()
             chosen = [rows[number] for number in order[place * together :][:together]]
             count = sum(label != -100 for _, labels in chosen for label in labels[1:])
-            # Dropout depends on the step, and not on where this process began.
+            # Seed by the step, so that dropout does not depend on where this process began.
             torch.manual_seed(step)
             total = 0.0
             for start in range(0, together, options.batch):
                 batch = collate(chosen[start : start + options.batch], model.device)
                 learnt = int((batch["labels"][:, 1:] != -100).sum())
-                # The mean over all tokens of the step, whichever batch they are in.
+                # Weight by labelled tokens: the sum over batches is the mean over all labelled tokens of the step.
                 loss = model(**batch, use_cache=False).loss * (learnt / count)
                 optimizer.backward(loss)
                 total += loss.item()
-            # All of the step becomes visible and durable here, at once.
+            # Commit the step: all its updates become visible and durable at once.
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {total:.4f}, norm {optimizer.grad_norm:.3f}", flush=True)

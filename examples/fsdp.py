@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --storage state
     torchrun --standalone --nproc-per-node 4 examples/fsdp.py --storage replicas --replicas 2
 
-Killed at any moment and started again, it goes on. 1, 2 and 4 ranks, also in replicas, have the same bits.
+Kill the script at any moment, and start it again: the training continues at the next step. Runs with 1, 2 and 4 ranks,
+also in replicas, have the same bits.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memascend
 
-MICRO_BATCHES = 4  # of a step, on all ranks
+MICRO_BATCHES = 4  # in a step, over all ranks
 parser = argparse.ArgumentParser()
 parser.add_argument("--storage", required=True)
 parser.add_argument("--steps", type=int, default=8)
@@ -29,12 +30,12 @@ sizes = {"pp": 1, "dp_replicate": options.replicas, "dp_shard": ranks // options
 mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 mesh = mesh["dp_replicate", "dp_shard"] if options.replicas > 1 else mesh["dp_shard"]
 
-with torch.device("meta"):  # offload() initialises it, unit by unit
+with torch.device("meta"):  # offload() initialises the parameters, unit by unit
     shape = {"nhead": 4, "dim_feedforward": 512, "dropout": 0.0, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(128, **shape) for _ in range(4)]
     model = nn.Sequential(nn.Embedding(256, 128), *blocks, nn.Linear(128, 256))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-for block in blocks:  # the backward begins with the last one, which stays
+for block in blocks:  # the last block stays gathered: the backward begins with it
     fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1])
 fully_shard(model, mesh=mesh, mp_policy=policy)
 torch.manual_seed(0)
@@ -43,13 +44,13 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 model, optimizer = memascend.offload(
     model, optimizer, storage=options.storage, existing="resume", device=device, max_grad_norm=1.0
 )
-optimizer.schedule(scheduler)  # which step() advances and commits
+optimizer.schedule(scheduler)  # step() advances and commits the scheduler
 for step in range(optimizer.steps, options.steps):
     for micro in range(rank, MICRO_BATCHES, ranks):
         generator = torch.Generator().manual_seed(step * MICRO_BATCHES + micro)
         tokens = torch.randint(0, 256, (2, 33), generator=generator).to(device)
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-        (loss * ranks / MICRO_BATCHES).backward()  # FSDP divides by the ranks
+        (loss * ranks / MICRO_BATCHES).backward()  # FSDP divides gradients by the number of ranks
     optimizer.step()
     optimizer.zero_grad()
     print(f"rank {rank}, step {step}: {loss.item():.4f}, norm {optimizer.grad_norm:.4f}", flush=True)

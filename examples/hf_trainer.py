@@ -1,9 +1,10 @@
-"""Trains the model of a folder by the Trainer of transformers, and goes on at the next step wherever it was killed.
+"""Trains the model of a folder with the Trainer of transformers; after a kill, the same command resumes.
 
     python examples/small_model.py small
     python examples/hf_trainer.py --model small/model --data small/data/text.txt --output trained --storage state
 
-The model is made without its weights, which go from their files to storage one by one.
+loading() makes the model without its weights; offload() streams them from their files to storage, one parameter at a
+time.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import memascend.trainer
 
 
 def main() -> None:
-    """Train, or go on training."""
+    """Trains, or resumes the training in the storage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="a text")

@@ -3,8 +3,8 @@
     python examples/small_model.py small
     python examples/lora.py --model small/model --data small/data/prompts.jsonl --output adapters
 
-Weights go from their files to storage one by one. `memascend train --use_peft --lora_r 8` does the same, and goes on
-where it was killed.
+offload() streams the weights from their files to storage, one parameter at a time. The command
+`memascend train --use_peft --lora_r 8` does the same, and resumes after a kill.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import memascend
 
 
 def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function that offload() asks for one parameter after another: by peft's names, from the folder's files."""
+    """Returns a function for `offload(weights=)`: gives a parameter's first values by peft's name for it."""
     places = {}
     for path in folder.glob("*.safetensors"):
         file = safe_open(path, framework="pt")
@@ -31,7 +31,7 @@ def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
         if ".lora_A." in name:
             return torch.nn.init.kaiming_uniform_(torch.empty_like(like, device="cpu"), a=5**0.5)
         if ".lora_B." in name:
-            # Adapters begin as nothing.
+            # With B = 0, an adapter changes nothing at first.
             return torch.zeros_like(like, device="cpu")
         key = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         return places[key].get_tensor(key)
@@ -40,7 +40,7 @@ def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def main() -> None:
-    """Train adapters."""
+    """Trains adapters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="JSON lines with `prompt` and `completion`")
@@ -55,15 +55,14 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    # A block is computed again in the backward, so that one block's activations are in memory, and not all.
     model.train()
-    # The second name is that before transformers 5.23.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
+    # in memory at a time. Before 5.23 transformers had the second name.
     blocks = model.base_model.model
     (getattr(blocks, "activation_checkpointing_enable", None) or blocks.gradient_checkpointing_enable)()
     model.print_trainable_parameters()
 
-    # Only what is trained goes to the optimizer; offload() takes care of the rest of the model all the same. Frozen
-    # values are never written again.
+    # Give the optimizer only the trained parameters. offload() also offloads the frozen ones, and writes them once.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     model, optimizer = memascend.offload(model, optimizer, storage=options.storage, weights=first_values(options.model))
@@ -81,7 +80,7 @@ def main() -> None:
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")
         print(f"\n{optimizer.report()}")
-        # peft's own way to save: the adapters alone, with their real values.
+        # peft's save_pretrained() writes the adapters alone.
         model.save_pretrained(options.output)
         tokenizer.save_pretrained(options.output)
 

@@ -1,11 +1,11 @@
-"""Trains a mixture of experts from its folder on a text, with clipping and the loss that keeps its experts in use.
+"""Trains a mixture of experts on a text, with gradient clipping and the router's load-balancing loss.
 
     python examples/small_model.py small --kind mixtral
     python examples/mixture_of_experts.py --model small/model --data small/data/text.txt --output tuned --storage state
 
-Weights go from their files to storage one by one. The hub has a tensor for each expert, and transformers one parameter
-for all of a layer: they are put together on the way, and taken apart again when the model is saved. Kill it whenever
-you like: started again, it goes on at the next step with the same bits.
+offload() streams the weights from their files to storage. Files of the hub have a tensor for each expert; transformers
+has one parameter for all experts of a layer. offload() stacks the tensors, and save_pretrained() separates them again.
+Kill the script at any moment, and start it again: the training continues at the next step with the same bits.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import memascend
 
 
 def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
-    """A text in rows of equal length."""
+    """Returns the tokens of a text in rows of equal length."""
     text = file.read_text(encoding="utf-8")
-    # In parts: a tokenizer warns of a text that is longer than its model takes.
+    # Encode line by line: a tokenizer warns of a text that is longer than its model's longest sequence.
     lines = text.splitlines(keepends=True)
     ids = [token for part in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in part]
     if len(ids) < length:
@@ -29,7 +29,7 @@ def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train, or go on training."""
+    """Trains, or resumes the training in the storage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="a text")
@@ -44,14 +44,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     rows = read(tokenizer, options.data, options.length)
     config = AutoConfig.from_pretrained(options.model)
-    # Its loss on top: without it the router sends all tokens to a few experts.
+    # Add the load-balancing loss: without it, the router would send all tokens to a few experts.
     config.output_router_logits = True
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # What a step computes again need not stay in memory.
-    # The second name is that before transformers 5.23.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
+    # in memory at a time. Before 5.23 transformers had the second name.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -60,9 +60,9 @@ def main() -> None:
         storage=options.storage,
         existing="resume",
         host_memory=options.host_memory,
-        # Clipping needs all gradients before the first update, so they wait on storage until step().
+        # Clipping needs all gradients before the first update, so the gradients wait on storage until step().
         max_grad_norm=1.0,
-        # Read where the storage holds nothing yet.
+        # Read only if the storage has no training yet.
         weights=options.model,
     )
     with optimizer:

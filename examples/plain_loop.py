@@ -1,9 +1,9 @@
-"""Trains in a plain PyTorch loop with one more line; runs anywhere, on text of Python's own sources.
+"""Trains in a plain PyTorch loop with one more line, offload(); needs no data but Python's own sources.
 
     python examples/plain_loop.py --storage state --steps 20
     python examples/plain_loop.py --storage state --steps 40    # goes on where the first one ended
 
-Kill it at any moment and start it again: not a step that was printed is lost.
+Kill the script at any moment, and start it again: no step that it printed is lost.
 """
 
 import argparse
@@ -17,18 +17,18 @@ import memascend
 
 
 class Model(nn.Module):
-    """A language model of bytes."""
+    """A language model that predicts bytes."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         block = {"nhead": width // 64, "dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
-        # Repeated blocks are found, and travel between storage and memory one by one.
+        # offload() makes each repeated block a unit, and reads one unit at a time.
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **block) for _ in range(layers))
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of the byte after each."""
+        """Returns, for each byte, the logits of the next one."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         hidden = self.embed(tokens)
         for block in self.blocks:
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def weights_file(storage: Path) -> Path:
-    """Where the trained weights are written: in the storage if it is a folder, beside its file, else here."""
+    """Returns the path for the trained weights: in the storage folder, beside the storage file, or in this folder."""
     if storage.is_dir():
         return storage / "weights.pt"
     if storage.is_file():
@@ -46,7 +46,7 @@ def weights_file(storage: Path) -> Path:
 
 
 def main() -> None:
-    """Train, or go on training."""
+    """Trains, or resumes the training in the storage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
     parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
@@ -62,7 +62,7 @@ def main() -> None:
     model = Model(options.layers, options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-    # The one line. Values, master weights and optimizer state now live on storage.
+    # The one line: it moves values, master weights and optimizer state to storage.
     model, optimizer = memascend.offload(
         model,
         optimizer,
@@ -70,11 +70,11 @@ def main() -> None:
         host_memory=options.host_memory,
         existing="resume" if options.storage else "refuse",
     )
-    # step() advances the scheduler, and a resume restores it. The steps that the storage has already say where to go on
-    # in the data. Whatever else a resume needs can be set as optimizer.user_state before each step().
+    # step() advances the scheduler, and a resume restores it. optimizer.steps, the number of committed steps, tells
+    # where to continue in the data. If a resume needs more, set optimizer.user_state before each step().
     optimizer.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20)))
     print(optimizer.plan, "\n")
-    # CUDA where there is a GPU; offload(device="cpu") would have it on the CPU.
+    # offload() chooses CUDA if the machine has a GPU; offload(device="cpu") chooses the CPU.
     device = next(model.parameters()).device
 
     with optimizer:
@@ -83,14 +83,14 @@ def main() -> None:
             tokens = torch.stack([text[start : start + 129] for start in starts]).long().to(device)
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
-            # All of the step becomes visible and durable here, at once.
+            # Commit the step: all its updates become visible and durable at once.
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")
         print(f"\n{optimizer.report()}")
         if options.storage:
             weights = weights_file(Path(options.storage))
-            # Ordinary tensors, in files instead of in memory.
+            # state_dict() returns ordinary tensors, whose memory is mapped from temporary files.
             torch.save(model.state_dict(), weights)
             print(f"the weights are in {weights}")
 

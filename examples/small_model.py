@@ -1,11 +1,10 @@
-"""Makes a small model folder and data for it, from text that every machine has: Python's own library.
+"""Makes a small model and data for it from Python's own library; downloads nothing.
 
     python examples/small_model.py small
 
-Afterwards `small/model` is what a model from the hub is: config.json, safetensors, a tokenizer with a chat template
-(made on the spot, the values random). `small/data` has rows of each kind that `memascend train` reads. Every command
-of README and docs runs on them, and nothing is downloaded. `--layers 24 --width 1024` makes a model that is worth
-offloading; `--kind mixtral` one with experts.
+`small/model` has the files of a model from the hub: config.json, safetensors with random values, a tokenizer with a
+chat template. `small/data` has examples of each kind that `memascend train` reads. Every command in README and docs
+runs on them. `--layers 24 --width 1024` makes a model that is worth offloading, `--kind mixtral` a model with experts.
 """
 
 import argparse
@@ -20,18 +19,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mixtral": MixtralConfig}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# ChatML, as many models have it.
+# The ChatML template, which many models have.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# The most source files that are read.
 FILES = 100
-# More of them make the vocabulary no better, and take longer.
+# The source files that train the tokenizer: more take longer, and make the vocabulary no better.
 LEARNT_FROM = 25
 
 
 def read_library() -> tuple[list[str], list[tuple[str, str]]]:
-    """Sources, and what functions are asked for: (name, the first paragraph of its description)."""
+    """Returns sources, and for each documented function or class its name and first paragraph."""
     sources, described = [], []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]:
         source = file.read_text(encoding="utf-8", errors="replace")
@@ -46,7 +46,7 @@ def read_library() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte pairs, learnt from the sources."""
+    """Trains a byte-pair tokenizer on the sources."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFa
 
 
 def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """A model with random values, always the same ones."""
+    """Makes a model with random values: the same values at each call."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if options.kind == "mixtral" else {}
     config = KINDS[options.kind](
         vocab_size=len(tokenizer),
@@ -84,7 +84,7 @@ def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) 
 
 
 def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]], rows: int) -> None:
-    """Files of each kind of row; every tenth row is held out, for --eval."""
+    """Writes a file for each kind of example; every tenth example goes to a file for --eval."""
     kinds = {
         "messages": [
             {
@@ -115,9 +115,9 @@ def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]
 
 
 def main() -> None:
-    """Make the folders."""
+    """Makes the folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where model/ and data/ are made; what is there is replaced")
+    parser.add_argument("folder", type=Path, help="where model/ and data/ are made; existing files are replaced")
     parser.add_argument("--kind", choices=KINDS, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 64")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 INK, PAPER = "#24292f", "#ffffff"
-# One colour for one thing, in all drawings.
+# Colours with one meaning in all drawings.
 STORAGE, HOST, DEVICE, OLD, NEW = "#dbe9f6", "#e6f4e6", "#fdeeda", "#d0d7de", "#7fb77f"
 FONT = 'font-family="sans-serif" font-size="14"'
-# A phone's column is little narrower, so that its letters can be read.
+# Pixels: little wider than a phone's column, so that letters stay legible there.
 WIDTH = 440
 
 
@@ -26,7 +26,7 @@ class Drawing:
         ]
 
     def box(self, x: int, y: int, width: int, height: int, colour: str, words: str = "") -> None:
-        """A box with words in its middle."""
+        """Draws a box with words in its middle."""
         self._parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}" stroke="{INK}"/>'
         )
@@ -36,24 +36,24 @@ class Drawing:
             self.words(x + width / 2, first + 18 * number, line, middle=True)
 
     def words(self, x: float, y: float, text: str, *, middle: bool = False, bold: bool = False) -> None:
-        """A line of text."""
+        """Draws a line of text."""
         anchor = ' text-anchor="middle"' if middle else ""
         weight = ' font-weight="bold"' if bold else ""
         self._parts.append(f'<text x="{x:g}" y="{y:g}" fill="{INK}" {FONT}{anchor}{weight}>{text}</text>')
 
     def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
-        """A line with a tip at its end."""
+        """Draws a line with a tip at its end."""
         self._parts.append(
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"/>'
         )
 
     def save(self, path: Path) -> None:
-        """Write the file."""
+        """Writes the SVG file."""
         path.write_text("\n".join([*self._parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
 def places() -> Drawing:
-    """What lies where."""
+    """Draws the state on storage, in host memory and on the device."""
     made = Drawing(WIDTH, 476, "Where state lies: on storage, in host memory, on the device")
     left, middle, right = (16 + 138 * column for column in range(3))
     bands = (
@@ -68,7 +68,7 @@ def places() -> Drawing:
     )
     for title, colour, y, (first, second) in bands:
         made.box(6, y, WIDTH - 12, 128, colour)
-        # Where no arrow passes.
+        # Place the title where no arrow passes.
         made.words(342, y + 21, title, middle=True, bold=True)
         made.box(left, y + 34, 128, 82, PAPER, first)
         made.box(middle, y + 34, 128, 82, PAPER, second)
@@ -90,7 +90,7 @@ def places() -> Drawing:
 
 
 def step() -> Drawing:
-    """One step along time."""
+    """Draws one step along time."""
     made = Drawing(WIDTH, 398, "One step in time: forward, backward with updates beside it, commit")
     for y, words in ((55, "model"), (99, "reads"), (227, "model"), (271, "reads"), (315, "updates")):
         made.words(8, y, words)
@@ -113,7 +113,7 @@ def step() -> Drawing:
 
 
 def commit() -> Drawing:
-    """Two slots for each extent."""
+    """Draws the two slots of each extent before, in and after a commit."""
     made = Drawing(WIDTH, 230, "Two slots for each extent; the root says which one is valid")
     for column, (title, below, first, second, valid) in enumerate(
         (
@@ -135,7 +135,7 @@ def commit() -> Drawing:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Writes all drawings."""
     folder = Path(__file__).parent
     for drawing in (places, step, commit):
         drawing().save(folder / f"{drawing.__name__}.svg")

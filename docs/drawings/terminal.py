@@ -1,8 +1,8 @@
 """Records a killed and resumed `memascend train`: `python docs/drawings/terminal.py` writes terminal.svg beside it.
 
 Trains the model of examples/small_model.py in a shell on a pseudo-terminal, kills it with SIGKILL within a step, and
-types the same command again. The drawing has what the terminal showed, but for lines that `_shown()` leaves out, and
-waits at most a second for each. It needs what `memascend train` needs.
+types the same command again. The drawing shows the terminal's lines, without those that `_shown()` leaves out, and
+waits at most a second for each. Requires the packages of `memascend train`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ logging_steps: {LOGGED}
 disable_tqdm: true
 """
 COMMAND = "memascend train --config tune.yaml"
-# The step after which a further one is interrupted, at this part of its time.
+# The last step before the kill, and the share of the next step's time after which it is killed.
 KILLED_AFTER, KILLED_AT = 6, 0.5
 TITLE = f"memascend train is killed by kill -9 within step {KILLED_AFTER + 1}; the same command resumes at that step"
-# The line of the bytes written, which is longer than what it says here.
+# How the line with the totals begins; the drawing leaves it out.
 TOTALS = f"memascend: {STEPS - KILLED_AFTER} steps in "
 
 PROMPT = "$ "
+# Seconds to wait for a line.
 PATIENCE = 600.0
-# Of the headers: what the first start shows, and what is new in the second.
+# The rows of the headers that the drawing shows: of the first start, and of the second.
 ROWS = (("model", "RAM"), ("steps",))
 
-# As wide as the widest drawing of a page, so that a phone shows the letters at three quarters of their size.
+# Pixels. The width is `check_site.WIDEST_DRAWING`, so that a phone shows the letters at three quarters of their size.
 WIDTH, MARGIN, BAR, LINE, SIZE = 480, 12, 28, 18, 14
+# Characters of a line.
 COLUMNS = 54
+# Seconds between two lines.
 SHORTEST, LONGEST = 0.12, 1.0
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 GROUND, EDGE, INK, QUIET = "#161b22", "#57606a", "#e6edf3", "#9da7b3"
@@ -58,7 +61,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Shell:
-    """A shell on a pseudo-terminal; `lines` has each line that it showed, with the second in which it came."""
+    """A shell on a pseudo-terminal; `lines` has the time and text of each line that it showed."""
 
     def __init__(self, folder: Path) -> None:
         self.lines: list[tuple[float, str]] = []
@@ -67,19 +70,19 @@ class Shell:
         if self._pid == 0:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            # One thread waits for no other where the machine has more to do.
+            # OMP_NUM_THREADS=1: on a busy machine, threads would wait for each other.
             told = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], told)  # noqa: S606
-        # Lines are broken by the drawing alone.
+        # Set 500 columns, so that only draw() breaks lines.
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 500, 0, 0))
         self.wait()
 
     def type(self, command: str) -> None:
-        """Enter a line."""
+        """Types a command, and Enter."""
         os.write(self._terminal, f"{command}\n".encode())
 
     def wait(self, text: str | None = None) -> str:
-        """Read until a line has the text, which is returned, or until the next prompt."""
+        """Reads until a line contains `text`, and returns that line; without `text`, until the next prompt."""
         seen, until = len(self.lines), time.monotonic() + PATIENCE
         while time.monotonic() < until:
             self._rest += os.read(self._terminal, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
@@ -92,18 +95,18 @@ class Shell:
         raise TimeoutError(f"the terminal did not show {text or PROMPT!r}:\n{self._rest}")
 
     def kill_its_program(self) -> None:
-        """Kill what the shell runs, as the system does."""
+        """Kills the program that the shell runs, with SIGKILL."""
         (child,) = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
 
     def close(self) -> None:
-        """End the shell, and what it may run."""
+        """Closes the terminal, which ends the shell and its program."""
         os.close(self._terminal)
         os.waitpid(self._pid, 0)
 
 
 def record(folder: Path) -> list[tuple[float, str]]:
-    """What the terminal showed of a run that was killed and started again."""
+    """Trains, kills and resumes a run; returns the lines that the terminal showed."""
     made = [sys.executable, str(ROOT / "examples/small_model.py"), "small"]
     subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     (folder / "tune.yaml").write_text(SETTINGS)
@@ -126,7 +129,7 @@ def record(folder: Path) -> list[tuple[float, str]]:
 
 
 def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Commands and their files, and of the training its own lines: no progress of libraries, no dictionaries."""
+    """Returns the lines to draw: commands, the settings file, and memascend's own lines; no lines of libraries."""
     kept, start = [], -1
     settings = SETTINGS.splitlines()
     for second, line in lines:
@@ -139,14 +142,14 @@ def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def draw(lines: list[tuple[float, str]]) -> str:
-    """An SVG in which the lines appear one after the other; without animation all of them are there."""
+    """Returns an SVG in which the lines appear one after the other; without animation it shows all lines."""
     rows, at, before = [], 0.0, lines[0][0]
     for second, line in lines:
         at += min(max(second - before, SHORTEST), LONGEST)
         before = second
-        # What hangs over stands below the words of a row of the header.
+        # Indent the rest of a broken line below the words of the header's row.
         hanging = " " * (12 if line.startswith("  ") else 2)
-        # A value stays with its unit.
+        # Keep a value and its unit on one line.
         joined = re.sub(r"(?<=\d) (?=[A-Za-z])", "\u00a0", line)
         broken = textwrap.wrap(joined, COLUMNS, subsequent_indent=hanging)
         rows += [(at, row.replace("\u00a0", " "), line) for row in broken]
@@ -175,7 +178,7 @@ def draw(lines: list[tuple[float, str]]) -> str:
 
 
 def main() -> None:
-    """Record and draw."""
+    """Records a run, and draws it."""
     with tempfile.TemporaryDirectory() as folder:
         lines = record(Path(folder))
     Path(__file__).with_suffix(".svg").write_text(draw(_shown(lines)), encoding="utf-8")
