@@ -182,11 +182,7 @@ impl Sum {
             if exponent(peak) - exponent(low) <= narrow::<T>() {
                 let power = grid::<T>(exponent(low));
                 let from = origin(power + 2 * T::SCALE);
-                self.squares.add(if all {
-                    gained(&squares.map(|sum| sum + from), from, power)
-                } else {
-                    up_to(block, peak, power)
-                });
+                self.squares.add(if all { gained_from(squares, from, power) } else { up_to(block, peak, power) });
                 return;
             }
             let least = (exponent(peak) - wide::<T>()).max(1);
@@ -244,6 +240,16 @@ fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     (sums.iter().sum(), power)
 }
 
+/// Returns [`gained`] of lanes that began with zero. The addition of `from` drops the squares of columns that stand for
+/// zeros: these are below half of its last bit.
+#[inline(always)]
+fn gained_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) {
+    for lane in &mut lanes {
+        *lane += from;
+    }
+    gained(&lanes, from, power)
+}
+
 /// Returns the exponent field of a magnitude; 1 for denormals, which have the same scale.
 #[inline(always)]
 fn exponent(magnitude: u32) -> i32 {
@@ -289,7 +295,11 @@ fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
 /// every element one by one.
 #[inline(always)]
 fn largest<K: Copy + Default + Ord>(keys: [K; LANES]) -> K {
-    black_box(keys.iter().fold(K::default(), |a, &b| a.max(b)))
+    let mut found = K::default();
+    for key in keys {
+        found = found.max(key);
+    }
+    black_box(found)
 }
 
 #[inline(always)]
@@ -313,8 +323,12 @@ fn add_parts([uppers, lowers]: &mut [[f64; LANES]; 2], values: &[f64; LANES]) {
 /// Returns the bits of the largest magnitude below `end`.
 #[inline(always)]
 fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
-    let bits = block.iter().map(|value| value.magnitude().to_bits());
-    bits.fold(0, |peak, bits| peak.max(if bits < end { bits } else { 0 }))
+    let mut peak = 0;
+    for value in block {
+        let bits = value.magnitude().to_bits();
+        peak = peak.max(if bits < end { bits } else { 0 });
+    }
+    peak
 }
 
 /// Returns the sum of the squares of magnitudes up to `peak`. All of these squares must be multiples of `2^power`.
@@ -348,7 +362,11 @@ fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32
             add_parts(&mut sums, &T::column::<3>(group));
         } else {
             for elements in group.as_chunks::<LANES>().0 {
-                add_parts(&mut sums, &elements.map(|value| inside(value, floor, peak)));
+                let mut values = [0.0; LANES];
+                for lane in 0..LANES {
+                    values[lane] = inside(elements[lane], floor, peak);
+                }
+                add_parts(&mut sums, &values);
             }
         }
     }
@@ -398,7 +416,11 @@ impl Columns for f32 {
 
     #[inline(always)]
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
-        group.as_chunks().0[K].map(f64::from)
+        let mut column = [0.0; LANES];
+        for lane in 0..LANES {
+            column[lane] = f64::from(group[K * LANES + lane]);
+        }
+        column
     }
 }
 
@@ -445,10 +467,12 @@ impl Columns for F16 {
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
         // Twice the value less the implicit leading bit is right for zeros and denormals, and larger than the value for
         // normal numbers: so the smaller one is right.
-        spread::<_, K, 10>(group, 992).map(|value| {
+        let mut column = spread::<_, K, 10>(group, 992);
+        for value in &mut column {
             let denormal = value.mul_add(2.0, -power_of_two(-30));
-            if denormal < value { denormal } else { value }
-        })
+            *value = if denormal < *value { denormal } else { *value };
+        }
+        column
     }
 }
 
@@ -462,5 +486,9 @@ fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: 
     // `u64`s.
     let words = unsafe { group.as_ptr().cast::<[u64; LANES]>().read_unaligned() };
     let (up, down) = ((52 - F).saturating_sub(16 * K), (16 * K).saturating_sub(52 - F));
-    words.map(|word| f64::from_bits(word << up >> down & 0x7FFF << (52 - F) | bias << 52))
+    let mut column = [0.0; LANES];
+    for lane in 0..LANES {
+        column[lane] = f64::from_bits(words[lane] << up >> down & 0x7FFF << (52 - F) | bias << 52);
+    }
+    column
 }

@@ -115,7 +115,8 @@ impl fmt::Debug for Simd {
 }
 
 /// A loop that is compiled for each instruction set. `run` and every function that it calls must be
-/// `#[inline(always)]`: a call that is not inlined runs code of the baseline.
+/// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure is such a function, too: where the
+/// crates are built without link-time optimisation, `array::map` calls it, so kernels have plain loops.
 pub(crate) trait Kernel {
     type Output;
     fn run(self) -> Self::Output;
