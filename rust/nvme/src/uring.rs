@@ -38,8 +38,9 @@ pub(crate) struct Uring {
 /// The state that callers and the ring thread share.
 struct Inbox {
     queue: Mutex<Queue>,
-    wake: OwnedFd,
+    /// Dropped before `wake` is closed.
     _wake_not_in_children: NotInChildren,
+    wake: OwnedFd,
 }
 
 #[derive(Default)]
@@ -169,8 +170,9 @@ impl Drop for AbortOnPanic {
 /// The ring thread's state.
 struct Driver<'a> {
     inbox: &'a Inbox,
-    ring: IoUring,
+    /// Dropped before `ring` is closed.
     _ring_not_in_children: NotInChildren,
+    ring: IoUring,
     /// The ring uses the devices' descriptors and does not register their files: the kernel tears down the ring of a
     /// killed process later, and registered files would stay open, and locked, until then.
     devices: &'a [Device],
