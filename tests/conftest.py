@@ -1,4 +1,4 @@
-"""Configures all tests; with MEMASCEND_REQUIRE_ROOT=1 none may be skipped for lack of root or of simulated CUDA."""
+"""Configures all tests; MEMASCEND_REQUIRE_ROOT=1 fails a run that skipped tests for lack of root or simulated CUDA."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from support.loaded import NO_NUMPY, Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Deterministic kernels need it, and CUDA reads it when it starts.
+# cuBLAS needs this variable for deterministic kernels, and reads it when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Models here are small, and several workers share the processors: what tests threads of torch asks for them. Those that
-# wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
+# Test models are small, and several pytest workers share the processors: torch gets one thread, and a test of several
+# threads sets its own number. OpenMP threads sleep while they wait: spinning, they would slow down the other workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A shell lets what it begins in the background ignore Ctrl-C, and programs inherit that.
+# A shell starts background jobs with SIGINT ignored, and child processes inherit that: restore Python's handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# On a machine with a GPU, calls without device= would compute there: only `make test-gpu` sees it.
+# Only `make test-gpu` sees a GPU: in other tests, calls without device= would compute on it.
 if os.environ.get("MEMASCEND_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # What is loaded by now stays: collections that tests ask for need not look at it, which took half a second each.
+    # Freezing hides the loaded modules from the gc.collect() calls of tests, which saves half a second in each.
     gc.collect()
     gc.freeze()
 
@@ -55,7 +55,7 @@ def _skipped_for_root(reporter):
 
 
 def _skipped_on_simulated_cuda(reporter):
-    """What ran there, had there been g++ and the headers, or another package that the environment has."""
+    """Returns the reports of skipped tests in device/simulated/: g++, CUDA's headers or a package was missing."""
     return [report for report in reporter.stats.get("skipped", []) if "device/simulated/" in report.nodeid]
 
 
@@ -71,25 +71,25 @@ def pytest_sessionfinish(session, exitstatus):
     skipped = insists and reporter and [*_skipped_for_root(reporter), *_skipped_on_simulated_cuda(reporter)]
     if skipped and exitstatus == 0:
         for report in skipped:
-            reporter.write_line(f"to be run here, and skipped: {report.nodeid}: {report.longrepr}")
+            reporter.write_line(f"must run here, but was skipped: {report.nodeid}: {report.longrepr}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
 def threads_of_torch():
-    """Refuses a test that leaves torch another number of threads: what comes after it would compute other bits."""
+    """Fails a test that changes torch's number of threads: later tests would compute other bits."""
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     yield
     if torch and torch.get_num_threads() != before:
         left = torch.get_num_threads()
         torch.set_num_threads(before)
-        pytest.fail(f"torch had {before} threads before, and {left} after")
+        pytest.fail(f"torch had {before} threads before the test, and {left} after it")
 
 
 @pytest.fixture
 def one_thread():
-    """Torch computes by one thread: its result may depend on where threads divide a tensor."""
+    """Sets torch to one thread: results may depend on where threads divide a tensor."""
     import torch
 
     before = torch.get_num_threads()
@@ -100,7 +100,7 @@ def one_thread():
 
 @pytest.fixture
 def python():
-    """Runs a program in an interpreter of its own; its output is returned, a failure shows it whole."""
+    """Returns a function that runs a program in a new interpreter and returns its output; a failure shows all of it."""
 
     def run(program, *arguments, env=None, status=0, timeout=250):
         done = subprocess.run(
@@ -126,7 +126,7 @@ def _loaded():
 
 @pytest.fixture
 def loaded(_loaded):
-    """As `python`, without what an interpreter does when it starts and, unless `whole`, when it ends: see loaded.py."""
+    """Like `python`, but forks a loaded interpreter and, unless `whole`, skips Python's shutdown: see loaded.py."""
 
     def run(program, *arguments, env=None, status=0, timeout=250, whole=False):
         env = {**os.environ, **(env or {})}
@@ -139,23 +139,23 @@ def loaded(_loaded):
 
 @pytest.fixture
 def cgroup():
-    """A memory cgroup without a limit, of whichever version the machine has."""
+    """Makes a memory cgroup without a limit, in the cgroup version of the machine."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if first.is_dir():
         parent = first
     elif "memory" in (second / "cgroup.controllers").read_text().split():
         parent = second
         if "memory" not in (second / "cgroup.subtree_control").read_text().split():
-            pytest.skip("needs root in a machine whose top cgroup hands on the memory controller")
+            pytest.skip("needs root in a machine whose top cgroup delegates the memory controller")
     else:
-        pytest.fail("neither version of the memory cgroup can be had")
+        pytest.fail("the machine has no memory cgroup of version 1 or 2")
     group = parent / f"memascend-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"needs root that may make cgroups: {error}")
     yield group
-    # The last process may take a moment to leave.
+    # The last process may need a moment to leave the group.
     for _ in range(100):
         try:
             group.rmdir()
@@ -168,7 +168,7 @@ def cgroup():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 24 MiB."""
+    """Mounts an ext4 file system of 24 MiB and yields its folder."""
     image, folder = tmp_path / "disk.image", tmp_path / "disk"
     folder.mkdir()
     with image.open("wb") as file:

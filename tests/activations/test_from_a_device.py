@@ -1,4 +1,4 @@
-"""Tests checkpointed activations of a device: how much of them waits in pinned host memory, and on storage."""
+"""Tests offloaded activations of a device: how many bytes stay in pinned host memory, how many go to storage."""
 
 import gc
 from functools import partial
@@ -18,22 +18,22 @@ pytestmark = pytest.mark.gpu
 
 ROWS, BLOCKS = 64, 6
 NBYTES = ROWS * WIDTH * 4
-# Room for all blocks' inputs, what they share, and what is kept spare.
+# One group for each block's input, one for the tensor that all blocks share, and one spare.
 GROUPS = BLOCKS + 2
 STEPS = 2
-# A tensor is four pieces of a page.
+# One page: a tensor has four pieces.
 CHUNK = 4096
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(decision, "ACTIVATION_CHUNKS", {CHUNK: 3})
-    # One tensor's.
+    # One group has the chunks of one tensor.
     monkeypatch.setattr(decision, "ACTIVATION_GROUP", NBYTES // CHUNK)
     monkeypatch.setattr(decision, "ACTIVATION_GROUPS", GROUPS)
 
 
-# What a simulated device computes is whatever memory had.
+# A simulated device computes nothing: its results are whatever its memory contains, NaN too.
 ANYTHING = {"gradients": "ssd", "nonfinite": "commit"}
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", **ANYTHING)
 
@@ -43,7 +43,7 @@ def rows(seed=1):
 
 
 def comfortable(tmp_path):
-    """The budget with all groups, and what one of them takes."""
+    """Returns the budget that has room for all groups of chunks, and the bytes of one group."""
     _, optimizer = offloaded(tmp_path, existing="replace")
     with optimizer:
         plan = optimizer.plan
@@ -53,12 +53,12 @@ def comfortable(tmp_path):
 
 
 def written(tmp_path, **options):
-    """Bytes that went to storage in two steps."""
+    """Returns the bytes of activations that two steps write to storage."""
     model, optimizer = offloaded(tmp_path, existing="replace", **options)
     model.others = (rows(9).detach(),)
     checkpointed.trained(model, optimizer, map(rows, range(STEPS)))
     report = optimizer.report().to_dict()
-    # Only beside what it holds while it lives.
+    # The optimizer is closed and its chunks are freed, so the report may lack this owner.
     owners = report["host"]["owners"]
     assert owners.get("activations", {"bytes": 0})["bytes"] <= optimizer.plan.host["activations"]
     assert report["host"]["peak"] <= report["host"]["budget"]
@@ -69,7 +69,7 @@ def written(tmp_path, **options):
 def test_what_has_no_room_goes_to_storage(tmp_path, reentrant):
     most, group = comfortable(tmp_path)
     kept = (BLOCKS + 1) * NBYTES * STEPS
-    # The last ones may be used before they were written.
+    # The backward may use the pieces in the last three chunks before they are written.
     last = 3 * CHUNK * STEPS
     budgets = {
         None: (0, 0),
@@ -95,7 +95,7 @@ def test_the_plan_has_what_the_budget_leaves(tmp_path):
     with optimizer:
         assert optimizer.plan.activation_groups == GROUPS + 3
         assert optimizer.plan.host_peak == plan.comfortable + 3 * group
-        # Nothing of it is taken before it is needed.
+        # A group of chunks is allocated when it is needed, so the report has none yet.
         held = optimizer.report().to_dict()["host"]["owners"]["activations"]["bytes"]
         assert held == optimizer.plan.host["activations"] - (GROUPS + 3) * group
 
@@ -108,7 +108,7 @@ def test_what_is_kept_is_gone_from_the_device(tmp_path, where, reentrant):
         x = rows()
         loss = model(x).square().mean()
         gc.collect()
-        # The user's own, and the last ones, whose copies may be under way.
+        # This test holds the first input; the last `_COMING` inputs may still be in copy from the device.
         lives = [ref() is not None for ref in model.inputs]
         assert lives[1 : BLOCKS - activations._COMING] == [False] * (BLOCKS - activations._COMING - 1)
         loss.backward()
@@ -120,7 +120,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(tmp_path):
         x = rows()
         model.others = (x,)
         loss = model(x).square().mean()
-        # The first of them is asked for, and its copy under way.
+        # Restores the tensor that a backward needs first; its copy may be under way when the graph is dropped.
         keeper(model)._living[BLOCKS - 1]().tensor()
         del loss
         gc.collect()
@@ -137,7 +137,7 @@ def test_what_is_changed_in_place_is_right_or_refused(tmp_path):
     with optimizer:
         x = rows().detach()
         loss = model(x).square().mean()
-        # By now it is in host memory, and is what it was.
+        # The later blocks waited for the copy of `x` to host memory, so the backward uses the old values.
         x.zero_()
         loss.backward()
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_a_device_that_fails_is_heard_of_and_nothing_is_committed(tmp_path, monk
 
 
 def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
-    """What the machine does not have when it is needed is no error: the plan's chunks are a limit."""
+    """Activations go to storage when an allocation of chunks fails: the plan's chunks are only an upper limit."""
     real = activation_memory.memory.ChunkRing
 
     def scarce(chunk_bytes, count, **options):

@@ -1,4 +1,4 @@
-"""Tests checkpointed activations on storage: what is freed, what comes back, and storage failures."""
+"""Tests checkpointed activations on storage: freed memory, restored bits, reused disk space, storage failures."""
 
 import errno
 import gc
@@ -51,7 +51,7 @@ def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
         x = rows()
         loss = model(x).square().mean()
         gc.collect()
-        # The user's own input is the only one that lives.
+        # Only the first input lives: this test holds it.
         assert [ref() is not None for ref in model.inputs] == [True] + [False] * (BLOCKS - 1)
         loss.backward()
         report = optimizer.report().to_dict()
@@ -81,7 +81,7 @@ def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
         assert keeper(model).counters["written"] == (BLOCKS + 1) * shared.nbytes
         optimizer.step()
         optimizer.zero_grad()
-        # Changed in place, it is another one.
+        # A tensor that was changed in place is saved again.
         loss = model(rows()).square().mean()
         shared.add_(1)
         loss = loss + model(rows()).square().mean()
@@ -104,7 +104,7 @@ def test_what_is_changed_in_place_afterwards_or_read_twice_was_kept_as_it_was(tm
 
 
 class Tail(nn.Module):
-    """A model of which only a part is checkpointed."""
+    """Checkpoints `first`, but not `last`."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ def test_scratch_is_where_they_go(tmp_path, monkeypatch):
 
 
 def test_host_is_where_they_are(tmp_path):
-    """On the CPU nothing is copied, and nothing is taken for it."""
+    """On the CPU, activations="host" copies no activation and allocates no chunks."""
     require_same_as_on_the_device(tmp_path, activations="host")
     model, optimizer = offloaded(tmp_path, existing="replace", activations="host")
     with optimizer:

@@ -1,4 +1,4 @@
-"""Tests the benchmark of the update: the bytes of each format, and DeepSpeed's swapper; never what it measures."""
+"""Tests the benchmark of the update: the bytes of each format, and DeepSpeed's swapper; no test depends on timings."""
 
 import json
 import stat
@@ -13,7 +13,7 @@ from memascend import kernels
 
 @pytest.fixture
 def python(tmp_path):
-    """A peer that needs ten buffers; its answers are those of a file."""
+    """Writes a program that stands in for a peer: it needs ten buffers, and answers with the contents of a file."""
     path = tmp_path / "bin" / "python"
     path.parent.mkdir()
     path.write_text(
@@ -42,7 +42,7 @@ def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
 
 def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
-    # After three steps, the first two of which warm up.
+    # The benchmark takes three steps, of which the first two are a warm-up.
     expected = trained(3)
     answer = {"seconds": 9.0, "added_bytes": 10**9, "swap_buffer_bytes": 10**8, "sample": expected.tolist()}
     (tmp_path / "answer").write_text(json.dumps(answer))
@@ -51,7 +51,7 @@ def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_pa
     assert report["other_seconds"] == 9.0
     assert report["other"]["difference"] == 0
     assert report["other"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
-    # A step too few is seen.
+    # The benchmark detects a peer that took one step less.
     (tmp_path / "answer").write_text(json.dumps({**answer, "sample": trained(2).tolist()}))
     bench_update.main([*words, "--deepspeed", str(python)])
     report = json.loads(capsys.readouterr().out)
@@ -60,7 +60,7 @@ def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_pa
 
 
 def trained(steps):
-    """The bag's first values after so many steps of the same gradient, in memory."""
+    """Returns the first values of the bag after `steps` updates in memory, all with the same gradient."""
     values, gradient = bag.values(bag.SAMPLE), bag.gradient(bag.SAMPLE)
     master = values.float()
     m, v = torch.zeros_like(master), torch.zeros_like(master)
@@ -76,7 +76,7 @@ def test_an_update_of_each_state_moves_its_bytes(state, moved, capsys, tmp_path,
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--state", state, "--json"]
     bench_update.main(words)
     report = json.loads(capsys.readouterr().out)
-    # Whole blocks of 4 KiB.
+    # An update moves whole blocks of 4 KiB, so a little more than these bytes.
     assert report["bytes"] / report["parameters"] == pytest.approx(moved, rel=0.01)
     assert report["update_seconds"] > 0
     assert report["pure_seconds"] > 0

@@ -1,4 +1,4 @@
-"""Tests what the benchmark of clipped steps concludes: intervals, verdicts, comparisons."""
+"""Tests the conclusions of the benchmark of clipped steps: intervals, verdicts, comparisons."""
 
 import json
 
@@ -12,7 +12,7 @@ from benchmarks import clipped, predicted
     [(12, 3, 10, 1 - 2 * 79 / 4096), (6, 1, 6, 1 - 2 / 64), (5, 1, 5, 1 - 2 / 32), (1, 1, 1, 0.0)],
 )
 def test_a_median_lies_between_order_statistics(count, low, high, confidence):
-    """By the binomial distribution: of 12 values the 3rd and the 10th, of few values the outermost ones."""
+    """The binomial distribution gives the interval: of 12 values the 3rd and the 10th, of few values the outermost."""
     assert clipped.median_interval(list(range(count, 0, -1))) == (low, high, confidence)
 
 
@@ -28,7 +28,7 @@ def test_runs_that_differ_are_told_apart_from_runs_that_spread():
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (1.11, "MISSED")])
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, length):
-    """Every round takes longer than the one before it, for all cases alike."""
+    """In all cases the rounds get slower alike, so a verdict must compare rounds in pairs."""
     settings = {"table": "memory", "parameters": "500M", "batch": 4, "length": length, "threads": 1}
     names = ("torch in memory, clipped", "unclipped", "clipped by max_grad_norm", "clipped by clip_grad_norm_")
     cases = {

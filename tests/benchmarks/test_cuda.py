@@ -1,4 +1,4 @@
-"""Tests the GPU benchmark's counting, without a GPU."""
+"""Tests the calculations of the GPU benchmark, without a GPU."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ TOY = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trl", [True, False])
 def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
-    """Computed by the processor: every cell trains the same, and each is written as it ends."""
+    """Runs the headline on the CPU: all cells train the same model, and each cell's result is written when it ends."""
     pytest.importorskip("trl")
     (tmp_path / "config.json").write_text(json.dumps(TOY))
     if not trl:
@@ -80,7 +80,7 @@ def test_the_largest_that_fits(parameters):
 
 
 def test_the_bound():
-    """Whatever takes longest in each part of the step; gradients go out while values come in."""
+    """The bound is the longest of compute, disk and PCIe in each part of the step; PCIe transfers both ways at once."""
 
     class Plan:
         read_bytes = {"values, forward": 2 * 10**9, "values, backward": 2 * 10**9, "state": 10**10}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Tests benchmarks of planning: what is measured of this processor, and what pools of memory reserve for models."""
+"""Tests benchmarks of planning: the measured speed of this processor, and the memory that pools reserve for models."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
-    """Beside what is there once, each of 12 blocks takes as long; the slower, the fewer are computed."""
+    """All 12 blocks take equally long, beside a constant part; the slower the blocks, the fewer are measured."""
     model, depths = describe(config, None)[0], []
 
     def passed(_, depth, *__):
@@ -48,7 +48,7 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     assert len(model.model.layers) == 12
     passed = processor._pass_seconds(model, 2, SimpleNamespace(recomputes=True), (1, 16))
     assert all(0 < seconds < 60 for seconds in passed)
-    # Blocks that differ are all computed; lists within a block are the block's own.
+    # A model whose blocks differ is measured whole; a list of modules inside a block does not count as blocks.
     model.model.layers[7] = nn.Linear(4, 4, device="meta")
     assert processor._depth(model) == 1
     assert len(processor._shallow(model, 3).model.layers) == 12
@@ -89,7 +89,7 @@ def test_a_reservation_by_hand():
     assert result.reserved["one size"] == 2 * 1_000_000 + 3 * 50_000
     assert result.reserved["one size, rounded"] == 2**21 + 3 * 50_000
     assert result.reserved["per shape"] == 1_000_000 + 2 * 350_000
-    # One slot that the embedding and the head share, two for blocks, in whole pages.
+    # The arena has one slot that the embedding and the head share, and two for blocks, in whole pages.
     assert 1_700_000 <= result.reserved["arena"] <= 1_700_000 * 1.01 + 4096
     assert result.waste("one size") == pytest.approx(100 * (2_150_000 / 1_350_000 - 1))
 
@@ -99,5 +99,5 @@ def test_a_reservation_by_hand():
 def test_the_arena_reserves_no_more_than_any_other_pool(model, window):
     result = reserve(unit_bytes(model), window)
     assert all(result.reserved[pool] >= result.needed for pool in POOLS)
-    # At most the two percent that alignment may cost, and far less in fact.
+    # Alignment costs the arena at most 0.1% here.
     assert result.reserved["arena"] <= 1.001 * min(result.reserved.values())

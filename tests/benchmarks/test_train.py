@@ -1,4 +1,4 @@
-"""Tests what the training benchmark concludes, keeps and searches; never what it measures."""
+"""Tests the conclusions, the stored results and the searches of the training benchmark; no test depends on timings."""
 
 import stat
 import subprocess
@@ -115,7 +115,7 @@ def test_what_was_asked_the_same_is_not_measured_again(tmp_path):
 
 
 class Trials:
-    """A bench whose peer needs five buffers of one kind and seven of the other."""
+    """Stands in for a bench; its peer needs five parameter buffers and seven state buffers."""
 
     def __init__(self):
         self.launcher = self
@@ -139,7 +139,7 @@ def test_the_fewest_buffers_are_found_by_trying():
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Makes a bench whose runs give what a function gives."""
+    """Returns a function that makes a bench whose launcher returns the results of a given function."""
     monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
     launcher = Launcher(tmp_path, None)
 

@@ -1,4 +1,4 @@
-"""Begins the tests of Trainers: without what transformers says, and with a training whose process ended."""
+"""Fixtures for tests of Trainers: silences transformers, and prepares a training whose process ended."""
 
 import pytest
 from parity.reference import threads_of_torch
@@ -6,7 +6,7 @@ from parity.reference import threads_of_torch
 
 @pytest.fixture
 def quiet():
-    """No messages, and one thread."""
+    """Silences transformers, and lets torch compute with one thread."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -17,7 +17,7 @@ def quiet():
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A folder with the store of a training after its fifth step."""
+    """Trains for five steps and stops; returns the folder with the store."""
     from support.trained_program import started
 
     folder = tmp_path_factory.mktemp("ended")

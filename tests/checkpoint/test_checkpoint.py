@@ -1,4 +1,4 @@
-"""Tests checkpoints: written whole whatever fails, in flat memory; a run goes on from them elsewhere, bit for bit."""
+"""Tests checkpoints: a failed save keeps the old one, memory stays flat, other stores continue from them exactly."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ from memascend.text import Progress
 
 
 class Mixed(torch.nn.Module):
-    """Tied, with running statistics, a frozen part, and convolutions in another order of dimensions."""
+    """A model with tied weights, running statistics, a frozen layer, and a convolution with channels last."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def made(dtype=torch.bfloat16, optimizer=torch.optim.AdamW, seed=0, **options):
     torch.manual_seed(seed)
     model = Mixed().to(dtype)
     model.conv.to(memory_format=torch.channels_last)
-    if optimizer is torch.optim.Adafactor:  # torch's own divides by their number of elements
+    if optimizer is torch.optim.Adafactor:  # torch's Adafactor divides by the number of elements
         del model.none
         model.none = torch.zeros(1)
     return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
@@ -92,7 +92,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
         optimizer.param_groups[0]["lr"] = 5e-3
         optimizer.user_state = {"position": 3}
         optimizer.save(tmp_path / "saved")
-        # fp16 skips steps at first.
+        # With fp16 the first steps overflow and are skipped.
         steps = optimizer.steps
         identity = optimizer.state_dict()
         before = everything(model, optimizer)
@@ -108,7 +108,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
             gradients="ram",
             host_memory="64MiB",
             checkpoint=tmp_path / "saved",
-            # The stored one stands.
+            # The checkpoint's seed replaces this one.
             **{**offload, "seed": 0},
         )
     with optimizer:
@@ -124,7 +124,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
 
 
 class Turned(torch.nn.Module):
-    """A transposed and a permuted parameter, of orders that no memory format has."""
+    """A module with a transposed and a permuted parameter, whose strides are those of no memory format."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradie
 def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
     def conv(memory_format):
         torch.manual_seed(0)
-        # A parameter of several chunks.
+        # The first layer's weight has several chunks.
         model = torch.nn.Sequential(torch.nn.Conv2d(16, 1500, 5), torch.nn.Conv2d(1500, 3, 1))
         model = model.to(torch.bfloat16).to(memory_format=memory_format)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -179,7 +179,7 @@ def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
         optimizer.save(tmp_path / "saved")
         before = everything(model, optimizer)
         assert before["0.weight"].stride() == model[0].weight.stride() == stride
-    # Row-major, as all other tools expect it.
+    # The file has the tensor in row-major order, as other tools expect.
     with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("0.weight"), before["0.weight"])
     model, optimizer = conv(torch.contiguous_format)
@@ -211,7 +211,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
 
 
 def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpointing(tmp_path):
-    """The files load into models with and without such wrappers, which rename parameters."""
+    """The files load into models with and without the wrappers, although the wrappers rename parameters."""
 
     def run(*, wraps, steps, **options):
         torch.manual_seed(0)
@@ -235,12 +235,12 @@ def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpoi
         assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
-# --- its files -----------------------------------------------------------------------------------------
+# --- a checkpoint's files ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint after two steps, and what is in it."""
+    """Saves a checkpoint after two steps; returns its folder, and the values and state of the run."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model, optimizer = made()
     model, optimizer = memascend.offload(model, optimizer)
@@ -274,7 +274,7 @@ def test_as_weights_it_begins_anew(saved, tmp_path):
 
 
 def refused(folder, tmp_path, error, match, **options):
-    """It is refused; model, optimizer and the store that is there stay as they are."""
+    """Requires that offload() rejects a checkpoint and changes neither the model nor an existing store."""
     store = tmp_path / "there"
     if not store.exists():
         model, optimizer = made(seed=3)
@@ -356,8 +356,8 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
         ({"version": 3}, "version 3"),
         ({"format": "other"}, "'other'"),
         ({"step": "3"}, "malformed: no step"),
-        ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, "malformed: what it says of"),
-        ({"files": {"model.safetensors": {"bytes": 1}}}, "malformed: what it says of"),
+        ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, "malformed: the entry of"),
+        ({"files": {"model.safetensors": {"bytes": 1}}}, "malformed: the entry of"),
     ):
         path.write_bytes(checkpoints.render_manifest({**manifest, **change}))
         refused(folder, tmp_path, CorruptionError, match)
@@ -376,7 +376,7 @@ def test_a_store_that_is_resumed_stands_before_it(saved, tmp_path):
         assert optimizer.steps == 3
 
 
-# --- how they are written ------------------------------------------------------------------------------
+# --- writing of checkpoints ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -462,7 +462,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
 
 
 def killed_at_random_moments(folder, kills):
-    """What an interpreter of its own does, because it forks."""
+    """Kills children that save, and verifies the checkpoint after each. It forks, so it runs in its own interpreter."""
 
     def save(begun):
         model, optimizer = made()
@@ -483,7 +483,7 @@ def killed_at_random_moments(folder, kills):
     with optimizer:
         optimizer.save(folder)
     left = [name for name in os.listdir(folder.parent) if "memascend-saving" in name]
-    assert not left, "what a killed process left is gone with the next save"
+    assert not left, "the next save left files of a killed process"
     print("seen", len(seen))
 
 
@@ -498,7 +498,7 @@ getattr(test_checkpoint, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
 
 @pytest.fixture
 def elsewhere(loaded, tmp_path):
-    """Calls a function of this file in an interpreter of its own; the last words that it says."""
+    """Returns a function that runs a function of this file in a new interpreter; the result is its last two words."""
 
     def call(function, folder, argument, timeout=250):
         words = Path(__file__).parent.parent, function.__name__, folder, argument
@@ -510,10 +510,10 @@ def elsewhere(loaded, tmp_path):
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
     found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=250 if kills < 10 else 580)
-    assert found == ["seen", str(kills)], "each child saved"
+    assert found == ["seen", str(kills)], "a child saved no checkpoint"
 
 
-# Of glibc's malloc.h.
+# The option `M_ARENA_MAX` of glibc's malloc.h.
 M_ARENA_MAX = -8
 WIDTH = 1_100_000
 
@@ -521,21 +521,21 @@ WIDTH = 1_100_000
 class Wide(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        # A unit as large as it is.
+        # The embedding is one unit, and almost the whole model.
         self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 
 
 def grows(folder, step):
-    """What an interpreter of its own says: the memory that beginning and saving add, and that units have."""
+    """Prints the memory that offload() and save() add, and the memory that the plan has for units."""
     from memory.measured import Sampler, status
 
-    # Heaps of threads keep what they freed: no more than two.
+    # The heaps of threads keep freed memory, so the test allows only two of them.
     assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
     with torch.device("meta"):
         model = Wide().to(torch.bfloat16)
     how = {"checkpoint": folder / "saved"} if step == "load" else {"weights": folder / "weights.safetensors"}
-    # What torch and threads take the first time is not the model's.
+    # A first small run allocates the memory that torch and threads need once.
     small = torch.nn.Linear(8, 8).to(torch.bfloat16)
     with memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder / f"small{step}")[1] as other:
         other.save(folder / f"small{step}.saved")
@@ -560,7 +560,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
     values_bytes = values["embed.weight"].nbytes
     for step in ("save", "load"):
         grown, held = map(int, elsewhere(grows, tmp_path, step))
-        # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
+        # The arena holds the largest unit's values; six times as much optimizer state streams through little more.
         assert values_bytes <= held
         assert grown - held < 32 << 20 < values_bytes, (grown, held)
         if step == "save":
@@ -570,14 +570,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
 
 
 class Configuration:
-    """As transformers has it: what is written beside the weights."""
+    """Stands in for a config of transformers, which save() writes beside the weights."""
 
     def save_pretrained(self, folder):
         (folder / "config.json").write_text(str(self.architectures))
 
 
 def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, target, monkeypatch):
-    """After a loss of power a folder whose name is there has all of its bytes."""
+    """Requires that a folder that has the target's name after a loss of power is complete."""
     model, optimizer = running
     model.config = Configuration()
     synced = []
@@ -625,7 +625,7 @@ def test_who_comes_second_takes_nothing_away_also_once_the_folder_is_in_its_plac
                 pass
             assert (new / "part").read_text() == "mine"
         put_in_place(target, new)
-        assert new.exists() == is_there, "the earlier one, until the end"
+        assert new.exists() == is_there, "`new` has the earlier checkpoint until the end"
         with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
             pass
     assert (target / "part").read_text() == "mine"

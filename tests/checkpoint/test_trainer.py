@@ -1,4 +1,4 @@
-"""Tests the Trainer's own saving: resumes bit for bit, refuses what it must not resume."""
+"""Tests checkpoints that a Trainer saves: it resumes bit for bit, and rejects checkpoints that do not fit the store."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from memascend.trainer.reference import offload_both
 STEPS = 6
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
-# What the libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
+# These tests allow warnings of libraries, and the warning of a resume that it keeps the stored options.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
@@ -38,26 +38,26 @@ class EndsWithin(TrainerCallback):
 
 
 def built(seed=0):
-    """With dropout, and bfloat16 with masters: what would not go on exactly shows at once."""
+    """Returns a model with dropout, in bfloat16 with fp32 master weights: an inexact resume shows in the next step."""
     model = trained_program.model(seed).bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def trainer(model, optimizer, output, *callbacks, **more):
-    """Clipping by the Trainer's defaults, and two backwards a step."""
+    """Makes a Trainer with its default clipping and two micro-batches a step."""
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 2}
     options |= {"max_steps": STEPS, "eval_steps": 3, **more}
     return trained_program.made(output, *callbacks, own=model, optimizers=(optimizer, None), **options)
 
 
 def said(trained):
-    """Its log, without what a clock said and what is said of storage."""
+    """Returns the lines of the Trainer's log with losses, without times and figures of storage."""
     return [compared(entry) for entry in trained.state.log_history if "loss" in entry or "eval_loss" in entry]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same training in RAM by torch's own optimizer, from the first step to the last."""
+    """Trains in RAM with torch's own optimizer, without a stop; returns the log and the weights."""
     with threads_of_torch(1):
         model, optimizer = built()
         run = trainer(model, Reference(optimizer), tmp_path_factory.mktemp("undisturbed"), save_strategy="no")
@@ -75,7 +75,7 @@ def begun(tmp_path, *, existing="refuse", checkpoint=None, seed=0):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """What is left of a training that ended within its fifth step, at whose begin it had written a checkpoint."""
+    """Ends a training within its fifth step, after the checkpoint of step 4; returns its folder."""
     folder = tmp_path_factory.mktemp("first")
     with threads_of_torch(1):
         model, optimizer = begun(folder)
@@ -88,7 +88,7 @@ def first(tmp_path_factory):
 
 @pytest.fixture
 def ended(first, tmp_path):
-    """Where the Trainer wrote, of a copy of it."""
+    """Copies the folder of `first`; returns the Trainer's output folder in the copy."""
     shutil.copytree(first, tmp_path, dirs_exist_ok=True)
     return tmp_path / "trained"
 
@@ -96,9 +96,9 @@ def ended(first, tmp_path):
 @pytest.mark.parametrize("existing", ["replace", "resume"])
 def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, ended, undisturbed, existing):
     output = ended
-    # As if the drive had bounded it, which the first log says, and no other.
+    # Pretends that training waited for the drive for half of the time, which only the first log reports.
     monkeypatch.setattr(Report, "waited", 0.5)
-    # Weights are written once, and not by the model.
+    # The Trainer must not write the weights again by the model's `save_pretrained()`.
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
     last = output / "checkpoint-4"
     model, optimizer = begun(tmp_path, existing=existing, checkpoint=last, seed=9)
@@ -112,17 +112,17 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
             assert ("loss" in entry) == FIGURES.issubset(entry)
             if "loss" in entry:
                 assert 0 < entry["host_memory_bytes"] <= 64 << 20
-                # All records are in RAM: nothing is read again.
+                # All records are kept in RAM, so a step may read nothing.
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
         assert caplog.text.count("The drive bounds this run: training waited for it 50% of the time") == 1
         assert "save_pretrained" not in vars(model)
     with memascend.engine.Store.open(tmp_path / "store") as store:
-        # The rate after the last step, and the scheduler that set it, are in the step's own commit.
+        # The last step's commit has the scheduler, and the learning rate that the scheduler set after the step.
         (scheduled,) = store.hyperparameters["schedule"]["schedulers"]
         assert (scheduled["scheduler"], scheduled["state"]["last_epoch"]) == ("LambdaLR", STEPS)
         assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
-    # What save_total_limit leaves is whole, and transformers loads it.
+    # The checkpoints that save_total_limit keeps are complete, and transformers loads them.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(output / "checkpoint-6")
     assert same_states(weights(loaded), undisturbed[1])
@@ -133,7 +133,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
 def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, ended, undisturbed):
     model, optimizer = begun(tmp_path, existing="replace", checkpoint=ended / "checkpoint-4")
     optimizer.close()
-    # Nothing was trained since, and the store is another one than the checkpoint names.
+    # The store has taken no step since, but its id differs from the one in the checkpoint.
     model, optimizer = begun(tmp_path, existing="resume", seed=9)
     with optimizer:
         run = trainer(model, optimizer, ended, Callback())
@@ -144,7 +144,7 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert same_states(weights(model), before)
         other = trainer(model, optimizer, tmp_path / "other", Callback(), max_steps=1, save_strategy="no")
-        # A load of the program's own is none of a resume, after a training and before one.
+        # load_state_dict() calls of the program, between two trainings, do not count as a resume.
         model.load_state_dict({name: values + 1 for name, values in before.items()}, strict=False)
         model.load_state_dict(before, strict=False)
         other.train()
@@ -171,12 +171,12 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         with pytest.raises(UsageError, match=rf"{says}.*checkpoint="):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert optimizer.steps == 5
-        # Without the callback nothing knows that the weights come with a state.
+        # Without the callback, memascend cannot know that the weights that the Trainer loads belong to a checkpoint.
         assert same_states(weights(model), before) == bool(callbacks)
 
 
 class Plain(torch.nn.Module):
-    """A model that transformers knows nothing of."""
+    """A plain module, which is no model of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -194,12 +194,12 @@ def vectors(count):
 
 
 def adapted():
-    """Of what peft writes there is as much as ever, and all that training needs beside it."""
+    """Returns a model with adapters; its checkpoints have the files of peft, and beside them those of memascend."""
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(built()[0], peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-# The model, its data, and a file of its checkpoints.
+# By kind: the model, the Trainer's options for its data, and the file with the weights in its checkpoints.
 KINDS = {
     "plain": (Plain, {"data": vectors(64), "collate": transformers.default_data_collator}, "model.safetensors"),
     "adapters": (adapted, {}, "adapter_model.safetensors"),
@@ -243,7 +243,7 @@ def test_a_reference_model_takes_a_part_of_the_budget(tmp_path):
 
 
 class ByFunctions(torch.optim.lr_scheduler.LambdaLR):
-    """A scheduler whose state no commit can hold."""
+    """A scheduler whose state has a function, which no commit can store."""
 
     def state_dict(self):
         return {**super().state_dict(), "rule": max}
@@ -268,5 +268,5 @@ def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, 
     assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
     with memascend.engine.Store.open(tmp_path / "store") as store:
         assert "schedule" not in store.hyperparameters
-        # close() commits what the Trainer set after the last step.
+        # close() commits the learning rate that the Trainer set after the last step.
         assert store.hyperparameters["groups"][0]["lr"] == (0.5 if kind == "metric" else 0.5 / 3)

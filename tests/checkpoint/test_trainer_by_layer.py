@@ -1,4 +1,4 @@
-"""Tests a Trainer whose micro-batches go by layer where that was tested: losses, logs, weights of the plain Trainer."""
+"""Tests Trainers that compute micro-batches by layer if all code involved was tested: same losses, logs and weights."""
 
 import functools
 import logging
@@ -48,7 +48,7 @@ def gpt_oss():
 
 
 class OwnLoss(Trainer):
-    """A loss that keeps something from one micro-batch to the next."""
+    """A Trainer whose loss depends on the loss of the previous micro-batch."""
 
     last = 0.0
 
@@ -64,7 +64,7 @@ class OwnInputs(Trainer):
 
 
 class OwnLog(Trainer):
-    """What runs between steps may be anything."""
+    """A Trainer with its own log(), which runs between steps and so may contain any code."""
 
     def log(self, logs, *given, **options):
         logs["seen"] = self.state.global_step
@@ -72,11 +72,11 @@ class OwnLog(Trainer):
 
 
 class OwnBlock(torch.nn.Sequential):
-    """A class that is not of transformers."""
+    """A block whose class is not from transformers."""
 
 
 class Halves(TrainerCallback):
-    """Changes gradients between micro-batches."""
+    """Halves all gradients between micro-batches."""
 
     def on_substep_end(self, *_, **others):
         for parameter in others["model"].parameters():
@@ -100,12 +100,12 @@ def with_hook_of_all(trainer):
 
 
 def with_wrapped_forward(trainer):
-    """What functools.wraps() makes has the names of transformers' own code."""
+    """Wraps a block's forward by functools.wraps(), which gives the wrapper the name of transformers' own function."""
     forward = block(trainer).forward
     block(trainer).forward = functools.wraps(forward)(lambda x: 2 * forward(x))
 
 
-# What is done to the Trainer. A scaler is as accelerate has one for fp16; disabled, it leaves losses as they are.
+# Changes to the Trainer. accelerate sets such a scaler for fp16; a disabled one does not scale losses.
 CHANGES = {
     "checkpointed": lambda trainer: trainer.model.gradient_checkpointing_enable(),
     "hook": lambda trainer: block(trainer).register_forward_hook(lambda *_: None),
@@ -119,7 +119,7 @@ CHANGES = {
     "attention": lambda trainer: setattr(trainer.model.config, "_attn_implementation", "own"),
 }
 transformers.AttentionInterface.register("own", sdpa_attention_forward)
-# The kind of Trainer, the model, and the words of the log; None: by layer.
+# The Trainer's class, the model, and the logged reason for computing micro-batches in turn; None: by layer.
 CASES = {
     "plain": (Trainer, qwen2, None),
     "checkpointed": (Trainer, qwen2, None),
@@ -140,17 +140,17 @@ CASES = {
     "function": (Trainer, qwen2, "compute_loss_func is a function of yours"),
     "attention": (Trainer, qwen2, "an attention or a loss of yours"),
 }
-# Of the others the Trainer itself computes each micro-batch: what they are is what the log says.
+# Cases that are compared with a plain run. In all others the Trainer itself computes each micro-batch.
 COMPARED = [*(name for name in CASES if CASES[name][2] is None), "dropout", "loss"]
 
 
 def run(folder, model, trainer_of, *, layers, **given):
-    """The losses and figures of a Trainer, its weights, the bytes that the last step read, whether it went by layer.
+    """Trains; returns the log, the weights, the bytes that the last step read, and whether the steps went by layer.
 
-    `trainer_of(model, optimizer, callbacks)` makes it.
+    `trainer_of(model, optimizer, callbacks)` makes the Trainer.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # A Trainer's default would keep all of it in RAM, and read nothing.
+    # With a Trainer's default budget, all records would be kept in RAM, and steps would read nothing.
     streamed = planned(model, optimizer, Options(gradients="ssd")).plan.budget
     given = {"storage": folder / f"{layers}.store", "gradients": "ssd", "host_memory": streamed, **given}
     if not layers:
@@ -196,7 +196,7 @@ def said(caplog):
 
 @pytest.fixture
 def heard(caplog, monkeypatch):
-    """The log; and as bytes are compared, no time decides where updates are written that a step leaves."""
+    """Returns the log. Writes deferred updates always in one pass, so that the bytes read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     caplog.set_level(logging.INFO, "memascend")
     return caplog
@@ -204,7 +204,7 @@ def heard(caplog, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """A micro-batch takes 100 bytes there at most, and keeps 30; all in all, there are as many as it is called with."""
+    """Returns a function that simulates a GPU with so many free bytes; a micro-batch peaks at 100 and keeps 30."""
 
     def have(allocatable):
         allocated = iter([10, 40])
@@ -225,13 +225,13 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
     if name in COMPARED:
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)
-        # Otherwise they differ by what was read ahead of the next step already.
+        # If micro-batches run in turn, the bytes read differ by the units prefetched for the next step.
         assert found[2] < plain[2] or why is not None
 
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
 def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits):
-    """On a GPU the first step shows what one needs: 100 bytes, and each further one keeps 30 of them."""
+    """On a GPU, the first step measures a micro-batch: 100 bytes, of which each further micro-batch keeps 30."""
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     on_a_gpu(allocatable)
@@ -239,7 +239,7 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a
     assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
     plain = trained(tmp_path, "plain", layers=False)
     require_same(found, plain)
-    # In turn they differ by what was read ahead of the next step already.
+    # If micro-batches run in turn, the bytes read differ by the units prefetched for the next step.
     assert found[2] < plain[2] or not fits
 
 
@@ -249,16 +249,16 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     assert not room.lacks([{"input_ids": batch}] * 100)
     step = room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))
     step({"input_ids": batch})
-    # The next one begins: the peak of the first is known.
+    # The beginning of the second micro-batch reads the peak of the first.
     step({"input_ids": batch})
-    # 100 for one, 30 for each of 29 more; nine tenths of what there is.
+    # 100 bytes for one micro-batch and 30 for each of 29 more fit into nine tenths of 1,100.
     assert not room.lacks([{"input_ids": batch}] * 30)
     assert room.lacks([{"input_ids": batch}] * 31)
-    # Ten times as long: 10 and ten times 90, and then there is room for one short one.
+    # A batch that is ten times as long needs 10 + 10 * 90 bytes, which leaves room for one short batch.
     longer = transformers.BatchEncoding({"input_ids": batch.repeat(10, 1)})
     assert not room.lacks([longer, {"input_ids": batch}])
     assert room.lacks([longer, longer])
-    # By layer each has a gradient of its own of a tied parameter.
+    # By layer, each micro-batch has its own gradient of a tied parameter, of `_tied` bytes.
     room._tied = 60
     assert not room.lacks([longer])
     assert room.lacks([longer, {"input_ids": batch}])

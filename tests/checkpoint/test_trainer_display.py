@@ -1,4 +1,4 @@
-"""Tests the header, the figures of each step and the totals that a Trainer's training shows, and its forecast."""
+"""Tests the header, the figures of each step and the totals that a Trainer prints, and the forecast of a step."""
 
 import random
 import re
@@ -16,13 +16,13 @@ from memascend.trainer.forecast import _parameters_of_token, forecast
 from memascend.trainer.position import RandomNumbers
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
-# Of 50 rows, 2 at once and 4 batches a step: 7 steps an epoch.
+# Two epochs of 7 steps: 50 examples, 2 in a batch, 4 batches a step.
 STEPS = 14
 
 
 @pytest.fixture(autouse=True)
 def is_fast(monkeypatch):
-    """The speed of the processor is not measured each time."""
+    """Spends no time on measuring the processor's speed."""
     monkeypatch.setattr(hardware, "_SECONDS", 0.0)
 
 
@@ -54,7 +54,7 @@ def test_a_header_says_what_runs_and_where_it_goes_on(tmp_path, capsys):
     assert " left, as the steps before took, and " in header[-1]
     started(tmp_path)
     capsys.readouterr()
-    # A run that is over does not begin again.
+    # A finished run does not start again.
     started(tmp_path)
     assert shown(capsys)[0] == f"memascend: this run is finished: step {STEPS} of {STEPS}"
 
@@ -74,7 +74,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
         r"of the [\d,]+ TB that a consumer drive of this size is warranted for",
         end,
     )
-    # The picture has the losses of both processes.
+    # The report's history, which a picture shows, has the losses of both starts.
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     report = trainer.optimizer.optimizer.report()
     assert report.history.losses == losses
@@ -83,7 +83,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
 
 
 class Bar(transformers.TrainerCallback):
-    """As the Trainer's own has one."""
+    """A callback with a progress bar, like the Trainer's own callback."""
 
     def __init__(self):
         self.said = []
@@ -104,7 +104,7 @@ def test_a_trainer_that_is_to_be_silent_is_silent(tmp_path, capsys):
 
 
 def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
-    """What cannot be predicted trains all the same."""
+    """forecast() raises no error for data that it cannot predict: training starts without a forecast."""
     trainer = made(tmp_path)
     trainer.create_optimizer()
     own = {"storage": str(tmp_path / "store")}
@@ -118,7 +118,7 @@ def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
 
 @pytest.mark.parametrize("kind", ["drawn", "list"])
 def test_a_forecast_disturbs_nothing(tmp_path, kind):
-    """Neither the random numbers of the process nor those of data that draw: bits would change."""
+    """forecast() draws no random numbers, from the process or through the data: the training's bits would change."""
     dice = random.Random(1)
     trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
     trainer.create_optimizer()
@@ -126,7 +126,7 @@ def test_a_forecast_disturbs_nothing(tmp_path, kind):
     found = forecast(trainer, {"storage": str(tmp_path / "store")})
     assert before == (RandomNumbers.now().said(), dice.getstate())
     assert (found.seconds is None) == (kind == "drawn")
-    # Gradients of four micro-batches wait for their sum, and updates for the norm: each is written, with the values.
+    # A step of four micro-batches with clipping writes spilled gradients, the updated state and the values.
     trained = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert found.written > 3 * trained
 
@@ -149,7 +149,7 @@ def test_the_chosen_experts_of_a_model_compute_a_token():
 
 
 class Printed(transformers.PrinterCallback):
-    """As the Trainer's own prints logs."""
+    """A subclass of the Trainer's callback that prints logs; records the logs instead."""
 
     def on_log(self, _args, _state, _control, logs=None, **_):
         self.logs = [*getattr(self, "logs", ()), dict(logs)]
@@ -162,7 +162,7 @@ def test_figures_in_bytes_are_for_the_history_and_not_printed(tmp_path, capsys):
     trainer = started(tmp_path, printed, reported, end=4)
     (line,) = (line for line in trainer.state.log_history if "loss" in line)
     assert line.keys() >= set(FIGURES)
-    # Also to those that come after the one that prints.
+    # Callbacks after the printing one get the figures, too.
     assert [set(FIGURES) <= logs.keys() for logs in seen] == [True]
     assert len(printed.logs) == 1
     assert not printed.logs[0].keys() & set(FIGURES)

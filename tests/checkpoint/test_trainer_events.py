@@ -1,4 +1,4 @@
-"""Tests of the events around a Trainer's steps over several starts, and of what a start compares with the store."""
+"""Tests the events of a Trainer over several starts, and the settings that a start compares with those of the store."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("qu
 
 
 class Events(transformers.TrainerCallback):
-    """Notes each event, with the state that it sees."""
+    """Records each event with the step and the epoch at which the Trainer calls it."""
 
     def __init__(self):
         self.seen = []
@@ -37,13 +37,13 @@ for _name in (name for name in dir(transformers.TrainerCallback) if name.startsw
 
 
 def trained(folder, *callbacks, **options):
-    """One start; returns the Trainer, with the digest of its weights, and the events."""
+    """Starts or resumes the training; returns the Trainer, with a digest of its weights, and the events."""
     events = Events()
     trainer = started(folder, events, *callbacks, **options)
     return trainer, [event for event in events.seen if event[0] not in ("init_end", "prediction_step")]
 
 
-# The epoch after steps of 25 batches an epoch.
+# By step: the epoch after it. An epoch has 25 batches.
 AFTER = {2: 8 / 25, 7: 1.0, 9: 1 + 8 / 25}
 BEFORE = ("step_begin", "substep_end", "pre_optimizer_step", "epoch_begin")
 
@@ -56,13 +56,13 @@ def test_events_before_a_step_come_once_and_those_after_it_at_least_once(tmp_pat
         seen.append(found)
     steps = [event for event in whole if event[0] not in ("train_begin", "train_end")]
     found = [event for start in seen for event in start if event[0] not in ("train_begin", "train_end")]
-    # An epoch that goes on begins again, with the state of its begin.
+    # A start within an epoch calls on_epoch_begin() again, with the state at the epoch's beginning.
     begins = [event for event in found if event[0] == "epoch_begin"]
     assert begins == [("epoch_begin", 0, 0), ("epoch_begin", 0, 0), ("epoch_begin", 7, 1.0), ("epoch_begin", 7, 1.0)]
     for name in BEFORE[:3]:
         assert [event for event in found if event[0] == name] == [event for event in steps if event[0] == name]
     assert list(dict.fromkeys(found)) == list(dict.fromkeys(steps))
-    # As from a checkpoint.
+    # on_train_begin() gets the state of the last commit, as if the Trainer resumed from a checkpoint.
     assert [start[0] for start in seen[1:]] == [("train_begin", step, epoch) for step, epoch in AFTER.items()]
 
 
@@ -97,7 +97,7 @@ def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path)
 
 
 def test_a_change_after_a_training_that_ended_is_made(tmp_path):
-    """The events of the last step do not come again, and their changes are not taken for this one."""
+    """A second start repeats no events of the last step, so edit() does not take this edit for a repeated one."""
     started(tmp_path, Habits(), max_steps=2)
     trainer = made(tmp_path / "out", Habits(), max_steps=2)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
@@ -159,7 +159,7 @@ def test_a_callback_whose_state_grows_keeps_the_newest(tmp_path):
 
 
 class Accumulates(transformers.TrainerCallback):
-    """Takes other numbers of micro-batches from the second epoch on."""
+    """Sets 5 micro-batches a step in the first epoch, and 1 from the second epoch on."""
 
     def on_epoch_begin(self, args, state, *_, **__):
         args.gradient_accumulation_steps = 1 if round(state.epoch or 0) else 5
@@ -174,7 +174,7 @@ def test_a_callback_changes_the_accumulation_by_epoch(tmp_path):
 
 
 class Bad(transformers.Trainer):
-    """The loss of the third step is NaN."""
+    """A Trainer whose loss in the third step is NaN."""
 
     def compute_loss(self, *given, **named):
         loss = super().compute_loss(*given, **named)
@@ -197,11 +197,11 @@ def test_a_nan_ends_the_run_before_its_commit_or_is_skipped(tmp_path, clipping):
         assert all(parameter.isfinite().all() for parameter in again.model.parameters())
 
 
-# --- what a start compares ------------------------------------------------------------------
+# --- settings that a start compares with the store ------------------------------------------
 
 
 def given(schedule=None, **options):
-    """An optimizer, and a scheduler, of one's own."""
+    """Returns options of `made` with a user's own model, optimizer and scheduler."""
     own = model()
     optimizer = torch.optim.AdamW(own.parameters(), fused=True, **{"lr": 1e-2, **options})
     return {"optimizers": (optimizer, schedule and schedule(optimizer)), "own": own}
@@ -218,7 +218,7 @@ def by(gamma):
     return lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma)
 
 
-# What a script has, what it has after it was edited, and what differs.
+# By edit of a script: its options before, its options afterwards, and the differences that the error names.
 EDITED = {
     "options": (
         lambda: given(by(0.9)),
@@ -252,12 +252,12 @@ def test_clipping_is_kept(tmp_path, ended):
     before = dict(vars(trainer))
     with pytest.raises(ConfigError, match=r"clipping torch -> exact 1\.0"):
         memascend.trainer.offload(trainer, storage=ended / "store", clipping="exact")
-    assert vars(trainer) == before, "the call may be made again"
+    assert vars(trainer) == before, "the failed call changed the Trainer"
 
 
 @pytest.mark.parametrize("existing", ["resume", "replace"])
 def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplog, existing):
-    """From its store, and from a checkpoint; a script of an earlier version has no clipping=."""
+    """Resumes from the store, or from a checkpoint, in a script without clipping=, like scripts of earlier versions."""
     options = {"max_steps": 6, "logging_steps": 1, "save_steps": 2}
     whole = started(tmp_path / "whole", offloads={"clipping": "exact"}, **options)
     folder = tmp_path / "ended"
@@ -269,7 +269,7 @@ def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplo
     assert (trainer.state.global_step, trainer.digest) == (6, whole.digest)
     norms = [[line.get("grad_norm") for line in one.state.log_history] for one in (trainer, whole)]
     assert norms[0] == norms[1]
-    # torch's norm is rounded to float32.
+    # torch's norm is rounded to float32; the exact norm is not.
     assert any(norm != torch.tensor(norm).item() for norm in norms[0] if norm is not None)
     with pytest.raises(ConfigError, match=r"clipping exact 1\.0 -> torch"):
         started(folder, offloads={"clipping": "torch"}, **options)
@@ -281,7 +281,7 @@ def checkpointed(function):
 
 
 def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):
-    """Activation checkpointing, loading(), one more argument of a newer library, an object without a text."""
+    """Changes activation checkpointing, and adds arguments of a newer library, one of them an object without a text."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     own = transformers.TrainingArguments.to_dict
@@ -293,7 +293,7 @@ def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):
 
 
 class Lines(torch.utils.data.Dataset):
-    """Reads on where it is, and seeks only where another row is asked for."""
+    """Reads a file from its current position, and seeks only if the index is not the next one."""
 
     def __init__(self, file):
         file.write_text("".join(f"{number:03}\n" for number in range(100)))
@@ -325,7 +325,7 @@ def test_with_more_ranks_all_micro_batches_of_a_step_that_does_not_divide_are_re
 
 
 class MakesOne(transformers.Trainer):
-    """As in tutorials: it makes an optimizer at each call."""
+    """A Trainer as in tutorials: create_optimizer() makes a new optimizer at each call."""
 
     def create_optimizer(self, *_, **__):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)

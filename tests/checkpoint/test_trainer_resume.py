@@ -1,4 +1,4 @@
-"""Tests that a Trainer goes on where its process ended: with the same bits and log, or an error says why not."""
+"""Tests that a Trainer resumes where its process ended, with the same bits and log, or that an error says why not."""
 
 import json
 import random
@@ -30,7 +30,7 @@ PROGRAM = "import sys; from support.trained_program import main; main(*sys.argv[
 
 @pytest.fixture(scope="module")
 def has_transformers():
-    """An interpreter that has loaded it, which takes longer than most such trainings."""
+    """Starts an interpreter that has imported transformers: the import takes longer than most of these trainings."""
     modules = ["transformers.trainer", "transformers.models.qwen2.modeling_qwen2"]
     loaded = Loaded(environment(), modules, warnings=("ignore",))
     yield loaded
@@ -39,11 +39,11 @@ def has_transformers():
 
 @pytest.fixture
 def start(has_transformers):
-    """Starts the program, with options of the Trainer; returns its last line, a digest of the weights."""
+    """Returns a function that runs the program with options of the Trainer; it returns the last line, the digest."""
 
     def run(*words, ends=0, **options):
         variables = {**environment(), "TRAINED_OPTIONS": json.dumps(options), "ENDS_BY": str(-ends)}
-        # What deterministic matrix products of a GPU need.
+        # CUDA needs this variable for deterministic matrix products.
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         done = has_transformers.run(PROGRAM, *map(str, words), env=variables, timeout=250)
         assert done.status == ends, done
@@ -57,7 +57,7 @@ def start(has_transformers):
     return run
 
 
-# Each third one ends the process by Ctrl-C.
+# Points and steps at which the process is ended: every third one by Ctrl-C, all others by a kill.
 MOMENTS = [("creation", 0), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 10)]
 MORE = [
     ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("end of the step", 7), ("after the commit", 13),
@@ -66,7 +66,7 @@ MORE = [
 
 
 def require_same(start, tmp_path, want, moments, **options):
-    """The program, killed at these moments, ends as that of which `want` is the digest."""
+    """Ends the program at each of `moments` and restarts it; requires the digest `want`, and the log of a whole run."""
     for index, (moment, step) in enumerate(moments):
         ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
         start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends, **options)
@@ -78,7 +78,7 @@ def require_same(start, tmp_path, want, moments, **options):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, moments):
-    """With callbacks that change options, freeze, read gradients, and change weights by each door; its own figures."""
+    """The callbacks change options, freeze layers, read gradients, and write weights in every way that is supported."""
     require_same(start, tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
 
 
@@ -86,18 +86,18 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, mo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
 def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, start, precision):
-    """Dropout is drawn there, and the scaler's state is torch's; a GPU's own AdamW rounds otherwise than the CPU's."""
+    """The undisturbed run is offloaded, too: torch's AdamW rounds differently on a GPU. Dropout draws on the GPU."""
     options = {"use_cpu": False, **precision}
     want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
     moments = [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]
     require_same(start, tmp_path, want, moments, **options)
 
 
-# --- in this process ------------------------------------------------------------------------
+# --- several starts in this process ---------------------------------------------------------
 
 
 def trained(folder, *ends, options=dict, **fixed):
-    """Train in as many starts as it takes; the digest of the weights, and the log."""
+    """Trains in several starts, of which all but the last end at the steps `ends`; returns the digest and the log."""
     log = folder / "log"
     for number, end in enumerate((*ends, None)):
         torch.manual_seed(100 + number)
@@ -107,7 +107,7 @@ def trained(folder, *ends, options=dict, **fixed):
 
 @pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
 def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
-    """In the one line that users add: clipping is torch's."""
+    """The training has only the one line that users add, so clipping is torch's."""
     options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
     plain = made(tmp_path / "memory", Log(tmp_path / "log"), **options)
     plain.train()
@@ -123,7 +123,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Chained(transformers.Trainer):
-    """With a scheduler of its own, whose rate depends on the rate of the step before."""
+    """A Trainer with its own scheduler, which computes each learning rate from the one before."""
 
     def create_scheduler(self, _steps=0, optimizer=None, **_):
         if self.lr_scheduler is None:
@@ -133,14 +133,14 @@ class Chained(transformers.Trainer):
 
 
 def stopping(output, *callbacks, **options):
-    """Stops where two evaluations in a row are no better."""
+    """Makes a Trainer that stops after two evaluations in a row without improvement."""
     stop = transformers.EarlyStoppingCallback(2, 10.0)
     best = {"metric_for_best_model": "eval_loss", "save_strategy": "no", "eval_steps": 2}
     return made(output, *callbacks, stop, **best, **options)
 
 
 def scaled(output, *callbacks, **options):
-    """As accelerate scales losses for fp16 on a GPU; a scale that is no power of two changes what is rounded."""
+    """Makes a Trainer that scales losses, as for fp16 on a GPU; the scale is no power of two, so scaling rounds."""
     trainer = made(output, *callbacks, **options)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", growth_factor=1.1, growth_interval=2)
     return trainer
@@ -150,15 +150,15 @@ PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
     "eval_steps": 2, "metric_for_best_model": "eval_loss",
 }  # fmt: skip
-# The Trainer, and the steps after which its process ends.
+# By case: the Trainer's options, and the steps after which its process ends.
 RUNS = {
-    # Python draws such numbers in pairs, and keeps the second one for the next call.
+    # random.gauss() draws numbers in pairs, and keeps the second number for the next call.
     "epochs": (lambda: {"data": Drawn(partial(random.gauss, 0.5, 0.4))}, (3, 7, 10)),
     "a random collator": ({"collate": masked}, (1, 6, 7, 12)),
     "by length": ({"train_sampling_strategy": "group_by_length"}, (3, 9)),
     "workers": ({"dataloader_num_workers": 1, "collate": masked}, (3, 9)),
     "a stream": ({"data": Stream(), "max_steps": 10}, (3, 8)),
-    # Its rate falls where the evaluation gets no better.
+    # The learning rate falls when the evaluation does not improve.
     "a plateau": (PLATEAU, (4, 5, 9)),
     "a chained scheduler": ({"kind": Chained}, (2, 11)),
     "early stopping": ({"make": stopping}, (3, 4)),
@@ -167,18 +167,18 @@ RUNS = {
     "a loss scale": ({"make": scaled, "max_grad_norm": 0, "max_steps": 8}, (2, 5)),
     "one batch a step": ({"gradient_accumulation_steps": 1, "max_steps": 9, "max_grad_norm": 0}, (1, 4)),
 }
-# Those that a push leaves to the slow tests.
+# Cases that run only with the slow tests.
 LATER = {"by length", "a random collator", "no evaluation ahead", "generators of its own"}
 
 
 @pytest.mark.parametrize("name", usual(RUNS, *RUNS.keys() - LATER))
 def test_it_goes_on_with_the_same_bits(tmp_path, name):
     options, ends = RUNS[name]
-    # Each start has objects of its own, as each process has.
+    # Each start makes new objects, as each process does.
     fresh = options if callable(options) else lambda: options
     whole = trained(tmp_path / "whole", **fresh())
     assert trained(tmp_path / "ended", *ends, options=fresh) == whole
-    # A finished training trains nothing.
+    # A finished training takes no further step.
     assert trained(tmp_path / "ended", options=fresh) == whole
 
 
@@ -188,7 +188,7 @@ def streamed(*given, **options):
 
 
 def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
-    """As people have it: from a folder, in another dtype than the files'; and loading() may be added."""
+    """The model is loaded from a folder, in another dtype than the files have; a later start may add loading()."""
     folder = tmp_path / "model"
     model().bfloat16().save_pretrained(folder)
     load = partial(transformers.Qwen2ForCausalLM.from_pretrained, folder, dtype=torch.float32)
@@ -291,7 +291,7 @@ def test_a_training_is_one(tmp_path):
     with memascend.trainer.offload(again, storage=tmp_path / "store"):
         with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
             again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
-        # The store is ahead of the newest.
+        # Now the store is ahead of the newest checkpoint.
         shutil.rmtree(tmp_path / "out/checkpoint-2")
         again.train(resume_from_checkpoint=True)
         assert again.state.global_step == 2

@@ -1,4 +1,4 @@
-"""Tests what transformers reads of a checkpoint, and leaves on meta; MXFP4 and FP8 are read as it dequantises them."""
+"""Tests checkpoints of transformers' models: hub names, starts on meta, MXFP4 and FP8 as transformers dequantises."""
 
 import json
 
@@ -26,7 +26,7 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(
         n_layer=2, n_head=4, n_embd=32, vocab_size=97, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
-    # More than ten experts: their names in alphabetical order are in another.
+    # With more than ten experts, the alphabetical order of their names is not their numerical order.
     "mixtral": lambda: MixtralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, num_local_experts=12),
     "experts of qwen2": lambda: Qwen2MoeConfig(
         **SMALL,
@@ -63,7 +63,7 @@ def logits(model):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
-    """On meta, by the names that the hub has; in parts, with an index, as what is large is saved."""
+    """The model starts on meta, from files with the hub's names; the files are in parts, as those of large models."""
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     torch.manual_seed(3)
@@ -75,7 +75,7 @@ def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
     keys = [key for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
     has_experts = any("experts" in key for key in before)
     assert has_experts == any(".experts.11." in key for key in keys), (
-        "the hub's names are the model's: this shows nothing"
+        "the hub's names equal the model's, so nothing is tested"
     )
     model, optimizer = begun(tmp_path / "one", bodiless(config), gradients="ssd", weights=tmp_path / "hub")
     with optimizer:
@@ -141,7 +141,7 @@ def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, mon
 
 
 def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_path):
-    # Flan-T5: its config ties the head, its files do not, and from_pretrained() goes by the files.
+    # Flan-T5's config ties the head and its files do not; from_pretrained() follows the files.
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     torch.manual_seed(0)
     real = transformers.T5ForConditionalGeneration(config)
@@ -179,7 +179,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def mxfp4(name, tensor):
-    """With the least and the greatest exponent, too."""
+    """Quantizes a tensor to MXFP4; two of the scales are the least and the greatest exponent."""
     stored = in_mxfp4(name, tensor, (100, 130))
     for part, scales in stored.items():
         if part.endswith("_scales"):
@@ -212,7 +212,7 @@ CASES = {
     "MXFP4": (transformers.GptOssConfig(**SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}), mxfp4, MXFP4),
     "FP8": (transformers.Qwen3Config(**SIZES), fp8(wide_scales), FP8),
     "FP8, scales that are exponents": (transformers.Qwen3Config(**SIZES), fp8(exponents), FP8),
-    # As Mistral stores it, with what its kernels need for activations.
+    # Mistral's files have one scale for a matrix, and scales of activations for its kernels.
     "FP8, a scale for a matrix": (
         transformers.MistralConfig(**SIZES),
         lambda name, tensor: {
@@ -221,14 +221,14 @@ CASES = {
         },
         {**FP8, "activation_scheme": "static", "weight_block_size": None},
     ),
-    # As the hub has them, a matrix for each expert.
+    # The hub's files have a matrix for each expert.
     "FP8, a mixture of experts": (transformers.Qwen3MoeConfig(**SIZES | EXPERTS), fp8(wide_scales), FP8),
 }  # fmt: skip
 
 
 @pytest.fixture
 def quantized(tmp_path):
-    """Writes a checkpoint of a case, and returns its folder."""
+    """Returns a function that writes a case's checkpoint and returns its folder."""
 
     def made(case):
         config, stored, method = CASES[case]
@@ -250,7 +250,7 @@ def by_transformers(folder, dtype):
 
 
 def streamed(model, storage, **options):
-    """Offloaded to the CPU by an optimizer without state."""
+    """Offloads a model that computes on the CPU, with an optimizer without state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return memascend.offload(model, optimizer, storage=storage, device="cpu", **options)
 
@@ -264,7 +264,7 @@ def same_values(one, other):
 @pytest.mark.parametrize("case", CASES)
 def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path, quantized, case, dtype):
     folder = quantized(case)
-    # What is not quantized in an FP8 checkpoint, transformers leaves in the files' dtype.
+    # transformers keeps the files' dtype for tensors of an FP8 checkpoint that are not quantized.
     wanted = {name: values.to(dtype, copy=True) for name, values in by_transformers(folder, dtype).state_dict().items()}
     with memascend.trainer.loading():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -273,13 +273,13 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
     with optimizer:
         same_values(model.state_dict(), wanted)
         optimizer.save(tmp_path / "saved")
-    # What is saved is a model that never was quantized.
+    # The saved checkpoint is that of a model without quantization.
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     same_values(again.state_dict(), wanted)
     if dtype != torch.bfloat16:
         return
-    # Without loading(), for a model that somebody else made on meta.
+    # The same values are read without loading(), for a model that other code made on meta.
     with torch.device("meta"):
         bare = transformers.AutoModelForCausalLM.from_config(CASES[case][0], dtype=dtype)
     bare, optimizer = streamed(bare, tmp_path / "b.store", weights=folder)
@@ -288,7 +288,7 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
 
 
 def test_blocks_that_end_in_the_midst_are_those_of_the_config(tmp_path, monkeypatch):
-    """DeepSeek's matrices of 576 rows, here read in several parts: transformers divides no such matrix."""
+    """DeepSeek has such matrices, of 576 rows; transformers cannot dequantise them. The test reads one in parts."""
     monkeypatch.setattr("memascend.checkpoint.quantized._PART", 320 * 50)
     codes = torch.randn(192, 320).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)

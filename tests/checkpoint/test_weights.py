@@ -1,4 +1,4 @@
-"""Tests models that begin on meta: weights, initialisation, rebuilt buffers, refusals."""
+"""Tests models that begin on meta: weights from files, initialisation, rebuilt buffers, errors."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class Turned(torch.nn.Module):
-    """With a buffer that is not saved."""
+    """A module with a buffer that is not persistent, so offload() has to rebuild it."""
 
     def __init__(self, width):
         super().__init__()
@@ -119,7 +119,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
     model = bodiless()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
-    # In RAM, too: placeholders share one tensor, and a step's write to one is nobody's to another.
+    # One case keeps records in RAM: placeholders share a tensor, and a step's write to one must not count for another.
     budget = "64MiB" if how == "function" else None
     model, offloaded = memascend.offload(
         model, optimizer, storage=tmp_path / "run", weights=weights, host_memory=budget
@@ -131,7 +131,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert model.head.weight is model.base.embed.weight
         assert trained(model, offloaded) == losses
         assert same_states(state(model), after)
-    # The store goes on by itself.
+    # A resume needs no weights=.
     model, offloaded = begun(tmp_path / "run", bodiless(), existing="resume")
     with offloaded:
         assert offloaded.steps == 3
@@ -236,7 +236,7 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     refused(ConfigError, r"3 safetensors files and no model.safetensors.index.json")
     refused(ConfigError, "not there", tmp_path / "nowhere")
     (tmp_path / "pipes").mkdir()
-    # Whoever opens one waits until somebody writes to it.
+    # An open() of a pipe would block until another process opens it for writing.
     os.mkfifo(tmp_path / "pipes" / "model-1.safetensors")
     refused(ConfigError, "no regular file", tmp_path / "pipes")
     refused(ConfigError, "neither a file nor a folder", tmp_path / "pipes" / "model-1.safetensors")

@@ -1,4 +1,4 @@
-"""Gives command tests access to disks, and the config of a small model."""
+"""Provides the fixtures of command tests: disks, the config of a small model, cached traces."""
 
 import pytest
 from support.disks import backend, child, faulty, loop, path, small_ext4
@@ -11,7 +11,7 @@ __all__ = ["backend", "child", "config", "faulty", "loop", "path", "small_ext4"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_trace_is_made_once():
-    """It takes seconds, and the same config is asked for in many tests."""
+    """Caches `trace`: one call takes seconds, and many tests trace the same config."""
     own, found = model.trace, {}
 
     def trace(of, batch, *, recomputes):

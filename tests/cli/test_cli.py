@@ -1,4 +1,4 @@
-"""Tests the command line: what it prints and how it ends; `doctor` on storage; `train` without TRL."""
+"""Tests the command line: output and exit status; `doctor` on storage; `train` without TRL."""
 
 import argparse
 import errno
@@ -114,7 +114,7 @@ for words in ([], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store"
 
 
 def test_errors_of_the_store_have_the_words_of_train(capsys):
-    """Whatever the store's errors say of arguments of offload(), train has an option for."""
+    """`train` prints its own option wherever an error of the store names an argument of offload()."""
     found = 0
     for path in sorted((ROOT / "rust/store/src").glob("*.rs")):
         code = re.sub(r"\\\n\s*", "", path.read_text().partition("#[cfg(test)]")[0]).replace('\\"', '"')
@@ -214,7 +214,7 @@ def test_one_thing_is_no_plural():
     assert (counted(1, "row"), counted(0, "row"), counted(2000, "row")) == ("1 row", "0 rows", "2,000 rows")
 
 
-# --- doctor on storage: what is fine, slower and will fail -------------------------------
+# --- doctor on storage: the verdicts "fine", "slower" and "fails" ------------------------
 
 
 def report(capsys, path, status=0):
@@ -228,7 +228,7 @@ def report(capsys, path, status=0):
 
 def test_a_folder(capsys, tmp_path):
     found = report(capsys, tmp_path)
-    assert found["io_uring"]["found"] == "to be had"
+    assert found["io_uring"]["found"] == "available"
     assert found["direct I/O"]["found"].startswith("yes, aligned to ")
     assert found["sequential write"]["found"].endswith("GB/s")
     assert found["sequential read"]["found"].endswith("GB/s")
@@ -352,7 +352,7 @@ def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
         ["out.*", "1"],
     ]
     assert state == "state of each: exp_avg (float32)"
-    # Another shape, number of updates or state is another row.
+    # Tensors that differ in shape, number of updates or state get rows of their own.
     others = [record("a.1"), record("a.2", (3,)), record("a.3", step=5), record("a.4", state="momentum")]
     head, _, *rows = _groups(others).splitlines()
     assert head.endswith("state")
@@ -361,7 +361,7 @@ def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
 
 
 def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
-    """Without a word to the hub, where a folder was meant or there is no network."""
+    """`require_model` rejects a mistyped folder without a request to the hub; an unreachable hub has its own error."""
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.chdir(tmp_path)
     for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
@@ -392,7 +392,7 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(MemascendError, match=r"not in the cache of the hub, and huggingface.co cannot be reached"):
         require_model("owner/another-name")
     assert looked == ["huggingface.co"]
-    # A model of the hub whose name is like that of a folder is one of the hub.
+    # A name that only resembles a folder's is still looked up on the hub.
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner/model-7b").mkdir()
     (tmp_path / "owner/model-7b/config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Tests what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
+"""Tests the answers of `memascend plan` for a machine: torch's memory, seconds of a step, the batch that fits."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ def traced(config, sequences=1, length=128, loss="full", **options):
 
 
 def products(tokens, length):
-    """Operations of one forward's matrix products, and of its attention with the causal half left out."""
+    """Returns the operations of one forward's matrix products, and of its attention without the causal half."""
     kv = HIDDEN // 2
     block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * WIDE
     weights = 2 * tokens * (LAYERS * block + VOCABULARY * HIDDEN)
-    # Queries by keys and weights by values, for each head.
+    # Attention has two products in each head: queries by keys, and attention weights by values.
     return weights, LAYERS * 2 * (2 * tokens * length * HIDDEN) // 2
 
 
@@ -38,16 +38,16 @@ def products(tokens, length):
 def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     found = traced(config, 2, 128, recomputes=recomputes)
     weights, attention = products(256, 128)
-    # A block's last product is not computed again: nothing saves its result. Nor is the head.
+    # The recomputation skips each block's last product, whose result autograd does not save, and the LM head.
     last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
-    # The table of positions is a product of its own, by some thousand operations.
+    # The rotary position table is one more product, of some thousand operations.
     assert found.forward == pytest.approx(weights + attention, rel=0.01)
     again = weights - last + attention if recomputes else 0
     assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
 
 
 def test_torchs_memory_is_what_a_run_allocates(config):
-    """The profiler counts what the CPU's allocator gives; parameters are counted elsewhere."""
+    """The profiler counts bytes that are allocated after its start, so neither count includes parameters."""
     import transformers
 
     for recomputes in (False, True):
@@ -69,7 +69,7 @@ def test_torchs_memory_is_what_a_run_allocates(config):
 
 def test_logits_and_activations_are_told_apart(config):
     held = traced(config, 1, 256).held
-    # In 32 bits: their logarithms, and the gradients of both.
+    # Log-probabilities and gradients are in fp32, and at least two tensors of this size live at once.
     assert held["logits and their gradients"] >= 2 * 4 * 256 * VOCABULARY
     assert held["activations"] < held["logits and their gradients"]
 
@@ -83,7 +83,7 @@ def test_a_step_is_its_longest_parts(capsys, config):
     assert step["tokens_per_second"] == pytest.approx(256 / step["seconds_per_step"])
     assert found["disk_seconds_per_step"] == pytest.approx(step["seconds_per_step"])
     assert found["device_bytes"] == plan["device_peak"] + found["torch"]["peak_bytes"]
-    # A card that computes so slowly is the bound, and takes its operations by its speed.
+    # On a card of 0.001 TFLOPS, compute bounds the step: its operations run at half of the card's speed.
     slow = told(capsys, config, "--drive", "5,4", "--gpu", "0.001,24,25", "--tokens", 256)["step"]
     assert slow["bound"] == "compute"
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
@@ -93,23 +93,25 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds both, and by layer it moves what one micro-batch does; in turn, updates wait for the sums.
+    # The disk bounds both steps. By layer, four micro-batches move the bytes of one; one after the other, they move
+    # more, and updates wait for the summed gradients.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
     assert (four["step"]["updates"], turns["updates"]) == ("fused", "next forward")
     assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
-    # In turn, each further one reads values and sums of gradients, and writes the sums: 2 bytes each of what streams.
+    # One after the other, each further micro-batch reads values and gradient sums and writes the sums: 2 bytes each
+    # for every streamed element.
     clipped = (*MACHINE, "--tokens", 256, "--max-grad-norm", 1, "--one-after-the-other")
     moved = [told(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
     sums = moved[0]["plan"]["written_bytes"]["gradients"]
     assert moved[1]["written_bytes_per_step"] - moved[0]["written_bytes_per_step"] == 3 * sums
     assert moved[1]["read_bytes_per_step"] - moved[0]["read_bytes_per_step"] >= 3 * 2 * sums
-    # Each keeps the input of each block, of which the first micro-batch's are counted already.
+    # Each micro-batch keeps the inputs of all blocks; `one` counts those of the first micro-batch.
     kept = traced(config, 1, 256, "chunked").kept
     assert kept >= LAYERS * 256 * HIDDEN * 2
     assert four["device_bytes"] == one["device_bytes"] + 3 * kept
-    # Where compute bounds, it is the same for both.
+    # If compute bounds the step, micro-batches by layer and one after the other take the same time.
     slow = told(
         capsys, config, "--drive", "500,400", "--gpu", "0.001,24,25", "--tokens", 256, "--accumulation-steps", 4
     )
@@ -129,7 +131,7 @@ def test_clipped_updates_wait_for_the_next_step(capsys):
     assert took.keys() == {"next forward", "next backward", "early"}
     assert plain["step"]["seconds_per_step"] <= took["early"] < took["next backward"] < took["next forward"]
     assert step["seconds_per_step"] == took["next backward"]
-    # The table has the bytes of this way, and so have the seconds of the disk.
+    # The table and the disk's seconds count the bytes of updates in the next backward.
     read = sum(plan["read_bytes"].values())
     assert "last step's update, forward" in plan["read_bytes"]
     stored = clipped["read_bytes_per_step"] - read
@@ -155,7 +157,7 @@ def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
     assert ways(*clip) == deferred | {"early"}
     assert ways(*clip, "--optimizer", "SGD") == deferred | {"early"}
     assert ways(*clip, "--gradients", "ssd") == ways(*clip, "--ranks", 2) == deferred
-    # These run other code than the engine's own, or keep all gradients in memory.
+    # RMSprop runs torch's code, not the engine's, and "ram" keeps all gradients in memory: `step()` updates at once.
     assert ways(*clip, "--optimizer", "RMSprop") == ways(*clip, "--gradients", "ram") == {"at once"}
 
 
@@ -179,7 +181,7 @@ def test_the_drives_life(capsys, config):
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
     assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
     assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
-    # It comes first, in days.
+    # The table's first row is the drive's life: in days if the seconds of a step are known, else in steps.
     rows = shown(capsys, config, *MACHINE, "--length", 128).partition("what   ")[2].splitlines()
     assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
     assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
@@ -189,7 +191,7 @@ def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     found = told(capsys, config, *asked)
     log = found["disk"]["log_bytes"]
-    # Sixteen steps of gradients in two bytes, and the one being written.
+    # The log has room for 16 steps of 2-byte gradients, and for the step that is being written.
     assert 17 * 2 * found["model"]["parameters"] <= log == found["plan"]["log_bytes"]
     (row,) = [line for line in shown(capsys, config, *asked).splitlines() if line.startswith("disk space")]
     whole = bytes_shown(found["disk"]["bytes"] + log)
@@ -213,7 +215,7 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
     assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
     assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
     assert f"{batch} x 256" in shown(capsys, config, *small, "--fit")
-    # Tokens are of all ranks and micro-batches, as without --fit.
+    # With --fit, too, `tokens_per_second` counts the tokens of all ranks and micro-batches.
     ranks = ("--ranks", 2, "--network", 5, "--accumulation-steps", 3, "--length", 256)
     one = told(capsys, config, *small, *ranks, "--fit")[0]
     step = told(capsys, config, *small, *ranks, "--tokens", one["batch"] * 256)["step"]
@@ -236,7 +238,7 @@ def test_gaps_of_the_heap_are_a_row_where_the_host_computes(config, capsys):
 
 
 def test_the_table_answers_in_words(capsys, config):
-    # Little more than the least, which holds nothing and waits for the disk.
+    # 26 MiB is little more than the smallest budget: no record is kept in RAM, and a step waits for the disk.
     out = shown(capsys, config, *MACHINE, "--host-memory", "26MiB", "--tokens", "256")
     for words in (
         "memascend.offload(model, optimizer, storage=", 'host_memory="26MiB"', "ion_checkpointing_enable()",
@@ -255,7 +257,7 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
         with pytest.raises(ConfigError, match=r"one of .*, 3080, 3080ti, 3090,"):
             parse_gpu(words)
-    # A near miss is met with names.
+    # The error for a near miss proposes names.
     for words, near in (("4091", "4090"), ("rtx 5091", "5090"), ("h1000", "h100")):
         with pytest.raises(ConfigError, match=f"did you mean .*{near}.* one of"):
             parse_gpu(words)
@@ -283,13 +285,13 @@ def test_kinds_of_drives_have_names(capsys, config):
     assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
 
 
-# --- five lines -------------------------------------------------------------------------
+# --- the short answer, without --verbose ------------------------------------------------
 
 EIGHT = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB", "--tokens", 2048)
 
 
 def five(capsys, *words, status=0):
-    """The lines by what they are about."""
+    """Returns the lines of the short answer, by their titles."""
     assert main(["plan", *map(str, words)]) == status
     return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
 
@@ -313,7 +315,7 @@ def test_a_few_lines_decide(capsys):
     assert found["run"]["written"] == 625 * found["written_bytes_per_step"]
     assert found["run"]["seconds"] == pytest.approx(625 * found["step"]["seconds_per_step"])
     assert lines[larger].startswith("--tokens 32768 --accumulation-steps 4 --one-after-the-other: 79 steps, ")
-    # The last word of an option counts.
+    # `words` repeats options of `asked`: the last value of an option counts.
     words, cost = lines[larger].split(": ", 1)
     there = five(capsys, *asked, *words.split())
     assert there[title] == "fits"
@@ -361,7 +363,7 @@ def test_by_layer_is_proposed_where_it_is_much_faster(capsys):
 
 
 def test_nothing_is_proposed_to_several_ranks(capsys):
-    # They compute micro-batches one after the other, which moves more bytes.
+    # Several ranks compute micro-batches one after the other, which moves more bytes.
     assert told(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
 
 
@@ -369,13 +371,13 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
     ("words", "option"),
     [
         ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 8192"),
-        # Checkpoints of many micro-batches need no smaller ones, and where that does not do, some.
+        # The checkpoints of many micro-batches fit in files; the next case also needs smaller micro-batches.
         ("llama-8b --gpu 4090 --host-memory 48GiB --tokens 4096 --accumulation-steps 64", "--activations ssd"),
         (
             "llama-8b --gpu 4090 --host-memory 48GiB --tokens 65536 --length 2048 --accumulation-steps 64",
             "--tokens 32768 --activations ssd",
         ),
-        # There are no checkpoints.
+        # Without checkpoints `--activations ssd` moves no bytes, so fewer micro-batches are proposed.
         pytest.param(
             "qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8",
             "--accumulation-steps 1",
@@ -390,7 +392,7 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option
     assert lines[title].startswith("does not fit: the RTX ")
     assert lines["what fits"].startswith(f"{option}: ")
     assert not any(line.startswith("write") for line in lines)
-    # The last word of an option counts.
+    # `option` repeats options of `words`: the last value of an option counts.
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 
 

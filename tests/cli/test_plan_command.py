@@ -1,4 +1,4 @@
-"""Tests that `memascend plan` predicts what a run then does, for a model that need not be there."""
+"""Tests that `memascend plan` predicts the memory and bytes of a run from the model's config alone."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
             assert json.loads(json.dumps(optimizer.plan.to_dict())) == plan
             held = optimizer.report().to_dict()["host"]["peak"]
             assert held <= plan["host_peak"]
-            # How many gradients wait at once beyond the largest is a matter of timing.
+            # Timing decides how many gradients are queued at once beside the largest one.
             spare = plan["host"]["gradients"] - plans[smallest]["host"]["gradients"]
             assert held >= 0.94 * plan["host_peak"] - spare
             if budget == smallest:
@@ -107,7 +107,7 @@ def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
     assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
     half = told(capsys, config, "--dtype", "bf16", *default)
     assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]
-    # Values and gradients of 2 bytes, a master and two moments of 4.
+    # An element has a value and a gradient of 2 bytes, and a master weight and two moments of 4 bytes.
     assert half["in_memory_bytes"] == 16 * half["model"]["parameters"]
     plainest = told(capsys, config, "--optimizer", "sgd")
     assert plainest["plan"]["disk_bytes"] < plain["plan"]["disk_bytes"]
@@ -170,7 +170,7 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
     path = written(tmp_path, "T5")
     tied = parameters_of(path)
     head = 2048 * 128
-    # Flan-T5's config says so, and transformers ties the model that it makes of it all the same.
+    # Flan-T5's config unties the head like this: `from_pretrained` obeys it, but `from_config` ties the head anyway.
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "tie_word_embeddings": False}))
     assert parameters_of(path) == tied + head
@@ -183,7 +183,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
     said = re.search(
         r"--host-memory (\S+) is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
     )
-    # In the unit of other sizes; what the error names works as it stands, and the given one does not look the same.
+    # The error prints both sizes in binary units, such that they differ, and the size that it names works as printed.
     assert said[1] != said[2]
     assert smallest <= parse_bytes(said[2]) < 1.01 * smallest
     assert told(capsys, config, "--host-memory", said[2])["plan"]["host_peak"] <= parse_bytes(said[2])
@@ -218,7 +218,7 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
 
 
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
-    """Host memory is the chunks on the way, whatever the model's size; a budget there is kept, or named."""
+    """Host memory does not grow with the model's depth; a device budget is kept, or rejected with one that works."""
     path = written(tmp_path, "Qwen2")
     deep = {**json.loads(path.read_text()), "num_hidden_layers": 24}
     (tmp_path / "deep.json").write_text(json.dumps(deep))

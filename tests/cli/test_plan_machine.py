@@ -23,7 +23,7 @@ from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
-# As their model cards count them; of tied weights once, and of models that also see the language model alone.
+# Parameters as the model cards count them: tied weights once, and of multimodal models only the language model.
 PARAMETERS = {
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
@@ -132,7 +132,7 @@ def test_a_name_has_its_own_longest_sequence(name, longest):
     assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
-# Of another vocabulary, another size, quantised, or of no shape that is known.
+# In order: a model with another vocabulary, one of another size, a quantised one, and one whose shape plan lacks.
 @pytest.mark.parametrize(
     ("name", "near"),
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
@@ -160,11 +160,12 @@ def test_shapes_have_the_parameters_of_their_models():
     assert found == PARAMETERS
 
 
-# One of each kind, with its own widths but few blocks, experts and words.
+# One shape's name for each model_type that `builtin` plans without transformers.
 KINDS = {shape["model_type"]: name for name, shape in SHAPES.items() if shape["model_type"] in builtin.KINDS}
 
 
 def reduced(kind):
+    """Returns the shape of a kind with its own widths, but few blocks, few experts and a small vocabulary."""
     shape = {**SHAPES[KINDS[kind]], "num_hidden_layers": 3, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2}
     for experts in {"num_experts", "num_local_experts"} & shape.keys():
         shape[experts] = 2 * shape["num_experts_per_tok"]
@@ -173,7 +174,7 @@ def reduced(kind):
 
 @pytest.fixture
 def of_transformers(tmp_path):
-    """The subject that transformers makes of a config."""
+    """Returns a function that makes a subject of `memascend plan` from transformers' own model for a shape."""
 
     def made(shape, dtype=torch.bfloat16):
         path = tmp_path / "config.json"
@@ -188,7 +189,7 @@ def of_transformers(tmp_path):
 def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(
     of_transformers, tmp_path, monkeypatch, kind
 ):
-    # Other tests write while this one plans twice.
+    # Fixes the free disk space: other tests write to the disk between the two plans.
     monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 60 << 30)
     shape = reduced(kind)
     ours, theirs = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
@@ -220,12 +221,12 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
             assert mine.to_dict() == other.to_dict(), (device, more)
 
 
-# Those that have a row of formulas of their own, and one of those that have the plain one.
+# All kinds with formulas of their own in `_BLOCK_BYTES`, and one kind with the default formulas.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", usual(KINDS, *builtin._BLOCK_BYTES.keys() - {"olmo3"}, "llama"))
 def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
-    # With so many words that logits take most memory, as they do in all of these models; or with so many tokens that
-    # blocks do where there are no logits of all of them.
+    # The full vocabulary makes logits the peak of the full loss, as in all of these models. The chunked loss never has
+    # the logits of all tokens: with 128 sequences, blocks are its peak.
     shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
     subjects = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
     batches = [Batch(sequences=2, length=256, loss="full"), Batch(sequences=128, length=256, loss="chunked")]
@@ -268,12 +269,12 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     found = told(capsys, config, *SMALL)
     assert asked == ["bfloat16"]
     assert found["step"]["bound"] == "compute"
-    # Half of the speed of a product, and little beside it.
+    # A step computes at half of the speed of a matrix product; the disk adds less than 1%.
     assert found["step"]["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / 1e6, rel=0.01)
     assert found["processor_flops"] == 2e6
     assert main(["plan", str(config), *map(str, SMALL), "--dtype", "fp32"]) == 0
     assert "assumed: 50% of its measured 0 GFLOPS" in (capsys.readouterr().out)
-    # Of a card that is not there, nothing is known.
+    # plan knows no speed of a GPU that is neither named nor present.
     assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
 
 
@@ -329,7 +330,7 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     out = shown(capsys, *words, *card, "--activations", "ssd")
     assert f"{bytes_shown(files)} of it checkpointed activations" in out
     assert "activations='ssd')" in out or 'activations="ssd")' in out
-    # Host memory takes all of them, within a budget that has room.
+    # With "host" and a budget that has room, no activation goes to a file.
     inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
     monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: away["disk"]["bytes"] - 1)
@@ -345,9 +346,9 @@ def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
     assert plain["plan"]["budget"] == 47 << 30
     assert given["plan"]["budget"] == 95 << 30
     assert given["step"]["seconds_per_step"] < plain["step"]["seconds_per_step"]
-    # It is that of a computer, which two ranks share.
+    # The RAM is that of the whole machine, which both ranks share.
     assert told(capsys, *words, "--ranks", 2)["plan"]["budget"] < 24 << 30
-    # A budget that is given is no question of the RAM, unless that is given, too.
+    # With --host-memory, plan compares the budget with the RAM only if --ram is given as well.
     assert told(capsys, *words, "--host-memory", "90GiB")["ram_bytes"] is None
     problem = told(capsys, *words, "--host-memory", "90GiB", "--ram", "64GB", status=1)["problems"][0]
     assert "the machine has 59.6 GiB of RAM, and " in problem
@@ -388,7 +389,7 @@ def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert (gpu_here().name, gpu_here().nbytes) == (card, 25 << 30)
-    # Another card begins alike, and a laptop's has the name of a faster one.
+    # "RTX A1000" and "T400" begin like known cards, and a laptop's GPU has the name of a faster one.
     for name in ("NVIDIA Something", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert gpu_here() is None

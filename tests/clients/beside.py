@@ -1,4 +1,4 @@
-"""Runs a loop, or a Trainer, on a model in memory, and on the same model offloaded."""
+"""Runs a loop or a Trainer on a model in memory and on the same model offloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["both", "door", "results", "same_results"]
 
 
 def both(folder, make, loop, **options):
-    """What `loop` returns for each of them; `make` returns a model and its optimizer."""
+    """Returns what `loop` returns in memory and offloaded, in a list; `make` makes a model and its optimizer."""
     found = []
     for offloads in (False, True):
         model, optimizer = make()
@@ -27,13 +27,13 @@ def both(folder, make, loop, **options):
 
 
 def door(model, optimizer):
-    """What code that writes to weights is called within."""
+    """Returns the context in which the caller may write to the weights."""
     is_offloaded = isinstance(optimizer, memascend.OffloadedOptimizer)
     return memascend.materialized(model, modify=True) if is_offloaded else contextlib.nullcontext()
 
 
 def results(trainer, storage=None, **options):
-    """The losses and norms that a Trainer logs, and its weights; offloaded where there is a storage."""
+    """Trains; returns the losses and norms that `trainer` logs, and its weights. Offloads it if `storage` is given."""
     optimizer = storage and memascend.trainer.offload(trainer, storage=storage, **options)
     with optimizer or contextlib.nullcontext():
         trainer.train()

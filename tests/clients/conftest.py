@@ -1,9 +1,9 @@
-"""Leaves out tests whose client libraries are not there: the Makefile has an environment for each group of them."""
+"""Ignores tests whose client libraries are not installed; the Makefile has an environment for each group of them."""
 
 import importlib.util
 
 PROGRAMS = ("axolotl", "swift", "llamafactory")
-# Each of these has an environment of its own, with nothing of the others.
+# Each of `PROGRAMS` has an environment of its own, without the other client libraries.
 if importlib.util.find_spec("pytorch_optimizer") is None:
     collect_ignore_glob = ["test_[!i]*.py"]
     if not any(importlib.util.find_spec(name) for name in PROGRAMS):

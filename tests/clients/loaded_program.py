@@ -1,7 +1,7 @@
-"""A program that trains a folder's model by SFTTrainer or DPOTrainer, beneath a limit of memory.
+"""Trains the model of a folder with SFTTrainer or DPOTrainer, within a memory limit. Run as a program.
 
-Arguments: "sft", or "dpo" with its reference; the model; a folder to write to; optionally a memory cgroup, and its
-limit in bytes.
+Arguments: "sft", or "dpo", which also has a reference model; the model's folder; a folder to write to; optionally a
+memory cgroup, and its limit in bytes.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Tries the optimizers of the client libraries in memory and offloaded; `make clients-table` writes what came out."""
+"""Tries the optimizers of the client libraries in memory and offloaded; `make clients-table` writes the results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import memascend
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 LIBRARIES = ("torch", "pytorch-optimizer", "schedulefree", "timm", "torchao", "transformers")
 _STEPS = 9
-# Among them there is one after which the run is closed and resumed.
+# The number of steps after which `_outcome` closes and resumes the offloaded run.
 _RESUMED = 5
 _BEGIN = "<!-- made by `make clients-table` -->"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One class of a library, and how it is made for a model."""
+    """An optimizer class of a library, and the options with which `make` makes it for a model."""
 
     library: str
     name: str
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def cases(library: str) -> list[Case]:
-    """What a library has."""
+    """Returns one case for each optimizer class of a library."""
     found = {"torch": _of_torch, "pytorch-optimizer": _of_pytorch_optimizer, "timm": _of_timm}.get(library)
     kinds = found() if found else _of_module(library)
     return [Case(library, name, kind, _options(name)) for name, kind in sorted(kinds.items())]
@@ -72,7 +72,7 @@ _WITHOUT_LR = {"SGD", "SGD32bit", "SGD8bit", "LARS", "LARS32bit", "LARS8bit", "P
 
 def _options(name: str) -> dict[str, Any]:
     if name in ("torch.optim.Adam", "torch.optim.AdamW"):
-        # Whose bits ours are.
+        # The engine's bits are those of `fused=True`.
         return {"fused": True}
     if name in _WITHOUT_LR:
         return {"lr": 0.01, "momentum": 0.9}
@@ -97,7 +97,7 @@ def _of_timm() -> dict[str, Any]:
 
     kinds = []
     for name in timm.optim.list_optimizers():
-        # Some are of other libraries, and refuse to be named without a GPU.
+        # `get_optimizer_class` asserts a GPU for some classes of other libraries.
         with contextlib.suppress(AssertionError):
             kinds.append(timm.optim.get_optimizer_class(name))
     own = {kind.__name__: kind for kind in kinds if getattr(kind, "__module__", "").startswith("timm.")}
@@ -118,7 +118,7 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def model() -> torch.nn.Module:
-    """Matrices of more elements than those from which on state is quantised, and of fewer."""
+    """Returns a model with matrices above and below the size from which optimizers quantise their state."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(64, 128),
@@ -143,7 +143,7 @@ def train(trained: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def outcome(case: Case) -> str:
-    """What becomes of it when it is offloaded, in words; "streams" where all bits are those in memory."""
+    """Returns the table's words for a case; "streams" if the offloaded run has the bits of the run in memory."""
     silent = contextlib.redirect_stdout(io.StringIO())
     with threads_of_torch(1), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:
         warnings.simplefilter("ignore")
@@ -189,7 +189,7 @@ def _reason(message: str) -> str:
 
 
 def row(case: Case) -> str:
-    """Its line of the table."""
+    """Returns the table's row for a case."""
     return f"| {case.name} | {outcome(case)} |"
 
 
@@ -198,7 +198,7 @@ def heading(library: str) -> str:
 
 
 def written() -> dict[str, list[str]]:
-    """The rows of the tables that `main` writes, by their headings."""
+    """Returns the rows of the tables that `main` wrote to the page, by heading."""
     found: dict[str, list[str]] = {}
     _, tables = PAGE.read_text().split(_BEGIN)
     for line in tables.splitlines():

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's server in a process of its own: generates, and loads the weights that it is told of."""
+"""Simulates SGLang's server in a process of its own: generates tokens, and loads weights from a requested path."""
 
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer

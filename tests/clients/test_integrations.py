@@ -1,7 +1,7 @@
-"""Tests the plugins in their programs, which fresh processes start with the files of examples/: killed, they go on.
+"""Tests the plugins inside Axolotl, ms-swift and LLaMA-Factory: killed runs of the files of examples/ resume exactly.
 
-Each program has an environment of its own (`make test-axolotl`, `test-swift`, `test-llamafactory`); there, tests of the
-others are skipped.
+Each program has an environment of its own (`make test-axolotl`, `test-swift`, `test-llamafactory`), in which the tests
+of the other programs are skipped.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def needs(program):
-    return pytest.mark.skipif(importlib.util.find_spec(program) is None, reason=f"{program} is not here")
+    return pytest.mark.skipif(importlib.util.find_spec(program) is None, reason=f"{program} is not installed")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model and conversations, as the examples name them."""
+    """Returns a folder with a model and conversations, under the names that the examples use."""
     make_model(tmp_path / "model", torch.float32)
     turns = [(TEXT[row % 5 :][:12], TEXT[row * 3 % 7 :][:20]) for row in range(24)]
     rows = [
@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def example(folder, name, *replaced):
-    """The file of examples/, but for what is another on a machine without a GPU, and a line of the log per step."""
+    """Writes a file of examples/ into `folder`, after replacements: settings without a GPU, one log line per step."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for old, new in replaced:
         assert old in text
@@ -58,7 +58,7 @@ def example(folder, name, *replaced):
 
 
 def run(folder, command, **how):
-    """One `life` of a program; what it logged by epoch, and its output."""
+    """Runs one `life` of a program; returns its logged losses, norms and rates by epoch, and its output."""
     path = f"{PYTHON}:{os.environ['PATH']}"
     how = {"ends": {0}, **how}
     _, output = life(command, cwd=folder, PATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hub"), **how)
@@ -66,7 +66,7 @@ def run(folder, command, **how):
 
 
 def require_exact(folder, command, weights, **environment):
-    """Compare a run that is killed, and then ended by Ctrl-C, with one that is not."""
+    """Requires that a run that is killed, then ended by Ctrl-C, logs and saves the bits of an uninterrupted run."""
     whole, _ = run(folder, command, **environment)
     expected = digest(folder, weights)
     assert len(whole) == STEPS
@@ -78,7 +78,7 @@ def require_exact(folder, command, weights, **environment):
         more, _ = run(folder, command, **kill, **environment)
         logged |= more
         count += len(more)
-    # The step at which it was ended may be logged again.
+    # A resumed run may log the last step of the killed run once more.
     assert STEPS <= count <= STEPS + 2
     assert logged == whole
     assert digest(folder, weights) == expected
@@ -108,7 +108,7 @@ def test_axolotl_rejects_an_unknown_option_before_it_loads_the_model(folder):
 
 @needs("axolotl")
 def test_axolotl_passes_null_on(folder):
-    """Axolotl leaves out settings without a value; here it is one: no master weights."""
+    """Axolotl drops settings that are null; the plugin keeps `master_dtype: null`, which means no master weights."""
     example(folder, *AXOLOTL, ("host_memory: 8GiB", "master_dtype: null"))
     code = "from axolotl.cli.config import load_cfg; print('options', dict(load_cfg('axolotl.yaml').memascend))"
     _, output = run(folder, (sys.executable, "-c", code), AXOLOTL_DO_NOT_TRACK="1")

@@ -1,4 +1,4 @@
-"""Tests loops of accelerate and Lightning, and averages by diffusers, timm and torch, beside the same in memory."""
+"""Compares loops of accelerate and Lightning, and averages of diffusers, timm and torch, with training in memory."""
 
 import contextlib
 import copy
@@ -29,12 +29,13 @@ def stack(dtype):
 
 
 def by_diffusers(model, optimizer, average, inputs):
+    """Trains with an average of diffusers; after every second step, evaluates the model with the averaged weights."""
     seen = []
     for number in range(STEPS):
         step(model, optimizer, number)
         average.step(model.parameters())
         if number % 2:
-            # An evaluation with the averaged weights, and training goes on with those of before.
+            # `store` and `restore` keep the trained weights during the evaluation.
             average.store(model.parameters())
             with door(model, optimizer):
                 average.copy_to(model.parameters())
@@ -51,7 +52,7 @@ def by_diffusers(model, optimizer, average, inputs):
 
 
 def by_modules(model, optimizer, average, inputs):
-    """An average that is a model; torch's are also given the statistics of batches anew, and so is the model."""
+    """Trains with an average that is a module; torch's averages and the model then get new batch statistics."""
     seen, is_torchs = [], isinstance(average, AveragedModel)
     for number in range(STEPS):
         step(model, optimizer, number)
@@ -67,7 +68,7 @@ def of_diffusers(foreach):
     return lambda model: EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True, foreach=foreach)
 
 
-# The loop, and what makes the average of a model.
+# By name: the loop, and a function that makes the average of a model.
 AVERAGES = {
     "diffusers', one by one": (by_diffusers, of_diffusers(foreach=False)),
     "diffusers', foreach": (by_diffusers, of_diffusers(foreach=True)),
@@ -81,7 +82,7 @@ AVERAGES = {
 }
 
 
-# Where gradients are, and whether the average begins before the model is offloaded.
+# `gradients` is the option of offload(); with `before`, the average is made before the model is offloaded.
 @pytest.mark.parametrize(
     ("dtype", "gradients", "before"), [(torch.float32, "fused", True), (torch.bfloat16, "ssd", False)], ids=str
 )
@@ -112,14 +113,14 @@ def test_averages_follow_and_swap(tmp_path, dtype, gradients, before, kind):
 
 
 def real(module):
-    """Where weights of an offloaded module are written to: the door."""
+    """Returns the context in which a callback may write to the weights of a module, offloaded or not."""
     if module.folder is None:
         return contextlib.nullcontext()
     return memascend.materialized(module if module.whole else module.layers, modify=True)
 
 
 class Equal(WeightAveraging):
-    """Swaps weights within the door."""
+    """Averages all steps equally; swaps weights inside `materialized(modify=True)`."""
 
     def _swap_models(self, pl_module):
         with real(pl_module):
@@ -131,7 +132,7 @@ class Equal(WeightAveraging):
 
 
 class Stochastic(StochasticWeightAveraging):
-    """The same."""
+    """Averages weights by SWA; transfers them inside `materialized(modify=True)`."""
 
     @staticmethod
     def transfer_weights(src_pl_module, dst_pl_module):
@@ -150,7 +151,7 @@ class Exponential(Equal):
 
 
 class Module(lightning.LightningModule):
-    """Layers with batch norm; offloaded where a folder is given, whole or its layers alone."""
+    """Layers with batch norm. Given a folder, it offloads itself (`whole`), or only its layers."""
 
     def __init__(self, folder=None, whole=False, **options):
         super().__init__()
@@ -190,7 +191,7 @@ def kept(module):
     return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
 
 
-# Callbacks, and options of the Trainer.
+# By name: a function that makes the callbacks, and options of the Trainer.
 CASES = {
     "none": (list, {}),
     "equal": (lambda: [Equal()], {}),
@@ -284,7 +285,7 @@ def test_its_optimizer_is_taken_off(tmp_path, accelerator):
     prepared, optimizer = accelerator.prepare(*made())
     train(prepared, optimizer, range(2))
     prepared, offloaded = memascend.offload(prepared, optimizer, storage=tmp_path / "run.store")
-    # Who holds the wrapper goes on with it.
+    # Code that holds accelerate's wrapper can continue to use it.
     train(prepared, optimizer, range(2, 4))
     train(prepared, offloaded, range(4, 5))
     assert offloaded.steps == 3

@@ -1,4 +1,4 @@
-"""Tests optimizers of other libraries: what docs/optimizers.md says of each, and the bits of bitsandbytes' moments."""
+"""Tests optimizers of other libraries: each row of docs/optimizers.md, and the bits of bitsandbytes' moments."""
 
 import bitsandbytes
 import pytest
@@ -31,7 +31,7 @@ def test_the_maps_are_those_of_bitsandbytes():
     for signed in (True, False):
         numbers = create_dynamic_map(signed)
         assert same_bits(blockwise.dynamic_map(signed=signed), numbers)
-        # One block, of a maximum of 1 that no other number is compared with.
+        # One block with an absmax of 1: its 256 codes decode to the numbers of the map.
         codes = torch.arange(256, dtype=torch.uint8)
         name = "exp_avg" if signed else "exp_avg_sq"
         state = {like: torch.zeros(256, dtype=torch.uint8) for like in ("exp_avg", "exp_avg_sq")}
@@ -62,7 +62,7 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
         grad = gradient(kind, numel, generator)
         theirs.grad = grad.float()
         with monkeypatch.context() as patched:
-            # torch's may be a library's, one unit off in places that differ by machine; bitsandbytes takes it.
+            # bitsandbytes calls torch's `sqrt`, which may be one ulp off, depending on the machine.
             patched.setattr(torch.Tensor, "sqrt", exact_root)
             optimizer.step()
         numbers = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "step": step}
@@ -78,7 +78,7 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
 
 
 def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
-    """The reference of runs, which tests/parity compares with what is offloaded."""
+    """`MomentsInRam`, with which tests/parity compares offloaded runs, has the bits of bitsandbytes."""
     generator = torch.Generator().manual_seed(1)
     theirs = torch.nn.Parameter(torch.randn(4096 + 77, generator=generator))
     ours = torch.nn.Parameter(theirs.detach().clone())
@@ -105,9 +105,7 @@ def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
 )
 def test_the_page_says_what_becomes_of_it(case):
     if case.name == "SWATS":
-        pytest.skip(
-            "when it turns to SGD, and keeps other state, depends on the last bits of the processor's arithmetic"
-        )
+        pytest.skip("the step at which SWATS switches to SGD depends on the last bits of the processor's arithmetic")
     assert row(case) in written()[heading(case.library)], "make clients-table"
 
 

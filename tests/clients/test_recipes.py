@@ -1,4 +1,4 @@
-"""Tests that the recipes of the documents run against the libraries that they are for."""
+"""Tests that the recipes of the documentation run with the libraries that they use."""
 
 import json
 import os
@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# That of AGENTS.md, and those of the page of Trainers, each with the title above it.
+# Pairs of title and code: the recipe of AGENTS.md, and the recipes of docs/trainers.md.
 PAGE = (ROOT / "docs/trainers.md").read_text()
 AGENTS = (ROOT / "AGENTS.md").read_text()
 RECIPES = RECIPE.findall(AGENTS) + RECIPE.findall(PAGE)
-# What README changes in a script.
+# The diff in README, which offloads a training script.
 DIFFERENCE = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where small/model is, which the recipes name in place of the reader's own."""
+    """Returns a folder with small/model, the model that the recipes name."""
     folder = tmp_path_factory.mktemp("recipes")
     subprocess.run([sys.executable, ROOT / "examples/small_model.py", "small", "--layers", "2", "--width", "64"],
                    cwd=folder, check=True)  # fmt: skip
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def server():
-    """The address of what generates for GRPO."""
+    """Yields the address of a server that generates the rollouts of GRPO."""
     with subprocess.Popen(
         [sys.executable, ROOT / "tests/clients/rollout_server.py"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -72,14 +72,14 @@ def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, s
     run(recipe, folder, ROLLOUTS=server)
     asked = urllib.request.Request(server + "/count", b"{}", {"Content-Type": "application/json"})  # noqa: S310
     with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
-        # Before the first step, and before the second.
+        # The server loaded weights before the first step, and before the second.
         assert json.load(answer) == {"loaded": 2}
 
 
 def test_each_kind_of_training_has_one():
     titles = re.findall(r"^##+ (.*)", PAGE, re.MULTILINE)
     of_programs = titles.index("Axolotl, ms-swift, LLaMA-Factory")
-    # Files of settings are run by tests/clients/test_integrations.py.
+    # The section `of_programs` has settings files instead of recipes; test_integrations.py runs them.
     kinds = titles[titles.index("Preferences (DPO)") : of_programs]
     kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
     assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]

@@ -1,4 +1,4 @@
-"""Tests `memascend train`: the labels of each shape of examples, packing, errors of one line, and the saved folder."""
+"""Tests `memascend train`: the labels of each shape of examples, packing, one-line errors, and the saved folder."""
 
 import dataclasses
 import datetime as dt
@@ -45,14 +45,14 @@ CHATS = [
     }
     for number in range(10)
 ]
-# What ChatML makes of a question and an answer.
+# The text of a question and an answer in ChatML, with the system message "It is.".
 SAID = "<|im_start|>system\nIt is.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
-# Marks nothing, and has no special token behind an answer.
+# A template that does not mark answers, and puts no special token after them.
 PLAIN = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
-# Drops what was answered before, so that no text begins as a longer one does.
+# A template that drops all answers but the last: the text of the first messages is no prefix of the whole text.
 FORGETS = (
     "{% for message in messages %}{% if message['role'] != 'assistant' or loop.last %}{{ message['role'] + ': ' + "
     "message['content'] + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -65,7 +65,7 @@ def _caches(tmp_path, monkeypatch, one_thread):  # noqa: ARG001
 
 
 def filled(folder, dtype=torch.float32, template=CHATML):
-    """A model and conversations."""
+    """Writes a model with this chat template, and conversations, into `folder`; returns `folder`."""
     make_model(folder / "model", dtype, make_tokenizer(template))
     write_rows(folder / "rows.jsonl", CHATS)
     return folder
@@ -73,7 +73,7 @@ def filled(folder, dtype=torch.float32, template=CHATML):
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a template that does not mark answers."""
+    """Returns a folder with conversations, and a model whose template does not mark answers."""
     return filled(tmp_path)
 
 
@@ -84,12 +84,12 @@ def words(folder, *more, rows="rows.jsonl"):
 
 
 def trainer_of(folder, *more, kind="sft", **data):
-    """TRL's Trainer, as the command makes it."""
+    """Returns TRL's Trainer as the command makes it."""
     return _made(parse([kind, *words(folder, *more, **data)]), dt.datetime(2024, 7, 26, tzinfo=dt.UTC))[0]
 
 
 def learnt(trainer):
-    """Of each example its text, and the parts of it that have a loss."""
+    """Returns for each example its text, and the parts of the text that have a loss."""
     tokenizer, found = trainer.processing_class, []
     for row in trainer.train_dataset:
         parts, last = [], False
@@ -107,7 +107,7 @@ def learnt(trainer):
 
 @pytest.mark.parametrize(("template", "end", "separator"), [(CHATML, "<|im_end|>", "\n"), (PLAIN, "\n", "")])
 def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_path, template, end, separator):
-    """Compared with the text put together here, whether a special token is behind an answer or none."""
+    """The parts with a loss are the answers and their ends: a special token in ChatML, a newline in PLAIN."""
     found = learnt(trainer_of(filled(tmp_path, template=template)))
     assert len(found) == len(CHATS)
     for (text, parts), row in zip(found, CHATS, strict=True):
@@ -118,7 +118,7 @@ def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_pat
 
 
 def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_path):
-    """The same conversations under two templates that write the same text: one marks the answers, and one does not."""
+    """Two templates write the same text for the same conversations; only GENERATION marks the answers."""
     found = []
     for name, template in (("marked", GENERATION), ("plain", CHATML)):
         trainer = trainer_of(filled(tmp_path / name, template=template))
@@ -141,11 +141,11 @@ def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_pat
         (
             {"instruction": "What is it?", "input": "a test", "output": "yes", "system": "It is."},
             SAID.format("What is it?\n\na test", "yes"),
-            # TRL takes all that follows the prompt.
+            # TRL's labels cover all text after the prompt, the last newline too.
             ["yes<|im_end|>\n"],
         ),
         ({"prompt": "What is it?", "completion": "no"}, "What is it?no<|im_end|>", ["no<|im_end|>"]),
-        # By --columns.
+        # The test passes --columns for this row.
         ({"id": 3, "question": "What?", "answer": "no", "text": "a"}, "What?no<|im_end|>", ["no<|im_end|>"]),
         ({"text": "It is a test."}, "It is a test.<|im_end|>", ["It is a test.<|im_end|>"]),
     ],
@@ -175,7 +175,7 @@ def test_files_of_each_kind_are_read(folder, suffix):
         table.to_csv(file, index=False, sep="," if suffix == "csv" else "\t")
     found = learnt(trainer_of(folder, "--max_length", 64, rows=file.name))
     if suffix == "txt":
-        # In as many sequences as it takes: nothing is cut off.
+        # A long text becomes several sequences; no token is cut off.
         assert "".join(text for text, _ in sorted(found, reverse=True)).count("The model learns.") >= 29
         assert all(parts == [text] for text, parts in found)
         assert sum(len(text) for text, _ in found) == len(file.read_text()) + len("<|im_end|>")
@@ -210,14 +210,14 @@ def test_each_example_of_a_packed_sequence_has_the_loss_that_it_has_alone(folder
     compared = 0
     for row in own:
         batch = packed.data_collator([row])
-        # As TRL calls it: the labels alone are left out, so that all logits are there.
+        # The batch is TRL's, but without labels, so that the model returns the logits of all tokens.
         together = model(**{name: batch[name] for name in batch if name != "labels"}, use_cache=False).logits[0]
         start = 0
         for length in row["seq_lengths"]:
             ids = torch.tensor([row["input_ids"][start : start + length]])
             alone = model(input_ids=ids).logits[0]
             assert torch.allclose(together[start : start + length], alone, atol=1e-5)
-            # An example's first token is predicted by no other's last one.
+            # An example's first token has no loss: the last token of another example would predict it.
             assert batch["labels"][0, start] == -100
             start += length
             compared += 1
@@ -234,7 +234,7 @@ MAMBA = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_laye
     ("kind", "config", "more", "message"),
     [
         ("MambaForCausalLM", MAMBA, ("--packing",), "MambaForCausalLM would mix examples that share a sequence"),
-        # They see what they would predict.
+        # BERT's attention sees the tokens that it would predict.
         ("BertForMaskedLM", BERT, (), "cannot be trained|no causal decoder"),
         ("BertLMHeadModel", BERT, (), "no causal decoder"),
     ],
@@ -295,7 +295,7 @@ def test_each_argument_of_offload_is_known_to_it():
         ("r.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"r\.jsonl:2: not UTF-8"),
         ("r.csv", b"text\n\xe9\n", r"r\.csv:2: not UTF-8"),
         ("r.csv", "prompt,completion\na,b,c\n", r"r\.csv:2: 3 fields, and the first line names 2"),
-        ("r.jsonl", '{"input_ids": ["a"]}', r"r\.jsonl: `input_ids` are lists of whole numbers"),
+        ("r.jsonl", '{"input_ids": ["a"]}', r"r\.jsonl: `input_ids` must be lists of whole numbers"),
         ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n',
          r"r\.jsonl:2: `completion` is missing or empty"),
         ("r.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', r"r\.jsonl:1: no message is the assistant's"),
@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(folder, capsys, m
 
 
 def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypatch):
-    """Also that of 8 bits, without bitsandbytes."""
+    """An 8-bit optimizer's dry run does not need bitsandbytes."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     plans = []
     for more in ((), ("--optim", "adamw_8bit"), ("--state", "8bit")):
@@ -372,7 +372,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypat
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_torchs_memory_is_what_the_trainers_loss_allocates(folder, kind):
-    """The profiler counts what the CPU's allocator gives. The model is wide in words alone, as real ones are."""
+    """Compares the trace with the bytes that the profiler counts. Only the vocabulary is large, as in real models."""
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     config.vocab_size, config.max_position_embeddings = 12_000, 64
     torch.manual_seed(0)
@@ -428,7 +428,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, capsys):
-    """Plain TRL with the same arguments, on the model in memory."""
+    """The reference is plain TRL with the same arguments, on the model in memory."""
     make_model(tmp_path / "model", torch.float32)
     write_rows(tmp_path / "rows.jsonl", KINDS[kind])
     more = ("--max_steps", 3, "--max_grad_norm", 0, "--per_device_train_batch_size", 2, "--learning_rate", "1e-3")
@@ -441,7 +441,7 @@ def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, cap
     command.training.model_init_kwargs = {"dtype": "float32"}
     trained = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
     if kind == "sft":
-        # TRL alone would take the loss of all tokens.
+        # TRL alone would give all tokens a loss.
         trained = trainer_of(tmp_path, *more).train_dataset
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}[kind]
     trainer = getattr(trl, f"{name}Trainer")(str(tmp_path / "model"), args=command.training, train_dataset=trained)
@@ -483,7 +483,7 @@ def test_a_finished_run_says_so_and_writes_what_is_missing(folder, capsys):
 def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, small_ext4, capsys):  # noqa: F811
     command = words(folder, "--output", small_ext4 / "out", "--max_steps", 2)
     filler = small_ext4 / "filler"
-    # Enough for the record, not for the model.
+    # The remaining 100 KiB have room for memascend-train.json, but not for the model.
     filler.write_bytes(bytes(shutil.disk_usage(small_ext4).free - (100 << 10)))
     assert main(["train", *command]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
@@ -495,10 +495,10 @@ def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, s
 
 
 def test_nothing_is_sent(folder):
-    """Of a fresh process, whose first connection to anywhere would be an error."""
+    """Trains in a fresh process, which exits with an error at the first connection."""
     program = (
         "import socket, sys\n"
-        "def refuse(*_, **__): raise SystemExit('this is a connection')\n"
+        "def refuse(*_, **__): raise SystemExit('the program tried to connect')\n"
         "socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse\n"
         "from memascend.cli import main\n"
         "code = main(['train', *sys.argv[1:]])\n"

@@ -1,6 +1,6 @@
-"""Tests that `memascend train` and Trainers, killed at any moment and started again, end as if they never were.
+"""Tests that `memascend train` and Trainers, killed and started again, end with the bits of an uninterrupted run.
 
-usage: test_train_killed.py KIND STORE LOG [MOMENT STEP], the program that trains by a Trainer, offloaded in one line
+usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]: trains with a Trainer that one line offloads
 """
 
 import hashlib
@@ -55,14 +55,14 @@ def prepare(folder, dtype):
 
 
 def run(folder, name, more, **how):
-    """One `life` of the command."""
+    """Runs one `life` of `memascend train`."""
     config = folder / f"{name}.yaml"
     config.write_text(YAML.format(folder=folder, name=name, steps=STEPS, more=more))
     return life([sys.executable, "-m", "memascend", "train", "--config", config], HF_HOME=str(folder / "hub"), **how)
 
 
 def results(folder, name):
-    """The digest of the weights, and what was logged of each step."""
+    """Returns the digest of the weights, and the log's lines of steps and evaluations."""
     digest = hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
     history = json.loads((folder / name / "trainer_state.json").read_text())["log_history"]
     return digest, [compared(line) for line in history if "train_loss" not in line]
@@ -75,7 +75,7 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     more = f"logging_steps: {logging}"
     run(tmp_path, "whole", more)
     rng = random.Random(logging)
-    # While it loads, when it has made the store, in the midst of a step or an evaluation, at the end.
+    # The run is killed after these words of its output: while it loads data, in steps or evaluations, at its end.
     places = ["Map", *[rng.choice(("'loss'", "'eval_loss'")) for _ in range(KILLS - 2)], "'train_runtime'"]
     ends = [
         run(tmp_path, "killed", more, kill=(place,), after=rng.uniform(0, 0.15), ends=(0, -signal.SIGKILL))
@@ -110,7 +110,7 @@ SHARED = {
     "warmup_steps": 2, "lr_scheduler_type": "cosine", "report_to": "none", "disable_tqdm": True,
     "optim": "adamw_torch_fused",
 }  # fmt: skip
-# TRL's tokens of a chat, with marks around what the assistant wrote.
+# A chat template that marks the assistant's answers for TRL.
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
     "{% endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
@@ -210,7 +210,7 @@ MOMENTS = [
 
 
 def start(folder, name, kind, *words, **how):
-    """One `life` of the program; its last line is a digest of the weights."""
+    """Runs one `life` of this file as a program; the last line of its output is a digest of the weights."""
     store = "memory" if name == "memory" else folder / name
     line = [sys.executable, __file__, kind, store, folder / f"{name}.log", *words]
     return life(line, PYTHONWARNINGS="ignore", HF_HOME=str(folder / "hub"), **how)

@@ -1,4 +1,4 @@
-"""Tests models that a Trainer is given without their weights: they train as loaded ones, in little memory."""
+"""Tests models that a Trainer gets without weights: they train with the bits of loaded models, in little memory."""
 
 import contextlib
 import functools
@@ -81,7 +81,7 @@ def embedding(model, folder):
     )
 
 
-# On models in memory, tests of `memascend train` have TRL's kinds without adapters.
+# test_train.py compares TRL's Trainers without adapters with training in memory.
 TRAINERS = {
     "embedding": embedding,
     "plain in fp16": lambda *given: plain(*given, dtype=torch.float16),
@@ -95,9 +95,9 @@ TRAINERS = {
 
 
 def trained(make, model, folder, *, loads):
-    """The results of a Trainer that was given a model with or without its weights."""
+    """Trains offloaded; returns the results. With `loads`, the Trainer's model is made without weights."""
     folder.mkdir()
-    # Adapters may be drawn before a Trainer sets its seed.
+    # `make` may draw adapters before the Trainer sets its seed.
     torch.manual_seed(5)
     with memascend.trainer.loading() if loads else contextlib.nullcontext():
         trainer = make(model, folder)
@@ -143,7 +143,7 @@ def untied_by_the_files(folder):
 
 
 def with_buffers(folder):
-    # Its position embeddings, masks and norms have buffers, biases and other names.
+    # Unlike Llama, GPT-2 has position embeddings, mask buffers, biases and other names.
     saved(transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64), folder)
 
 
@@ -197,7 +197,7 @@ def test_a_refused_call_may_be_made_again(tmp_path, model):
         assert optimizer.plan.budget + reference.plan.budget == smallest
         assert "8bit" in str(optimizer.plan) or optimizer.state_of(trainer.model.lm_head.weight)
         reference.close()
-    # The store of the reference is an unlinked file.
+    # The store of the reference model is an unlinked file.
     assert [path.name for path in tmp_path.glob("*.store")] == ["run.store"]
     assert not list(tmp_path.glob("memascend-*"))
 
@@ -254,7 +254,7 @@ LIMIT = 320 << 20
 
 
 def large(folder):
-    """500 MB in fp32."""
+    """Saves a model of 500 MB in fp32; returns the bytes of its files."""
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**SMALL | size, tie_word_embeddings=False, dtype=torch.float32)
     saved(config, folder)
@@ -262,7 +262,7 @@ def large(folder):
 
 
 def large_and_quantized(folder):
-    """500 MB in bf16, of which the files have a fourth."""
+    """Saves a model of 500 MB in bf16, then quantises its files to a quarter; returns the bytes in bf16."""
     size = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 8}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
     saved(transformers.GptOssConfig(**SMALL | size, **experts), folder, torch.bfloat16)
@@ -276,7 +276,7 @@ def large_and_quantized(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "make"), [("sft", large), ("dpo", large), ("sft", large_and_quantized)])
 def test_a_model_larger_than_the_cgroups_memory_trains(tmp_path, cgroup, kind, make):
-    # Beside the source, since a temporary folder may be memory.
+    # The files alone are larger than the cgroup's limit, so a process that loaded them whole would be killed.
     assert make(tmp_path / "model") > 1.5 * LIMIT
     (tmp_path / "run").mkdir()
     first = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)

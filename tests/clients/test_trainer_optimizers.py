@@ -1,4 +1,4 @@
-"""Tests the optimizers of TrainingArguments, offloaded: with the bits of memory, or rejected with those that stream."""
+"""Tests the optimizers of TrainingArguments: bits of training in memory, or an error that lists other optimizers."""
 
 import logging
 
@@ -39,7 +39,7 @@ STREAMED = {
 
 @pytest.mark.parametrize("optim", STREAMED)
 def test_what_streams_is_used_as_the_trainer_makes_it(tmp_path, optim):
-    # The default is computed as by the fused one.
+    # The engine computes "adamw_torch" with the bits of "adamw_torch_fused".
     same_bits_as = "adamw_torch_fused" if optim == "adamw_torch" else optim
     in_memory = results(made(tmp_path, same_bits_as, **STREAMED[optim]))
     offloaded = results(made(tmp_path, optim, **STREAMED[optim]), tmp_path / "run.store")
@@ -54,7 +54,7 @@ def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, 
         found = results(made(tmp_path, optim), tmp_path / "run.store")
     assert f"optim='{optim}' is torch's AdamW" in caplog.text
     assert same_results(expected, found)
-    # The store tells that the arguments changed.
+    # The store records `optim`, so a Trainer with another `optim` is rejected.
     with pytest.raises(memascend.ConfigError, match=f"optim {optim} -> adamw_torch"):
         memascend.trainer.offload(made(tmp_path, "adamw_torch"), storage=tmp_path / "run.store")
 
@@ -75,7 +75,7 @@ def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
 
 
 def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
-    """Nothing of it keeps a weight."""
+    """A Trainer that has trained keeps no reference to a weight that would prevent offloading."""
     trainer = made(tmp_path, "adamw_torch")
     trainer.train()
     trainer.model.zero_grad()
@@ -89,12 +89,13 @@ def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
 
 BEST = {
     "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6, **CONSTANT,
-    # The worst, so that it is not the last.
+    # The largest loss counts as the best, so that the best model is not the last one.
     "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
 }  # fmt: skip
 
 
 def figures(trainer):
+    """Returns the logged losses and steps, without times and speeds."""
     names = ("loss", "eval_loss", "train_loss", "step")
     return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history]
 
@@ -112,7 +113,7 @@ def test_the_best_model_is_loaded_and_a_longer_run_is_refused(tmp_path):
             assert same_results(expected, results(trainer))
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
         assert figures(trainer) == history
-        # Nothing is saved anew from the best weights.
+        # The resumed run does not save checkpoint-6 again, which would then have the best weights.
         assert before in (None, saved.read_bytes())
     longer = made(tmp_path, "adamw_torch_fused", **BEST | {"max_steps": 8})
     with pytest.raises(memascend.ConfigError, match=r"max_steps 6 -> 8; .*it has the best weights, those of .*-2,"):

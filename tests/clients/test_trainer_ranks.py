@@ -1,8 +1,8 @@
-"""Tests Trainers of several ranks, as users start them: by torchrun and `accelerate launch`, killed, and resumed.
+"""Tests Trainers of several ranks, started by torchrun and `accelerate launch`: killed, resumed, on fewer ranks.
 
 usage: [TRAINED_OPTIONS=JSON] test_trainer_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
 
-RANKS, as "1" or "0,1", are killed after a step.
+RANKS, such as "1" or "0,1", are killed at the end of step STEP.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 class Killed(transformers.TrainerCallback):
-    """Kills ranks at the end of a step."""
+    """Kills the given ranks at the end of a step."""
 
     def __init__(self, ranks="", step=0):
         self.ranks, self.step = ranks.split(","), int(step)
@@ -41,14 +41,14 @@ class Killed(transformers.TrainerCallback):
 
 
 def trained(kind, folder, killed, options):
-    """The Trainer of transformers, or TRL's."""
+    """Returns a Trainer of transformers for "plain", and TRL's SFTTrainer for "supervised"."""
     if kind == "plain":
-        # Dropout depends on the rank.
+        # The model has no dropout, since each rank draws its own.
         return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
     from clients.test_train_killed import SHARED, supervised, texts
 
     SHARED.update(options)
-    # As many as make whole steps.
+    # 48 examples fill whole steps.
     return supervised(str(folder / "out"), killed, lambda count=48: texts(count))
 
 
@@ -57,7 +57,7 @@ def main(kind, store, folder, *kill):
     folder = Path(folder)
     options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
     trainer = trained(kind, folder, Killed(*kill), options)
-    # The default of ranks, since torch's norm depends on their number.
+    # Several ranks clip with "exact" by default, since the bits of torch's norm depend on the number of ranks.
     memascend.trainer.offload(trainer, storage=store, **({} if trainer.is_fsdp_enabled else {"clipping": "exact"}))
     trainer.train()
     trainer.save_model(str(folder / "model"))
@@ -69,7 +69,7 @@ def main(kind, store, folder, *kill):
 
 
 def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
-    """Train in a folder; its output. Two ranks, or one process where `start` is empty."""
+    """Trains in a folder, on two ranks, or in one process if `start` is empty; returns the output."""
     folder.mkdir(exist_ok=True)
     status, output = life(
         [sys.executable, *start, __file__, kind, folder / "run", folder, *kill],
@@ -83,10 +83,10 @@ def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
 
 
 def results(folder):
-    """Weights, the last checkpoint's state, and the log."""
+    """Returns the weights, the last checkpoint's state, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    # Counts of tokens, times and means over batches of an evaluation depend on the ranks.
+    # Other values depend on the number of ranks: token counts, times, means over the batches of an evaluation.
     compared = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
     log = json.loads((folder / "log.json").read_text())
     return figures, [{name: line[name] for name in compared if name in line} for line in log]
@@ -98,7 +98,7 @@ def assert_same(folder, other):
     for line, its_line in zip(log, its_log, strict=True):
         assert line.keys() == its_line.keys()
         for name, value in line.items():
-            # The Trainer itself takes the mean of the losses of all ranks.
+            # The Trainer averages the ranks' losses, which rounds differently from one process.
             assert value == (pytest.approx(its_line[name], rel=1e-6) if "loss" in name else its_line[name]), name
     for one, another in zip(tensors, others, strict=True):
         assert same_states(one, another)
@@ -106,13 +106,13 @@ def assert_same(folder, other):
 
 @pytest.mark.parametrize("kind", ["plain", "supervised"])
 def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
-    """Norms of the log, weights, and the optimizer state in the Trainer's own checkpoints; losses but for rounding."""
+    """Compares logged norms, weights and the optimizer state in the Trainer's checkpoints; losses up to rounding."""
     run(tmp_path / "one", kind, start=(), gradient_accumulation_steps=4)
     options = {"gradient_accumulation_steps": 2, **FSDP}
     run(tmp_path / "two", kind, "1", "6", fails=True, **options)
     run(tmp_path / "two", kind, "0,1", "8", fails=True, **options)
     run(tmp_path / "two", kind, **options)
-    # Started again, a finished training trains nothing.
+    # A finished training that is started again trains no step.
     run(tmp_path / "two", kind, **options)
     assert_same(tmp_path / "two", tmp_path / "one")
 

@@ -1,4 +1,4 @@
-"""Tests peft's adapters and TRL's Trainers beside memory, and micro-batches by layer beside those without."""
+"""Compares peft and TRL with training in memory, and micro-batches by layer with micro-batches one after the other."""
 
 import datasets
 import peft
@@ -49,7 +49,7 @@ def adamw(model):
 
 @pytest.mark.parametrize(("gradients", "over"), [("fused", "adapters"), ("ssd", "all")])
 def test_adapters_train_and_merge_as_in_memory(tmp_path, gradients, over):
-    """Also merged and taken back between steps."""
+    """The loop also merges and unmerges the adapters between steps."""
 
     def make():
         model = adapted(language_model())
@@ -88,7 +88,7 @@ def test_adapters_added_later_are_refused_until_the_model_is_offloaded_anew(tmp_
     with_adapters = adapted(model)
     with pytest.raises(memascend.ConfigError, match=r"lora_A.*save\(\).*offload\(\) anew"):
         train(model, optimizer, range(2, 4), loss_of)
-    # Nothing was changed by it, and without them training goes on.
+    # The rejected step changed no value: without the adapters, training continues.
     with_adapters.unload()
     model.requires_grad_(True)
     assert same
@@ -106,7 +106,7 @@ def test_adapters_added_later_are_refused_until_the_model_is_offloaded_anew(tmp_
 
 # --- TRL ----------------------------------------------------------------------------------------------
 
-# Of all Trainers here.
+# Settings of all Trainers of transformers and TRL in tests/clients.
 SETTINGS = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,
@@ -188,12 +188,12 @@ KINDS = {
 
 
 def trained(folder, kind, *, layers):
-    """What `run` returns of a kind, and each micro-batch's metrics in order."""
+    """Returns the results of `run` for a kind, and the metrics of each micro-batch, in order."""
     base, config, make, data, more = KINDS[kind]
     noted = []
 
     class Recording(base):
-        """Notes the metrics before they are averaged."""
+        """Records the metrics of all micro-batches before `log` averages them."""
 
         def log(self, logs, *given, **named):
             noted.append({name: list(values) for name, values in self._metrics["train"].items()})

@@ -8,9 +8,10 @@ import torch
 
 @contextlib.contextmanager
 def deterministic():
-    """Where torch has no deterministic kernel it raises: with a warning alone it would compute with another one.
+    """Makes torch use deterministic kernels only, and raise for an operation that has none.
 
-    Attention is one of these: only so do its backwards take their deterministic ways.
+    With `warn_only=True` torch would compute with another kernel; attention's backwards, too, are deterministic only
+    with `warn_only=False`.
     """
     torch.use_deterministic_algorithms(True, warn_only=False)
     try:
@@ -20,7 +21,7 @@ def deterministic():
 
 
 def refusal(error):
-    """What torch has no deterministic kernel for, where that is why an error was raised; else None."""
+    """Returns torch's message about a missing deterministic kernel, if that message caused `error`; otherwise None."""
     while error is not None:
         if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
             return str(error).partition(",")[0]
@@ -36,7 +37,7 @@ def device():
 
 @pytest.fixture
 def data(device):
-    """Batches of tokens, there."""
+    """Returns batches of tokens on the device."""
     from parity.zoo_plain import tokens
 
     return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
@@ -48,5 +49,5 @@ def pytest_runtest_call():
         return (yield)
     except Exception as error:
         if torch.are_deterministic_algorithms_enabled() and (named := refusal(error)) is not None:
-            pytest.skip(f"the same bits cannot be asked for: {named}")
+            pytest.skip(f"torch cannot give the same bits each time: {named}")
         raise

@@ -1,9 +1,9 @@
 """Runs the GPU tests from a built wheel in slices that resume: no cargo, no network, no set-up.
 
-    python3 tests/device/slices.py --wheel dist/memascend-*.whl      # again, until it says that all is done
+    python3 tests/device/slices.py --wheel dist/memascend-*.whl      # repeat until it prints "all done"
 
-What was done stands in --state: a slice ends at its limit, and a test that ends the process or has no end is recorded
-as failed. Status 0: all done, nothing failed; 1: all done; 3: run it again.
+The folder --state keeps the outcomes. A slice ends at its time limit; a test that ends the process, or does not end, is
+recorded as failed. Exit status 0: all done, no test failed; 1: all done, some failed; 3: run it again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# A test that is cut off gets a whole slice once more, as the first one there.
+# A test that the limit cut off begins once more, as the first test of the next slice.
 ATTEMPTS_MAX = 2
 ENDS_WITHIN = 15
 
 
 def read(path):
-    """What has an outcome, and how often each of the others was begun."""
+    """Returns the outcomes of finished tests, and how often each unfinished test was begun."""
     done, begun = {}, Counter()
     for line in lines(path):
         if "begin" in line:
@@ -44,14 +44,14 @@ def lines(path):
     found = []
     with contextlib.suppress(FileNotFoundError):
         for text in path.read_text().splitlines():
-            # The last one may be half written.
+            # The last line may be incomplete.
             with contextlib.suppress(json.JSONDecodeError):
                 found.append(json.loads(text))
     return found
 
 
 def unpacked(wheels, folder):
-    """The wheels as they are imported: what an installer would do for these, without one."""
+    """Unpacks the wheels into `folder`, as an installer would, unless it already has them; returns the folder."""
     names = [f"{wheel.name} {wheel.stat().st_size} {wheel.stat().st_mtime_ns}" for wheel in wheels]
     stamp = folder / "wheels.json"
     if not stamp.exists() or json.loads(stamp.read_text()) != names:
@@ -65,7 +65,7 @@ def unpacked(wheels, folder):
 
 
 def environment(site, told):
-    # Neither the checkout's sources nor its environment: what the wheel has is tested.
+    # Imports find memascend in the unpacked wheel, not in the checkout's sources or environment.
     own = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -76,13 +76,13 @@ def environment(site, told):
 
 
 def with_devices():
-    """The files that have tests of a device: others may import what is not there."""
+    """Returns the files that have GPU tests; other files may import packages that the machine lacks."""
     found = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     return sorted({*found, *(ROOT / "tests/device").glob("test_*.py")})
 
 
 def ended(command, env, log, limit):
-    """Runs a command in a session of its own, and ends all of it at the limit: its status, None if it was cut off."""
+    """Runs a command in its own session, which is killed after `limit` seconds; returns its status, None if killed."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -98,13 +98,13 @@ def ended(command, env, log, limit):
                     process.wait(ENDS_WITHIN)
             return None
         finally:
-            # What it began and left, too.
+            # Kills processes that the command left running.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def tested(options, told, env, until):
-    """Runs tests until all have an outcome or the time is up; whether all have."""
+    """Runs tests until all have an outcome or the time is up; True if all have an outcome."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
         "--timeout", str(options.timeout), "-m", "gpu", *map(str, with_devices()),
@@ -120,19 +120,19 @@ def tested(options, told, env, until):
             raise SystemExit(f"pytest ended with {status} before a test began: see {options.state / 'tests.log'}")
         _, begun = read(told)
         for name, count in begun.items():
-            # The one that ran when the process ended, or did so before.
+            # This test was running when this process, or an earlier one, ended.
             if status is None and count < ATTEMPTS_MAX:
                 continue
             how = f"ended the process with {status}"
             if status is None:
-                how = f"had no end, {count} times; the last time {time.monotonic() - began:.0f} s of a process"
+                how = f"did not end, {count} times; the last time in a process of {time.monotonic() - began:.0f} s"
             with told.open("a") as file:
                 file.write(json.dumps({"end": name, "outcome": "failed", "seconds": 0, "said": how}) + "\n")
     return False
 
 
 def summary(options, told, *, complete):
-    """What is known so far, as text; whether something failed."""
+    """Writes the outcomes so far to summary.txt; returns the text, and True if a test failed."""
     done, _ = read(told)
     names = next((line["all"] for line in reversed(lines(told)) if "all" in line), [])
     counts = Counter(line["outcome"] for line in done.values())
@@ -152,13 +152,13 @@ def summary(options, told, *, complete):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel", type=Path, help="of memascend (default: the newest in dist/)")
-    parser.add_argument("--packages", type=Path, help="a folder of wheels of pytest and what else is missing")
-    parser.add_argument("--state", type=Path, default=ROOT / "target/gpu", help="what was done, and logs (target/gpu)")
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="a copy of both (default: $OUT)")
+    parser.add_argument("--wheel", type=Path, help="memascend's wheel (default: the newest in dist/)")
+    parser.add_argument("--packages", type=Path, help="a folder of wheels of pytest and other missing packages")
+    parser.add_argument("--state", type=Path, default=ROOT / "target/gpu", help="outcomes and logs (target/gpu)")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="copies of both (default: $OUT)")
     parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
     parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
-    parser.add_argument("--again", action="store_true", help="begin anew")
+    parser.add_argument("--again", action="store_true", help="drop all outcomes and begin anew")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds
     options.state = options.state.absolute()

@@ -1,4 +1,4 @@
-"""Tests what only a real CUDA device shows: streams, waits, registered memory, attention kernels, a lost context."""
+"""Tests that need a real CUDA device: streams, waits, registered memory, attention kernels, a lost context."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def test_the_chunks_are_registered(tmp_path, device):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
-    """Units that one stream brought are used by the next one, and their slots written again after both."""
+    """Each step's stream uses units that the stream before it loaded; slots are rewritten only after both streams."""
     model, optimizer = begun(tmp_path, device, gradients=gradients, device_memory="1GiB")
     found = []
     with optimizer:
@@ -55,7 +55,7 @@ def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
 
 
 def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
-    """With room for every unit, a forward and a fused backward queue work, and ask for no result."""
+    """With room for every unit, a forward and a fused backward only queue work, and do not synchronise."""
     model, optimizer = begun(tmp_path, device, device_memory="1GiB")
     with optimizer:
         losses(model, optimizer, data)
@@ -68,7 +68,7 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
 
 
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):
-    """They lie on the host, since all of them need not fit the device; afterwards they are there again."""
+    """materialized() puts the parameters in host memory, as not all may fit the device; afterwards they are back."""
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         first = step(model, optimizer, data[0])
@@ -85,13 +85,13 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
         assert next_token(model, data[1]).item() == expected[1]
 
 
-# Dynamo asks activations for it, too.
+# Dynamo reads `.grad` of activations, too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_kernels(tmp_path, device, dtype, compiled):
-    """Flash attention where there is one, and blocks that are compiled: the bits of the same model in the device."""
+    """Flash attention (in 16 bits) and compiled blocks give the bits of the same model kept whole on the device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def made():
@@ -116,12 +116,12 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
 
 
 def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
-    """The forward is refused within a capture, and the run goes on."""
+    """A forward within a capture raises, and the run then continues."""
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            # Of an empty graph torch warns.
+            # torch warns of an empty graph: capture one operation.
             data[0].add(1)
             with pytest.raises(memascend.UsageError, match="CUDA graph"):
                 next_token(model, data[0])
@@ -129,7 +129,7 @@ def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
 
 
 def test_other_code_is_captured_while_units_come(tmp_path, device, data, expected):
-    """The thread that brings units asks after its copies all the time, which would end a capture of anybody's."""
+    """The staging thread queries its copies all the time, which must not end another thread's capture."""
     model, optimizer = begun(tmp_path, device)
     x = torch.ones(1024, device=device)
     with optimizer:
@@ -137,7 +137,7 @@ def test_other_code_is_captured_while_units_come(tmp_path, device, data, expecte
         for index in range(3):
             found.append(step(model, optimizer, data[index]))
             graph = torch.cuda.CUDAGraph()
-            # The first units of the next step are on their way.
+            # Meanwhile the first units of the next step are prefetched.
             with torch.cuda.graph(graph):
                 y = x
                 for _ in range(200):
@@ -158,7 +158,7 @@ from pathlib import Path
 data = [part.cuda() for part in tokens(torch.Generator().manual_seed(2))]
 model, optimizer = begun(Path(sys.argv[1]), "cuda")
 losses(model, optimizer, data)
-# An assertion of the device itself: from here on its context is lost.
+# This index fails an assertion on the device: from here on the context is lost.
 torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")]
 try:
     step(model, optimizer, data[0])
@@ -186,7 +186,7 @@ def test_a_device_that_is_not_there(tmp_path):
 
 
 def test_a_larger_model_than_the_budget(tmp_path, device):
-    """200 MB of weights: what torch holds there is the budget, activations and the workspace of its matrix products."""
+    """With 200 MB of weights, torch allocates only the budget, activations and the workspace of matrix products."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(24))).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Tests a model on a device: where things lie, what may be moved, when it fails, and that CUDA graphs are refused."""
+"""Tests a model on a device: where its tensors are, moves, failures of the device, and the rejection of CUDA graphs."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ from memascend.device.unit_memory import DeviceUnits
 def begun(folder, device, **options):
     torch.manual_seed(1)
     folder.mkdir(exist_ok=True)
-    # What a simulated device computes is whatever memory had.
+    # A simulated device computes nothing, so its results may not be finite: "commit" accepts them.
     options = {"gradients": "fused", "device": device, "nonfinite": "commit", **options}
     return offloaded(folder / "run.store", Stack(), **options)
 
@@ -38,7 +38,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
         assert parameter.device == device
         assert parameter.get_device() == device.index
         assert parameter.is_cpu is False
-        # What the Trainer does.
+        # Trainer makes this call.
         assert model.to(device) is model
         assert parameter.to(device) is parameter
         with pytest.raises(memascend.UsageError, match="cannot be moved"):
@@ -57,7 +57,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
 
 
 def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
-    """But for the index, and what a largest parameter takes of the queue there."""
+    """Only the index grows with the number of blocks; the queue depends on the largest parameter, which is equal."""
     plans = []
     for blocks in (4, 16):
         model = chain(blocks, bias=True)
@@ -74,7 +74,7 @@ def test_state_dicts_are_on_the_host(tmp_path, device, data):
         state = model.state_dict()
         assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "cpu")
         before = optimizer.state_of(model.head.weight)
-        # The same bits leave masters alone; others are written through, wherever they lie.
+        # Equal bits leave the masters unchanged; other values are written, even from the device.
         model.load_state_dict(state)
         assert all(torch.equal(value, before[name]) for name, value in optimizer.state_of(model.head.weight).items())
         model.load_state_dict({**state, "head.weight": torch.ones_like(state["head.weight"]).to(device)})
@@ -107,10 +107,10 @@ def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant
 
 
 def test_no_memory_for_the_units(tmp_path, device):
-    """Refused by name, and nothing was changed."""
+    """offload() raises an error that names device_memory, and changes nothing."""
     torch.manual_seed(1)
-    # Larger than the pieces of torch's allocator (2 MiB below 1 MiB, 20 MiB below 10): in one a small model
-    # may find room whatever the limit.
+    # Larger than the blocks of torch's allocator (2 MiB for requests below 1 MiB, 20 MiB below 10 MiB): in an allocated
+    # block a small model could find room despite the limit.
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(2)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.cuda.empty_cache()
@@ -137,7 +137,7 @@ def test_a_registration_that_was_refused_is_reported(tmp_path, device, monkeypat
 
 @pytest.mark.parametrize("way", ["bring", "take", "mark"])
 def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
-    """Whatever it fails with has a name, and the last commit opens again."""
+    """Any failure of the device raises a DeviceError, and the last commit opens again."""
     model, optimizer = begun(tmp_path, device)
     there = optimizer._session.run.resources.units.device
     losses(model, optimizer, data)
@@ -157,12 +157,12 @@ def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
         assert same_states(values(again), expected)
 
 
-# --- CUDA graphs, whoever captures ----------------------------------------------------------------
+# --- CUDA graphs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_a_stream_that_is_being_captured(tmp_path, device, data, gradients, monkeypatch):
-    """Forward, backward, step and a touch from outside each say so, and the same step goes on without a capture."""
+    """During a capture a forward, backward, step() or read of a weight raises; without it the same step then works."""
     model, optimizer = begun(tmp_path, device, gradients=gradients)
 
     def captured(call):

@@ -1,7 +1,7 @@
-"""Tests whole training runs with the model on a device, with state on the host and offloaded; compares bits.
+"""Tests whole training runs with the model on a device: state in host memory and offloaded state give equal bits.
 
-The model computes with the same kernels in both, and the update is the CPU's in both, so nothing may differ. Of
-micro-batches by layer each backward has its own thread.
+Both runs compute the model with the same kernels and the update on the CPU, so nothing may differ. With micro-batches
+by layer, each backward runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import memascend
 
 
 class OnHost(Reference):
-    """All state on the host, and copies of the parameters there, which are updated and copied back."""
+    """The reference for a device: updates copies of the parameters in host memory, and copies them back."""
 
     def __init__(self, original, **options):
         torch.optim.Optimizer.__init__(self, original.param_groups, original.defaults)
@@ -48,7 +48,7 @@ class OnHost(Reference):
             twin.update({key: value for key, value in group.items() if key != "params"})
         for p, twin in self.twins.items():
             twin.grad = None if p.grad is None else p.grad.cpu()
-        # Else what a test made on the device by default would be made there by the CPU's code, too.
+        # Creates the update's tensors on the CPU, although `on_device` makes the device torch's default.
         with torch.device("cpu"):
             self.host.step()
         for p, twin in self.twins.items():
@@ -65,7 +65,7 @@ class OnHost(Reference):
 
 
 def on_device(case, device):
-    """The case with its batches and its loop on a device."""
+    """Returns the case with its batches and its loop on a device."""
 
     def batches(generator):
         made = case.batches(generator)
@@ -83,7 +83,7 @@ def on_device(case, device):
 
 
 def played(case, device, take, read):
-    """What the case leaves on a device, in host memory."""
+    """Runs the case on a device; returns the outcome in host memory."""
     outcome = play(on_device(case, device), 1, take, read=read)
     records = [value.cpu() if isinstance(value, torch.Tensor) else value for value in outcome.records]
     weights, buffers = ({name: value.cpu() for name, value in of.items()} for of in (outcome.weights, outcome.buffers))
@@ -100,7 +100,7 @@ def reference(case, device):
 
 
 def offloaded(case, device, gradients, folder, ram_tier=None):
-    """With the smallest budgets that work, found as a user finds them; options in `ram_tier` keep all state in RAM."""
+    """Runs the case offloaded in the smallest budgets that errors name; options in `ram_tier` keep all state in RAM."""
     budgets = {"host_memory": 1, "device_memory": 1, **(ram_tier or {})}
     options = {"storage": folder / "run.store", "existing": "replace", "gradients": gradients, "device": device}
     taken = []
@@ -123,7 +123,7 @@ def offloaded(case, device, gradients, folder, ram_tier=None):
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
         assert bool(optimizer.plan.ram_tier) == bool(ram_tier)
 
-    # The first step may show that it needs what no plan could know.
+    # The first step may need more memory than a plan can know.
     for _ in range(BUDGETS_MAX):
         try:
             return played(case, device, take, read)
@@ -132,7 +132,7 @@ def offloaded(case, device, gradients, folder, ram_tier=None):
         finally:
             for _, optimizer in taken:
                 optimizer.close()
-    raise AssertionError("the budget was still too small")
+    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, though errors named each as the smallest")
 
 
 def check(case, device, gradients, folder, ram_tier=None):
@@ -140,15 +140,15 @@ def check(case, device, gradients, folder, ram_tier=None):
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])
 
 
-# They name the CPU.
+# Loops that name the CPU.
 OF_THE_CPU = ("autocast", "grad-scaler", "grad-scaler-clip")
-# Of other zoos' models by layer some, each with a difficulty of its own.
+# Cases of the other zoos that run by layer, each for a difficulty of its own.
 CHOSEN = (
     *("by-layer-checkpointed", "by-layer-checkpointed-reentrant", "by-layer-idle-experts", "by-layer-t5"),
     *("by-layer-lora", "by-layer-qwen2-tied-bf16", "by-layer-repeated-layers-bf16", "by-layer-frozen"),
 )
 WHOLE = [case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS] if case.name not in OF_THE_CPU]
-# The reference on a device has no moments of fewer bits.
+# `OnHost` has no state formats of fewer bits.
 BY_LAYER = [case for case in ALL_BY_LAYER if "state" not in case.options]
 
 
@@ -159,7 +159,7 @@ def cases():
 
 
 def held():
-    """Each case with one way to keep gradients and one durability."""
+    """Yields each case with all state in RAM, one mode of gradients and one durability."""
     for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())
         gradients, durability = case.gradients[turn % len(case.gradients)], ("none", "step")[turn // 4 % 2]
@@ -170,9 +170,9 @@ def held():
         yield pytest.param(case, gradients, options, id=name, marks=case.marks)
 
 
-# torch's word on speed, where a parameter that is away says nothing of how its values lie.
+# torch warns of slower gradients: the placeholder of an offloaded parameter does not have the strides of its values.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
-# cuDNN copies the weights together, as a model of which parts come and go has no one piece of memory.
+# cuDNN warns that it copies RNN weights together: materialized parameters have no contiguous memory in common.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize(("case", "gradients", "options"), [*cases(), *held()])
 def test_the_same_bits(case, gradients, options, device, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests the way of units to a device and of gradients from it: the arena's slots, staging, windows."""
+"""Tests how units reach a device and gradients leave it: the arena's slots, staging, gradient windows."""
 
 import gc
 from functools import partial
@@ -77,24 +77,24 @@ def test_a_view_keeps_a_slot(there):
 
 
 def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
-    """Whatever used a slot before a unit that was dropped on its way still comes before the next copy there."""
+    """If a unit is dropped before its copy, the slot's next copy still waits for the work that used the slot before."""
     base = leased(arena, updates)
     arena.used(base)
     del base
     base = leased(arena, updates)
     with staging._changed:
-        # The thread comes to it no more.
+        # The lock keeps the staging thread from taking the unit before the test drops it.
         coming = staging.begin("second", base)
         del coming
     del base
     gc.collect()
-    # Of each the mark of the memory.
+    # Each slot has the mark of its memory; the used slot has a second mark.
     assert sorted(len(arena.after(base)) for base in [leased(arena, updates) for _ in range(2)]) == [1, 2]
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_threads_that_check(there, arena, updates, tmp_path, threads):
-    """The same units, and damage is named by whoever waits, before anything was computed with it."""
+    """Any number of checkers gives the same units; wait() raises for damage, before the unit is computed with."""
     checkers = engine.Checkers(threads)
     assert checkers.threads == threads
     parts_of = partial(updates.parts, checkers=checkers)
@@ -128,7 +128,7 @@ def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeyp
 
 
 def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
-    """Its copy, which fails after it was begun, ends the thread; nobody waits for it in vain."""
+    """A copy that fails after it was queued ends the staging thread; each wait() raises instead of hanging."""
     staging = Staging(there, [pages(16 << 10)], updates.parts, arena.after)
     base = leased(arena, updates)
     lost = SimpleNamespace(done=lambda: 1 / 0, wait=lambda: 1 / 0)
@@ -162,7 +162,7 @@ def test_closing_ends_it(there, updates, arena):
 
 
 def test_gradients_are_lent_in_windows(store, there, tmp_path):
-    """Five windows a gradient, and the bits of one that is in memory."""
+    """A gradient that passes through five windows gives the same bits as one in host memory."""
     gradient = torch.randn(ELEMENTS // 2)
     values = store.read("first.0")[0]
     record = engine.Record(name="first.0", values=values, state=engine.adam_state(values))
@@ -208,7 +208,7 @@ def test_a_gradient_is_let_go_when_it_was_used(store, there):
         updates.finish()
         uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
         gc.collect()
-        assert uses <= 2, "something holds the gradient"
+        assert uses <= 2, "the gradient is still referenced after its update"
 
 
 def test_a_copy_that_fails_fails_the_step(store, there, monkeypatch):

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs tests without an outcome yet and logs each beginning and end."""
+"""A pytest plugin that runs only tests without a logged outcome, and logs the beginning and end of each test."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from device.slices import read
 
-# What a context that is lost says: no test after it in its process could pass.
+# Messages of errors that lose the CUDA context: no later test in the same process could pass.
 LOST = ("CUDA error", "illegal memory access", "device-side assert")
-# What else tests import: a machine as it is may not have it.
+# Packages that tests import but a GPU machine may lack; such tests are skipped.
 OTHERS = {"accelerate", "hypothesis", "matplotlib", "numpy", "peft", "transformers"}
 
 
 def skipping():
+    """Skips a test that fails to import one of `OTHERS`, if the machine lacks that package."""
     try:
         return (yield)
     except ModuleNotFoundError as error:
@@ -27,7 +28,7 @@ def skipping():
 
 
 class Told:
-    """What is done, and what is begun."""
+    """The plugin; `done` has the logged outcomes, `begun` counts the beginnings of tests without an outcome."""
 
     def __init__(self, path):
         self.path = path
@@ -49,7 +50,7 @@ class Told:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    # Once the marks have chosen.
+    # Runs last, when marks have deselected tests.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         self.write(all=[item.nodeid for item in items])
@@ -75,7 +76,7 @@ class Told:
         )
 
         if any(one.failed and any(of in str(one.longrepr) for of in LOST) for one in reports):
-            self.session.shouldstop = "the context is lost: the others get a new process"
+            self.session.shouldstop = "the CUDA context is lost: the other tests need a new process"
 
     def pytest_sessionfinish(self, session, exitstatus):
         if not session.shouldstop and exitstatus in (0, 1, 5):

@@ -1,4 +1,4 @@
-"""Tests how ranks meet, hear of each other and agree, and who is named where one is missing."""
+"""Tests the rendezvous of ranks, their exchange of messages and commits, and which ranks errors name as missing."""
 
 import contextlib
 import functools
@@ -28,10 +28,10 @@ TIMEOUT = 8.0
 
 
 def agrees(_):
-    """Ranks hear of each other, and have exact sums, also where these are too long for a word, or become so."""
+    """Exchanges values between all ranks, and adds integers exactly, also integers that do not fit into a `Word`."""
     exchange, (rank, count) = Exchange(TIMEOUT), position()
     assert exchange.tell("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
-    # The first ones are in a word, the second ones grow beyond it as they are added up.
+    # The first sum fits into a `Word`. The second number fits, but not its sum; the third number does not fit.
     for number in (1 << 700, 6 * 10**458, 1 << 7000):
         sums, more = exchange.add([rank, number]), exchange.add([-1])
         exchange.tell("the same", None)
@@ -49,11 +49,11 @@ def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
 @pytest.mark.parametrize("hangs", [True, False])
 @ranks(7)
 def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(folder, hangs):  # noqa: ARG001
-    """Rank 3 is named where it does not come, though ranks wait for others, and came at other times."""
+    """All other ranks name rank 3, which is late or absent, although they arrive at different times themselves."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     began = time.monotonic()
-    # Rank 0 has waited for half of the time when rank 6 comes. Where rank 3 was only slow, all hear of each other in
-    # the end, and give up nevertheless.
+    # Rank 0 has waited for half of the timeout when rank 6 arrives. If rank 3 is only late, every message arrives in
+    # the end, and all ranks raise nevertheless.
     time.sleep(TIMEOUT * ((2.5 if hangs else 0.83) if rank == 3 else rank / 12))
     if rank == 3 and hangs:
         return
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
 )
 @ranks(6)
 def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apart):  # noqa: ARG001
-    """Ranks stage rows that others stage, too; those that computed other values are named on all."""
+    """Ranks of several replicas stage the same rows; the error on all ranks names the ranks whose digests differ."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
     agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))
@@ -81,13 +81,13 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apa
             agreement.commit(lambda _, agree: agree() or 1)
             assert agreement.number == 1
     finally:
-        # Otherwise this process may be gone before its last word has left.
+        # `close` waits until the last message is sent; without the wait this process might end earlier.
         exchange.close()
 
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
-    """Gloo raises an error for a message that is there, if the connection is closed before the wait returns."""
+    """Gloo's `wait` raises for a message that has arrived if the connection closes before `wait` returns."""
     text = control_plane._padded('[1, "said", null, "first", [], 0.0]')
 
     class Work:
@@ -111,13 +111,16 @@ def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arr
     assert (exchange._received(None, 1) == lost_word) is not arrived
 
 
-# --- who is missing, and who left because of others ----------------------------------------------------
+# --- missing ranks, and ranks that left because of others ----------------------------------------------
 
 SECONDS = 60.0
 
 
 class Words:
-    """The store of ranks of which some left, each because of others; some words come while they are asked for."""
+    """Stands in for torch's store; it has notes of ranks that left.
+
+    `said`: by rank, the ranks that its note blames. `late`: ranks whose notes are missing at the first `check`.
+    """
 
     def __init__(self, said, late=()):
         self.said = {f"keys/0/left/{rank}": json.dumps(blamed) for rank, blamed in said.items()}
@@ -135,7 +138,7 @@ class Words:
 
 @pytest.fixture
 def rank_0_of_5(monkeypatch):
-    """The meeting of this rank with four others, of which a store knows."""
+    """Returns a function that makes the `Meeting` of rank 0 with four other ranks on a given store."""
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 5)
     monkeypatch.setattr(groups, "meet", lambda *_: "keys/0")
@@ -154,12 +157,12 @@ def rank_0_of_5(monkeypatch):
         ([1, 2], {}, (1, 2)),
         ([1, 2], {2: [1]}, (1,)),
         ([2], {2: [1]}, (1,)),
-        # One because of another, and that because of a third.
+        # Rank 3 left because of rank 2, and rank 2 because of rank 1.
         ([3], {3: [2], 2: [1]}, (1,)),
-        # This one came too late for them.
+        # Rank 2 also blames rank 0, which was late.
         ([1, 2], {2: [0, 1]}, (1,)),
         ([2], {2: [0]}, (2,)),
-        # Each missed the other.
+        # Ranks 2 and 3 blame each other.
         ([1, 2, 3], {2: [1, 3], 3: [1, 2]}, (1,)),
         ([2, 3], {2: [3], 3: [2]}, (2, 3)),
         ([1, 2], {2: []}, (1,)),
@@ -167,7 +170,7 @@ def rank_0_of_5(monkeypatch):
 )
 def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, named):
     assert rank_0_of_5(Words(said)).at_fault(missing) == named
-    # A word may come a moment after the connection is gone.
+    # A note may arrive shortly after the connection of its rank is closed.
     assert rank_0_of_5(Words(said, late=said)).at_fault(missing) == named
 
 
@@ -184,7 +187,7 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
 
 
 def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
-    """As that of rank 0, where it lies, does with it."""
+    """Torch's store is in rank 0's process: if that process hangs, the store hangs, too."""
     over = threading.Event()
     store = Mock(**dict.fromkeys(("check", "get", "set", "add", "wait"), hang(over)))
     with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
@@ -194,7 +197,7 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 
 @ranks(3)
 def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
-    """Rank 1 is gone once rank 0 heard it; rank 2 did not hear it, and left before rank 0 asks again."""
+    """Rank 1 leaves once rank 0 has its message; rank 2 never gets the message, and leaves before `tell("second")`."""
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if rank == 0:
         assert exchange.tell("first", rank) == [0, 1, 2]
@@ -209,7 +212,7 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
 
             def moved(*given):
                 exchange._move = move
-                # Rank 0 alone has its message.
+                # Rank 1 sends its message to rank 0 alone.
                 move(given[0], *({0: each[0]} for each in given[1:3]), *given[3:])
 
             exchange._move = moved
@@ -218,7 +221,7 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
         _await(folder, *(["heard"] if rank == 1 else []))
     exchange.close()
     Path(folder, f"left-{rank}").touch()
-    # The processes go on: what others see of them is their connections.
+    # All processes stay alive until rank 0 is done: the other ranks only notice that connections close.
     _await(folder, "left-0")
 
 
@@ -232,9 +235,9 @@ def _await(folder, *names):
 @pytest.mark.parametrize("kind", ["gather", "move"])
 @ranks(4)
 def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folder, kind):
-    """Whom a rank names where rank 3 is gone: rank 1, which is not next to it in gloo's ring, hears of it from others.
+    """All ranks name rank 3, which left. Rank 1 is no neighbour of rank 3 in gloo's ring: other ranks notify it.
 
-    Nobody's process ends before all have left.
+    No process ends before all ranks have closed their groups.
     """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if kind == "move":
@@ -256,11 +259,11 @@ def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folde
     _await(folder, *(f"left-{other}" for other in range(4)))
 
 
-# --- fresh keys in a store that an earlier attempt has used, and hosts ---------------------------------
+# --- fresh keys in a store that an earlier attempt has used, and addresses of hosts --------------------
 
 
 def meet_all(store, ranks, count=3, seconds=SECONDS):
-    """What each of these ranks gets, which come one after the other: a prefix, or its error."""
+    """Calls `rendezvous.meet` for each of `ranks`, one started after the other; returns each rank's prefix or error."""
     found = {}
 
     def run(rank):
@@ -273,7 +276,7 @@ def meet_all(store, ranks, count=3, seconds=SECONDS):
     for rank in ranks:
         threads.append(threading.Thread(target=run, args=(rank,)))
         threads[-1].start()
-        # The others look at the keys of the attempt before meanwhile.
+        # Meanwhile the ranks that have started see the keys of the earlier attempt.
         time.sleep(5 * rendezvous.LOOK_SECONDS)
     for thread in threads:
         thread.join()
@@ -321,12 +324,12 @@ def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, addr
 @pytest.mark.parametrize(
     ("name", "interfaces", "loopback"),
     [
-        # As torch's fallback.
+        # torch falls back to 127.0.0.1 for a name that does not resolve.
         ("no-such-host.invalid", None, "127.0.0.1"),
         ("127.0.1.1", None, "127.0.1.1"),
         ("127.0.1.1", "lo,eth7", "127.0.0.1"),
         ("127.0.1.1", "eth7,lo", ""),
-        ("0.0.0.0", None, ""),  # noqa: S104 - only its address is looked up
+        ("0.0.0.0", None, ""),  # noqa: S104 - no socket listens on it
     ],
 )
 def test_the_address_of_gloo_is_that_of_the_hosts_name_or_of_the_interface(monkeypatch, name, interfaces, loopback):

@@ -1,4 +1,4 @@
-"""Runs every command of docs/hosts.md as it stands, and the program of docs/gpus.md, on hosts made of namespaces."""
+"""Runs every command of docs/hosts.md unchanged, and the program of docs/gpus.md, on hosts that are namespaces."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GPUS, PAGE = ((DOCS / name).read_text() for name in ("gpus.md", "hosts.md"))
 (PROGRAM,) = re.findall(r"^```py\n(.*?)^```", GPUS, re.DOTALL | re.MULTILINE)
-# The page's blocks of commands, in its order.
+# The command blocks of docs/hosts.md, in the order of the page.
 NAMES = ("start", "train", "addresses", "slurm", "drives", "replicas", "restarts", "fewer", "checkpoint")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
-# Without --use_cpu, which the page's command lacks, accelerate sees no device at all.
+# A `sitecustomize` for hosts without a GPU: accelerate needs --use_cpu here, which the page's command lacks.
 AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
@@ -35,19 +35,19 @@ if "LOCAL_RANK" in os.environ:
 
 
 def lines(name):
-    """The lines of a block, each with its host: "host0", "each host"."""
+    """Returns the commands of a block, each with its host: "host0" or "each host"."""
     found = re.findall(r"(.*?)  # on (host\d|each host)\n", COMMANDS[name], re.DOTALL)
     assert "".join(f"{line}  # on {host}\n" for line, host in found) == COMMANDS[name]
     return found
 
 
 def start(hosts, name, **more):
-    """Start a block's lines, each on its host."""
+    """Starts the commands of a block, each on its host; returns the running commands."""
     return [hosts.start(int(host[-1]), line, **more) for line, host in lines(name)]
 
 
 def end(running, status=0):
-    """The outputs of commands that ended, as text."""
+    """Waits until commands end, requires their exit status, and returns their outputs as one text."""
     ends = [one.ended() for one in running]
     output = "\n".join(output for _, output in ends)
     assert [found for found, _ in ends] == [status] * len(ends), output
@@ -56,7 +56,7 @@ def end(running, status=0):
 
 @contextlib.contextmanager
 def made(folder, count=2):
-    """Hosts that share the page's program."""
+    """Makes hosts whose shared folder has the page's program."""
     folder.mkdir(exist_ok=True)
     with Hosts(folder, count) as hosts:
         (folder / "shared/train.py").write_text(PROGRAM)
@@ -71,7 +71,7 @@ def hosts(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The last checkpoint of the page's program in one process."""
+    """Runs the page's program in one process; returns the files of its last checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
     with made(folder, count=1) as host:
         end([host.start(0, "torchrun --nproc-per-node 1 train.py --storage run")])
@@ -79,12 +79,12 @@ def alone(tmp_path_factory):
 
 
 def saved(hosts):
-    """The last checkpoint."""
+    """Returns the files of the last checkpoint."""
     return files(hosts.folder_of(0, "shared") / "checkpoint")
 
 
 def begun_at(output):
-    """The first step after a start."""
+    """Returns the step at which the last start in `output` begins."""
     return int(re.findall(r"begins at step (\d+)", output)[-1])
 
 
@@ -99,14 +99,14 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     running = start(hosts, "start")
     running[0].wait_for("step 7\n")
     os.kill(hosts.ranks(1)[3], signal.SIGKILL)
-    # torchrun ends the others of that host, which may come before they answer.
+    # torchrun then ends rank 2, too, which is on the same host, perhaps before rank 2 answers.
     assert re.search("RankError: (rank 2, )?rank 3 ", end(running, 1))
     assert begun_at(end(start(hosts, "fewer"))) >= 7
     assert saved(hosts) == alone
 
 
 def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
-    """Accelerate shards on GPUs alone, so each rank begins with `as_if_on_gpus()`."""
+    """Accelerate shards a model only on GPUs, so each rank first calls `as_if_on_gpus()`."""
     pytest.importorskip("transformers")
     from safetensors.torch import load_file
     from support.small_folder import make_model, write_rows
@@ -115,7 +115,7 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    # A batch of 8 for each rank: a step has the same examples in one process.
+    # Each of four ranks takes a batch of 8, and one process accumulates four: both steps have the same examples.
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(32)]
     write_rows(folder / "rows.jsonl", rows)
     (folder / "fsdp.json").write_text(re.search(r"`([^`]*)` into `fsdp\.json`", GPUS)[1])
@@ -124,7 +124,7 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     end(start(hosts, "train", PYTHONPATH=path))
     line, _ = lines("train")[0]
     command = line[line.index("-m memascend") :].split(" --fsdp ")[0].replace("--output trained", "--output alone")
-    # Several ranks clip by the exact norm.
+    # Several ranks clip by the exact norm by default, so the single process needs the option.
     command = command.replace("llama.run/", "alone.run") + " --gradient_accumulation_steps 4 --clipping exact"
     end([hosts.start(0, f"python {command}")])
     found, expected = (load_file(folder / name / "model.safetensors") for name in ("trained", "alone"))
@@ -151,9 +151,9 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     hosts.connect(dead, "down")
     hosts.kill(dead)
     _, output = running[1 - dead].ended()
-    # The page's timeout, and the end of the processes.
+    # 20 s is the page's timeout; the processes get 30 s more to end.
     assert time.monotonic() - began < 20 + 30
-    # torch's store is on the first host: without it, ranks cannot look up why the one beside them left.
+    # torch's store is on host0: without the store, ranks cannot look up why a neighbour left.
     named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"
     assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
     hosts.connect(dead, "up")
@@ -167,7 +167,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
 
 
 def lose_drive(hosts, name):
-    """The run of a block loses its second host, and then a drive of that."""
+    """Starts a block's run, kills its second host, and then removes the store on that host's second drive."""
     running = start(hosts, name)
     running[0].wait_for("step 7\n")
     hosts.kill(1)
@@ -204,7 +204,7 @@ def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
 
 
 def test_slurms_line_starts_a_run(hosts, alone, tmp_path):
-    """With programs in place of Slurm's: `srun` starts its command here, on each host; `scontrol` lists both hosts."""
+    """Replaces Slurm's programs: `srun` runs its command on the host that called it; `scontrol` lists both hosts."""
     programs = {
         "srun": 'test "$1 $2 $3 $4" = "--nodes 2 --ntasks-per-node 1" && shift 4 && exec "$@"',
         "scontrol": 'test "$*" = "show hostnames host[0-1]" && echo host0 && echo host1',

@@ -1,4 +1,4 @@
-"""Tests which commit several ranks open, and that each store goes on where it belongs alone: its rank, run and host."""
+"""Tests at which commit several ranks open their stores, and that a store opens only for its own rank, run and host."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ RUNS = {1: "0" * 32, 2: "2" * 32, 3: "3" * 32, 4: "4" * 32}
 
 
 def store(count, *numbers):
-    """What is seen of a store of so many ranks whose roots name these commits, the newest first."""
+    """Returns the `seen_at` of a store of `count` ranks whose roots name the commits `numbers`, newest first."""
     commits = [{"run": RUNS[count], "number": number, "identity": f"{number:032x}", "ranks": 0} for number in numbers]
     return {"there": True, "filled": bool(commits), "commits": commits, "damage": None, "error": None}
 
@@ -38,7 +38,7 @@ def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last,
 
 
 def chosen(shards, each):
-    """What rank 0 opens where ranks see these stores."""
+    """Returns the opening that `choose` makes on rank 0 if the ranks see the stores `each`."""
     told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
     exchange = SimpleNamespace(rank=0, tell=lambda about, _: told[about])
     return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
@@ -47,11 +47,11 @@ def chosen(shards, each):
 @pytest.mark.parametrize(
     ("shards", "each", "number", "lost"),
     [
-        # The last one was filled, and not verified: it has a commit of the run without a number.
+        # Rank 1's store was filled but not verified: its commit of the run has the number 0.
         (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
-        # A replica took no part in the last step.
+        # The second replica took no part in the last step.
         (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),
-        # Ranks were killed between their roots.
+        # All ranks were killed when only ranks 0 and 3 had written the root of commit 3.
         (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
     ],
 )
@@ -71,7 +71,7 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 
 
 def stores(count, *each, said=None):
-    """Those of a number of ranks; None where a rank's is not there. `said`: by each of them."""
+    """Returns the `Stores` of `count` ranks; None in `each`: that rank has no store. `said`: the `told_by` of each."""
     seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
@@ -95,19 +95,19 @@ ZEROS = {**store(4), "there": False, "filled": True}
     ("old", "outlived"),
     [
         (stores(4, *[store(4, 9, 8)] * 4), [4]),
-        # One rank was ahead.
+        # Rank 3 was one commit ahead.
         (stores(4, *[store(4, 9, 8)] * 3, store(4, 10, 9)), [4]),
-        # Others were removed, or are being replaced.
+        # The stores of the other ranks were removed, or are being replaced.
         (stores(4, None, None, store(4, 9, 8), None), [4]),
         (stores(4, store(4), ZEROS, store(4, 9, 8), None), [4]),
-        # Another commit of the run, as in a copy of it, or another run.
+        # The stores have another commit of the run, as a copy may, or belong to another run.
         (stores(4, *[store(4, 8, 7)] * 4), []),
         (stores(4, *[store(2, 9, 8)] * 4), []),
     ],
 )
 def test_new_stores_stand_for_what_they_name(old, outlived):
     assert list(outlived_by([old, new(said(identity(4, 9)))])) == outlived
-    # Nothing says so.
+    # The new stores do not name the old ones.
     assert not outlived_by([old, new(said())])
     assert not outlived_by([old, new(None)])
 
@@ -119,11 +119,11 @@ def test_stores_of_which_one_is_missing_stand_for_none(last):
 
 
 def test_stores_stand_for_all_that_those_had_outlived():
-    """One process, then two ranks, then three: of the two one is gone."""
+    """The run had one process, then two ranks, then three; a store of the two ranks is missing."""
     two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
     three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
     assert sorted(outlived_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
-    # A single process that went on is none of them.
+    # The store of the single process has a newer step: no other store replaced it.
     assert list(outlived_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
 
 
@@ -132,12 +132,12 @@ def test_stores_stand_for_all_that_those_had_outlived():
     [
         ([store(2), store(2)], True, [0, 1]),
         ([store(2, 1), store(2)], True, [1]),
-        # All have made the first commit once one has the second: this one is damaged.
+        # Rank 0 has the second commit, so all ranks have made the first one: rank 1's store is damaged.
         ([store(2, 2, 1), store(2)], False, [1]),
         ([store(2, 2, 1), {**store(2), "there": False, "filled": True}], False, [1]),
         ([store(2, 2, 1), None], False, [1]),
         ([store(2, 1), store(2, 1)], False, []),
-        # Whatever it is, it can be asked what it lacks.
+        # A file that is no store counts as filled: it is not missing.
         ([store(2, 2, 1), {**store(2), "filled": True, "error": "no memascend store"}], False, []),
     ],
 )
@@ -146,13 +146,13 @@ def test_a_store_without_a_commit_is_unfilled_or_lost(each, is_unfilled, missing
     assert (found.is_unfilled, found.missing) == (is_unfilled, missing)
 
 
-# --- stores of threads in place of ranks ---------------------------------------------------------------
+# --- stores of threads, which stand in for ranks -------------------------------------------------------
 
 HOST = socket.gethostname()
 
 
 class Talk:
-    """An exchange between threads instead of processes."""
+    """The shared part of an exchange between threads, which stand in for ranks."""
 
     def __init__(self, size):
         self.said = [None] * size
@@ -163,6 +163,8 @@ class Talk:
 
 
 class Talker:
+    """One thread's `Exchange`."""
+
     broken = failure = None
     part = Exchange.part
 
@@ -178,7 +180,7 @@ class Talker:
         return [one[1] for one in told]
 
     def add(self, numbers):
-        # One replica has nothing to compare.
+        # With one replica, no two ranks have the same rows to compare.
         assert not any(numbers)
         return numbers
 
@@ -193,7 +195,10 @@ class Talker:
 
 
 class Life:
-    """All ranks open their stores in a folder, commit up to a step and close them: from which one, or the error."""
+    """Opens the stores of all ranks in a folder, commits up to step `until` and closes the stores.
+
+    By rank, `began` has the step at which the store was opened, and `errors` the error.
+    """
 
     def __init__(self, folder, until, *, size=2, existing="resume", **given):
         self.folder, self.until, self.existing, self.given = folder, until, existing, given
@@ -230,12 +235,12 @@ class Life:
 
 
 def named(folder, rank):
-    """What the newest commit of a rank's store says."""
+    """Returns the newest commit in a rank's store."""
     return commits(folder / f"rank-{rank}")[0][0]
 
 
 def refused(folder, words, **options):
-    """It is refused on all ranks with these words, and nothing is changed."""
+    """Requires that opening the stores fails on all ranks with `words` in the error, and that no file changes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
     life = Life(folder, 9, **options)
@@ -251,7 +256,7 @@ def swap(one, other):
     aside.rename(other)
 
 
-# --- whose store it is ------------------------------------------------------------------------
+# --- the rank that owns a store ---------------------------------------------------------------
 
 
 def test_a_store_knows_its_rank(tmp_path):
@@ -280,15 +285,15 @@ def test_as_many_ranks_as_there_were(tmp_path):
 
 def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path):
     assert Life(tmp_path, 0).began == [0, 0]
-    # As the first write leaves it until its commit.
+    # A new store has the suffix .new until its first commit.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
     again = Life(tmp_path, 1)
     assert (again.began, again.errors) == ([0, 0], [None, None])
     assert not (tmp_path / "rank-1.new").exists()
-    # Not once a step was committed, nor without the file.
+    # Once the other rank has committed a step, an unfinished store is rejected instead of filled.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
     refused(tmp_path, "rank 1: holds no store, and others do")
-    # Nor where one process has trained, whose commits have no number.
+    # An unfinished store is also rejected if rank 0's is that of a single process, whose commits have no number.
     values = torch.ones(5)
     one = Store.create(tmp_path / "rank-0", [Record(name="rows", values=values, state={})], existing="replace")
     with one as store, Engine(store) as updates:
@@ -306,7 +311,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
-        # As a rank commits it.
+        # Commits as rank 1 of 2 does.
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
@@ -319,11 +324,11 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     assert (tmp_path / "run").read_bytes() == before
 
 
-# --- which continuation it is of ----------------------------------------------------------------
+# --- two continuations of one run ---------------------------------------------------------------
 
 
 def forked(tmp_path, steps):
-    """A run of three steps that goes on twice: rank 0's store is of one continuation, and rank 1's of the other."""
+    """Continues a run twice from step 3; returns a folder with rank 0's store of one run, and rank 1's of the other."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     Life(one, 3)
@@ -347,7 +352,7 @@ def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(
 def test_going_back_forks_a_run(tmp_path):
     Life(tmp_path, 3)
     shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
-    # Closing wrote no second root of the step.
+    # `close` wrote no second root for step 3, so "previous" opens step 2.
     assert Life(tmp_path, 3, existing="previous").began == [2, 2]
     (tmp_path / "kept").rename(tmp_path / "rank-1")
     assert Life(tmp_path, 4).began == [2, 2]
@@ -356,7 +361,7 @@ def test_going_back_forks_a_run(tmp_path):
 def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commit_before(tmp_path):
     Life(tmp_path, 3)
     content = bytearray((tmp_path / "rank-1").read_bytes())
-    # The newest root, in both of its sectors: step 3 is generation 4.
+    # Damages both copies of the newest root, in the first and last sector of its page; step 3 is generation 4.
     for at in (4096 + 40, 4096 + 4096 - 512 + 40):
         content[at] ^= 1
     (tmp_path / "rank-1").write_bytes(content)
@@ -406,7 +411,7 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
     layout = Layout(1, 1, 2)
     found = places_of_others(Options(storage=str(tmp_path / storage)), layout)
     numbers = {number: [Path(one) for one in places] for number, places in found.items()}
-    # No rank 5 has a folder beside those of two ranks.
+    # The folder rank-5-of-2 is ignored: two ranks have the numbers 0 and 1.
     there = {0: place.format(0, 0)} if storage == "run" else {number: place.format(number, number) for number in (0, 5)}
     assert numbers == {number: [tmp_path / one] for number, one in there.items()}
     assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}")), layout) == {}
@@ -414,7 +419,7 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
 
 
 def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
-    """Each rank sees a folder of its own."""
+    """Each rank sees its own host's folder only."""
     hosts = [tmp_path / "a", tmp_path / "b"]
     [host.mkdir() for host in hosts]
     Life(tmp_path, 2, paths={rank: hosts[rank] / f"rank-{rank}" for rank in range(2)})
@@ -423,7 +428,7 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     for existing in ("refuse", "resume", "previous", "replace"):
         there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
         refused(tmp_path, there, paths=paths, others=others, existing=existing)
-    # What was never filled is in nobody's way.
+    # Files that were never filled do not keep the ranks from a new run.
     for rank in range(2):
         file = hosts[rank] / f"rank-{rank}"
         file.unlink()
@@ -464,6 +469,6 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
-    # Nor is one that was copied to where that of a single process is.
+    # A rank's store that was copied to the place of a single process's store is rejected, too.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         require_own({0: seen_at(paths[0])}, 1)

@@ -1,4 +1,4 @@
-"""Tests checkpoints of several ranks: as one process writes them, started from; those of torch."""
+"""Tests checkpoints that several ranks write and start from, which equal one process's; also torch's checkpoints."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from memascend.session.decide import planned
 
 
 class Scaled(Odd):
-    """Odd with a buffer."""
+    """`Odd` with a persistent buffer."""
 
     def __init__(self, narrow=3, device="cpu"):
         super().__init__(narrow)
@@ -38,7 +38,7 @@ class Scaled(Odd):
 
 
 class Wide(Scaled):
-    """With rows that are whole blocks of 256 elements on 2 and on 4 ranks, and not on 3."""
+    """`Scaled` with a layer whose shards are whole blocks of 256 elements on 2 and on 4 ranks, but not on 3."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def optimizer_of(trained, kind):
 
 
 def options_of(start, source):
-    """How a run begins on meta."""
+    """Returns the options of `offload()` that give a model on meta its first values."""
     if start == "checkpoint":
         return {"checkpoint": source}
     if start == "weights":
@@ -72,11 +72,11 @@ def options_of(start, source):
 
 
 def train_and_save(folder, name, case, source, count):
-    """Begin as the case says, train, and save; alone, or what is this rank's part of it."""
+    """Offloads as the case says, trains, and saves; called in one process, or on each of several ranks."""
     dtype, kind, start, steps, state = case
     several = distributed.is_initialized()
     trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
-    # Where nobody divided a model, offload() does.
+    # With `weights`, offload() shards the model itself.
     if several and start != "weights":
         trained = shard(trained)
     torch.manual_seed(1)
@@ -92,10 +92,10 @@ def train_and_save(folder, name, case, source, count):
         optimizer.step()
         optimizer.zero_grad()
     optimizer.save(f"{folder}/{name}")
-    # Twice is fine: the earlier one is replaced.
+    # The second save replaces the first one's checkpoint.
     optimizer.save(f"{folder}/{name}")
     if several:
-        # As if the other ranks were on another host: their rows are sent.
+        # Only rank 0 sees this folder, as if the others were on another host: they send their rows.
         optimizer.save(f"{folder}/hidden/{name}")
     optimizer.close()
 
@@ -107,13 +107,13 @@ def train_all(folder, cases, source):
 
 
 def same_checkpoints(one, other):
-    """Whether two checkpoints are the same bytes, but for which store they are of."""
+    """Requires that two checkpoints differ in their store's id alone; True if `one` has a checksum for each rank."""
     assert files(one) == files(other), one
     manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
     for folder, manifest in zip((one, other), manifests, strict=True):
         Checkpoint(folder).verify()
         del manifest["store"], manifest["checksum"]
-    # What several ranks have written has a checksum for the part of each.
+    # A tensor that several ranks wrote has a checksum for each rank's part.
     parts = {
         (name, key): sums
         for name, file in manifests[0]["files"].items()
@@ -132,7 +132,10 @@ def begun(folder, name, **options):
 
 
 def require_own_states_and_sums(folder):
-    """A checkpoint of ranks that each have their own `user_state`, which a new run of them has, and its reports."""
+    """Saves each rank's own `user_state` and restores it in a new run.
+
+    Returns the bytes that this rank has read and written, and the sums over all ranks from its report.
+    """
     rank = distributed.get_rank()
     trained, optimizer = begun(folder, "own")
     optimizer.user_state = {"position": rank}
@@ -152,7 +155,7 @@ def require_own_states_and_sums(folder):
 
 
 def require_the_old_checkpoint(folder):
-    """Where save() fails on a rank, what was there stays, and nothing is left."""
+    """Requires that a `save()` that fails on a rank keeps the earlier checkpoint and leaves no temporary file."""
     rank = distributed.get_rank()
     trained, optimizer = begun(folder, "run", gradients="ssd")
 
@@ -190,7 +193,7 @@ def full(*_):
 
 
 def require_planned(folder):
-    """The plan of the first rank, which has the most rows, is the one that is made without ranks."""
+    """Requires that `planned` predicts, without ranks, the plan of rank 0, which has the most rows."""
     trained = model(torch.bfloat16)
     options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
     bare = model(torch.bfloat16, "meta")
@@ -198,7 +201,7 @@ def require_planned(folder):
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
     assert distributed.get_rank() or optimizer.plan.to_dict() == alone.plan.to_dict()
     optimizer.close()
-    # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
+    # Rank 0's rows at 2 bytes an element: gathered for the forward, the blocks again for the backward, and gradients.
     embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
     assert alone.network.total == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
 
@@ -209,7 +212,7 @@ def every(folder):
     return require_own_states_and_sums(folder)
 
 
-# The parameters' dtype, the optimizer, how the run begins, steps, and the format of the state; by number of ranks.
+# Cases by number of ranks: the parameters' dtype, the optimizer, the start, the steps, and the format of the state.
 MORE = [
     *((dtype, kind, start, 2, None) for dtype in ("bfloat16", "float32")
       for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))),
@@ -234,7 +237,7 @@ CASES = {
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
 def test_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path, count):
     source, cases = tmp_path / "source", CASES[count]
-    # One process has written where some of them begin.
+    # One process writes the checkpoint from which some cases start.
     train_and_save(tmp_path, "source", (cases[0][0], cases[0][1], "values", 1, None), None, count)
     on_ranks(count, train_all, tmp_path, cases, source)
     for number, case in enumerate(cases):
@@ -247,7 +250,7 @@ def test_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path, count
 def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
     (one, all_of_them), (other, told) = on_ranks(2, every, tmp_path)
     assert told == all_of_them
-    # What they had moved by the beginning of the second step().
+    # The second report has the bytes that both ranks had moved when the second `step()` began.
     assert one[0] + other[0] <= told["read"] <= 2 * (one[0] + other[0])
     assert told["written"] >= one[1] + other[1] > 0
     trained = model(torch.float32)
@@ -262,7 +265,7 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
 
 
 class Uneven(Scaled):
-    """With fewer rows than ranks, nothing frozen, and a scalar."""
+    """`Scaled` with fewer rows than ranks in a layer, without a frozen block, and with a scalar buffer."""
 
     def __init__(self):
         super().__init__(narrow=1, device=None)
@@ -278,7 +281,7 @@ def uneven(device="cpu"):
 
 
 def tensors(trained):
-    """All that a state dict has, whole."""
+    """Returns copies of all tensors of the state dict, gathered from all ranks."""
     return {
         name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
         for name, one in trained.state_dict().items()
@@ -286,7 +289,7 @@ def tensors(trained):
 
 
 def begun_from(folder, store, made):
-    """All values of a run that begins with these weights."""
+    """Offloads the model `made` with the weights in `folder`; returns its tensors."""
     trained, optimizer = memascend.offload(made, optimizer_of(made, "sgd"), storage=store, weights=folder)
     found = tensors(trained)
     optimizer.close()
@@ -294,12 +297,12 @@ def begun_from(folder, store, made):
 
 
 def write_and_read(folder):
-    """What torch writes of a divided model: parts, and one whole file, which the ranks begin from."""
+    """Has torch write a sharded model, in parts and as one file; returns the tensors of a run with that file."""
     made = shard(uneven())
     state = {name: one for name, one in made.state_dict().items() if name != "head.weight"}
     parts = HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True)
     torch_checkpoints.save(state, storage_writer=parts)
-    # What torch consolidates has neither integers nor, right, tensors without dimensions.
+    # torch's consolidation fails on integers, and writes tensors without dimensions wrongly.
     del state["seen"]
     joined = HuggingFaceStorageWriter(f"{folder}/whole", save_distributed=True, enable_consolidation=True)
     torch_checkpoints.save(state, storage_writer=joined)
@@ -324,7 +327,7 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
             begun_from(tmp_path / folder, tmp_path / "refused.store", uneven("meta"))
         assert not (tmp_path / "refused.store").exists()
 
-    # As the errors say.
+    # Each error names a conversion, which is applied below it.
     refused("parts", "parts that ranks wrote.*HuggingFaceStorageReader")
     plain = uneven().apply(lambda module: [nn.init.zeros_(one) for one in module.parameters(recurse=False)])
     state = {name: one for name, one in plain.state_dict().items() if name != "head.weight"}
@@ -339,11 +342,11 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
         assert all(same_bits(values[name], wanted[name]) for name in wanted), file
 
 
-# --- what torch reads, and what it is refused ------------------------------------------------
+# --- values that torch reads; optimizer state, which it cannot read ---------------------------
 
 
 def require_refusals(trained, optimizer):
-    """Torch may not ask for state that is on storage."""
+    """Requires that torch's functions for optimizer state are rejected: the state is on storage."""
     for call in (
         lambda: torch_states.get_optimizer_state_dict(trained, optimizer),
         lambda: torch_states.get_state_dict(trained, optimizer),
@@ -364,10 +367,10 @@ def zeros():
 @pytest.mark.slow
 @ranks(2)
 def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
-    """Torch's distributed checkpoints hold, and read, the values that ranks saved."""
+    """Torch saves and loads an offloaded model, and loads the checkpoint of `save()`."""
     trained = shard(uneven())
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run")
-    # Before the first step torch would make one, to have state.
+    # Before the first step, torch would take a step itself to create state.
     require_refusals(trained, optimizer)
     step(trained, optimizer)
     optimizer.save(f"{folder}/ours")
@@ -375,7 +378,7 @@ def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
     saved = whole(trained)
     step(trained, optimizer)
     require_refusals(trained, optimizer)
-    # Into the rows, as loops load: the run has what was saved.
+    # Loads into the rows, as training loops do: the run has the saved values again.
     with memascend.materialized(trained, modify=True):
         into = torch_states.get_model_state_dict(trained)
         torch_checkpoints.load({"model": into}, checkpoint_id=f"{folder}/torchs")
@@ -387,7 +390,7 @@ def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
     other = shard(zeros())
     torch_checkpoints.load({"model": dict(other.named_parameters())}, checkpoint_id=f"{folder}/torchs")
     assert all(map(same_bits, whole(other), saved))
-    # And into a model that is not sharded.
+    # The checkpoint of `save()` loads into a sharded model, and into a plain one.
     for other, alone in ((shard(zeros()), False), (zeros(), True)):
         torch_checkpoints.load(dict(other.named_parameters()), storage_reader=ours, no_dist=alone)
         assert all(map(same_bits, whole(other), saved))

@@ -1,4 +1,4 @@
-"""Tests ranks and replicas (HSDP) whose processes or drives fail: all have a step or none, go on by the right bits."""
+"""Tests ranks and replicas (HSDP) whose processes or drives fail: all commit a step or none does; bits stay exact."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ from memascend.errors import RankError
 pytestmark = pytest.mark.timeout(900)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# The last step that all ranks have if one dies there, of those after the third step was begun.
+# By the point at which a rank dies, in step 3 or in close() after step 5: the last step that all ranks have.
 COMMON = {
     "begin": 2, "between": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3,
     "close": 5,
@@ -37,19 +37,19 @@ GIVEN = ({}, {"host_memory": "1GiB", "log_steps": 3}, {"gradients": "ssd", "max_
 
 
 def whole(ranks, steps):
-    """Ranks of a life without an error."""
+    """Requires that all ranks committed `steps` without an error; returns `ranks`."""
     assert all((rank["error"], rank["committed"]) == (None, steps) for rank in ranks), ranks
     return ranks
 
 
 def same(ranks, reference):
-    """Whether each rank has the bits of the run without faults, step by step."""
+    """Requires that each rank that was not killed has the bits of the run without faults, step by step."""
     for rank, other in zip(ranks, reference, strict=True):
         assert rank is None or rank["digests"] == {step: other["digests"][step] for step in rank["digests"]}
 
 
 def survived(ranks, faulty=1, seconds=60.0):
-    """What those ranks met that had no fault: an error that names the one that had."""
+    """Requires that rank `faulty` was killed, and that all other ranks raised an error that names it, in time."""
     assert ranks[faulty] is None
     for rank in ranks[:faulty] + ranks[faulty + 1 :]:
         assert rank["error"].startswith("RankError"), rank
@@ -57,7 +57,7 @@ def survived(ranks, faulty=1, seconds=60.0):
         assert rank["seconds"] < seconds, rank
 
 
-# In the first one rank 0 has written its root, and gives it up when all are opened again.
+# In the first case rank 0 has written its root; the next opening of all stores drops that commit.
 POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.cycle(GIVEN), strict=False))]
 
 
@@ -67,12 +67,12 @@ POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.
     ids=str,
 )
 def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, point, given, world):
-    """All go on at one step, with the bits of a life without a fault."""
+    """After a restart all ranks resume at the same step, with the bits of a run without a fault."""
     run = functools.partial(lives, tmp_path, world, given=given)
     reference = whole(run(name="reference", steps=7), 7)
     faulty, at = (0 if given == GIVEN[1] else 1), (5 if point == "close" else 3)
     ranks = run(fault=KILL, point=point, at=at, faulty=(faulty,))
-    # One that dies in close() ends it for nobody else.
+    # If a rank dies in close(), the other ranks end without an error.
     if point != "close":
         survived(ranks, faulty)
     again = whole(run(steps=7), 7)
@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, po
 
 @pytest.mark.parametrize("fault", ["raise", "hang"])
 def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, fault):
-    """Where it hangs, its threads go on."""
+    """The other threads of a rank that hangs keep running."""
     first, second, third = lives(tmp_path, 3, fault=fault, point="begin", timeout=6.0)
     assert second["error"].startswith("ValueError")
     for rank in (first, third):
@@ -93,7 +93,7 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
 @pytest.mark.parametrize("point", ["before groups", "in groups"])
 @pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_before_all_can_talk_is_named(tmp_path, fault, point):
-    # gloo waits for as long as it is told, and then the others look for each other.
+    # gloo waits until its timeout; then the other ranks look for each other in torch's store.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
     survived(ranks, seconds=30.0)
     assert all("rank 1 is gone" in ranks[rank]["error"] for rank in (0, 2))
@@ -113,7 +113,7 @@ def store_of(tmp_path, rank):
 
 
 def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
-    """Each error names its rank, nothing is left, and what was committed goes on."""
+    """Each error names the faulty rank, no file is left over, and the run resumes from its last commit."""
     reference, saved = whole(lives(tmp_path, 2, "reference", steps=4), 4), tmp_path / "run/saved"
     first, second = lives(tmp_path, 2, fault="full", point="before groups")
     assert second["error"].startswith("StorageError"), second
@@ -123,7 +123,7 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     before = identity_of(saved)
     first, second = lives(tmp_path, 2, steps=3, save="saved", faulty=(0,), fault="full", point="saving")
     assert first["error"].startswith("StorageError"), first
-    # Its own file may be gone by then.
+    # Rank 0 may already have removed the file that rank 1 writes.
     assert second["error"].startswith(("RankError", "StorageError")), second
     assert identity_of(saved) == before
     content = store_of(tmp_path, 1).read_bytes()
@@ -139,7 +139,7 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
 
 
 def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
-    """Two ranks are killed, and then a bit of rank 1's last gradients is flipped."""
+    """Both ranks are killed; then the test flips a bit of the last gradients in rank 1's log."""
     run = functools.partial(lives, tmp_path, 2, given={"host_memory": "1GiB", "log_steps": 16, "gradients": "ssd"})
     reference = whole(run(name="reference", steps=4), 4)
     assert run(steps=3, faulty=(0, 1), fault=KILL, point="close") == [None, None]
@@ -149,7 +149,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
     newest = max(heads, key=lambda at: int.from_bytes(content[at + 16 : at + 24], "little"))
     content[newest - 4096] ^= 1
     store.write_bytes(content)
-    # A program that is started again and again.
+    # Two restarts fail in the same way: the first one changes nothing.
     for _ in range(2):
         assert [rank["error"].split(":")[0] for rank in run(steps=4)] == ["ConfigError", "CorruptionError"]
         assert store.read_bytes() == content
@@ -162,7 +162,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
 @pytest.mark.parametrize("place", ["saved", "hidden/saved"])
 @pytest.mark.parametrize("fault", [KILL, STOP])
 def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
-    """The earlier checkpoint is whole, and the run goes on where it was committed."""
+    """The earlier checkpoint stays complete, and the run resumes from its last commit."""
     run = functools.partial(lives, tmp_path, 3, save=place, timeout=6.0)
     reference = whole(lives(tmp_path, 3, "reference", steps=4), 4)
     whole(run(steps=1), 1)
@@ -173,19 +173,19 @@ def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
     again = whole(run(steps=4), 4)
     assert [rank["opened"] for rank in again] == [3] * 3
     same(again, reference)
-    # What the dead ranks had written is gone with the next save.
+    # The next save removes the files that the dead ranks had written.
     assert not list((tmp_path / "run" / place).parent.glob(".saved*"))
 
 
 # --- one of two ranks fails -------------------------------------------------------------------
 
-# Micro-batches of a step, on both ranks; and steps.
+# Micro-batches of a step on both ranks together, and the number of steps.
 MICROS, STEPS = 6, 4
 SMALL = {"timeout": 30.0, "dtype": torch.float32, "gradients": "ssd"}
 
 
 def require_the_failure(do):
-    """Rank 1 fails by its own error, and rank 0 names it."""
+    """Requires that `do` raises rank 1's own error on rank 1, and on rank 0 an error that names rank 1."""
     faulty = distributed.get_rank() == 1
     with pytest.raises(OSError if faulty else RankError, match="as if the drive were gone") as raised:
         do()
@@ -194,7 +194,7 @@ def require_the_failure(do):
 
 @ranks(2)
 def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(folder):
-    """Rank 1 fails in step(), in a gather, in a backward; a step is done again, or the run is resumed."""
+    """Rank 1 fails in step(), in a gather, and in a backward; then both ranks repeat the step or resume the run."""
     faulty = distributed.get_rank() == 1
     trained, optimizer = offloaded(f"{folder}/whole", **SMALL)
     values = train(trained, optimizer, STEPS, MICROS)
@@ -225,11 +225,11 @@ def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(folder):
         assert optimizer.steps == STEPS
 
 
-# --- meshes of replicas and shards: bits, lost stores, other numbers -----------------------------------
+# --- meshes of replicas and shards: bits, lost stores, other shapes ------------------------------------
 
 
 def meshed(folder, replicas, shards, **options):
-    """What each rank met; by default it takes two steps."""
+    """Runs `lives` on a mesh of replicas and shards, by default for two steps; returns each rank's result."""
     options = {"steps": 2, "replicas": replicas, "given": {"gradients": "ssd"}, **options}
     return lives(folder, replicas * shards, **options)
 
@@ -250,7 +250,7 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
 
 
 def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
-    """Rank 2 neither sends nor is filled, and is told of it, too."""
+    """Rank 2, which neither sends nor is filled, raises the error, too."""
     monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
     exchange = SimpleNamespace(
         rank=2, size=3, tell=lambda *_: [{"records": 0}, None, None], everyone=lambda own: [own, "other", own]
@@ -283,7 +283,7 @@ def test_any_shape_and_mode_has_them(tmp_path, shape, given, rounds, dtype, kind
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
-    """Each of these has four micro-batches a step; what a replica has is not copied."""
+    """Each shape has four micro-batches a step; only ranks without a store are filled from another replica's."""
     left = {
         (1, 2): ["rank-0-of-2", "rank-1-of-2"],
         (1, 4): [f"rank-{rank}-of-4" for rank in range(4)],
@@ -300,7 +300,7 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
-    """A rank that is killed before that finds its store without a number, and fills it anew."""
+    """A rank that is killed before it has verified its filled store fills it again: its commit has no number yet."""
     meshed(tmp_path, 2, 2)
     shutil.rmtree(tmp_path / "run/rank-1-of-2")
     assert meshed(tmp_path, 2, 2, steps=3, fault=signal.SIGKILL, point="filled")[1] is None
@@ -315,7 +315,7 @@ def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_long
 
 @pytest.mark.slow
 def test_hosts_of_the_last_replicas_go_on_alone_with_the_stores_that_they_have(tmp_path):
-    """One process is told that it cannot."""
+    """A single process is rejected: it cannot continue with the stores of several ranks."""
     meshed(tmp_path, 3, 1)
     (tmp_path / "run/memascend.store").unlink()
     model = torch.nn.Linear(2, 2)
@@ -349,12 +349,12 @@ def test_a_checkpoint_is_that_of_one_process_and_is_loaded_by_replicas(tmp_path)
 
 RANKS = 6
 TIMEOUT = 12.0
-# For an error to reach all ranks on a machine that does ten other things.
+# The time that an error may need to reach all ranks on a busy machine.
 LATE_SECONDS = 8.0
 RUNS = [((3, 2), {"gradients": "ssd", "max_grad_norm": 0.5}), ((2, 3), {"gradients": "ram"})]
 IN_A_STEP = [point for point in COMMON if point != "close"]
 OPENING = ("before groups", "in groups")
-# By kind, the fault of a rank and where it may come.
+# By kind: a rank's fault, and the points at which it may happen.
 FAULTS = {
     "killed": (signal.SIGKILL, (*IN_A_STEP, *OPENING, "time")),
     "stopped": (signal.SIGSTOP, [*IN_A_STEP, *OPENING]),
@@ -366,7 +366,7 @@ KINDS = [*FAULTS, "lost", "flipped"]
 
 
 class Drill:
-    """A run of replicas, its faults, and the last step that a rank reported to be committed."""
+    """A run of replicas with faults; `done` is the last step that a rank reported as committed."""
 
     def __init__(self, folder, shape, given, dice):
         self.folder, self.shape, self.given, self.dice = folder, shape, given, dice
@@ -374,7 +374,7 @@ class Drill:
         folder.mkdir()
 
     def live(self, **options):
-        """A life that goes on where all ranks were."""
+        """Resumes the run on all ranks for up to two more steps; returns each rank's result."""
         options = {"steps": self.done + 2, "timeout": TIMEOUT, "given": self.given, **options}
         ranks = meshed(self.folder, *self.shape, **options)
         told = [rank for rank in ranks if rank is not None]
@@ -383,7 +383,10 @@ class Drill:
         return ranks
 
     def faulty(self, kind, victim):
-        """A life in which a rank has a fault, which the others name in time; the ranks whose stores are lost."""
+        """Resumes the run with a fault of rank `victim`, whom all others must name in time.
+
+        Returns the ranks that have lost their stores: `victim` for faults during a fill, else none.
+        """
         lost = {self.lose(victim)} if "filled" in kind else set()
         fault, points = FAULTS[kind]
         point = self.dice.choice(points)
@@ -392,7 +395,7 @@ class Drill:
         return lost
 
     def flipped(self, victim):
-        """A bit of a store is another one, which each life says; without that store, all is well."""
+        """Damages `victim`'s store, which each restart must report, and removes it; returns ranks without a store."""
         with engine.Store.open(self.store(victim)) as store:
             names = [one["name"] for one in store.each_record() if one["shape"][0]]
             content = bytes(store.read(self.dice.choice(names))[0].view(torch.uint8).flatten().tolist())
@@ -405,7 +408,7 @@ class Drill:
 
     def require_named(self, ranks, victim):
         for number, rank in enumerate(ranks):
-            # The fault may come after all, or never.
+            # The fault may happen after the last step, or never: then no rank has an error.
             if number != victim and rank["error"]:
                 assert rank["error"].startswith(("RankError", "ConfigError")), rank
                 assert set(rank["ranks"]) <= {victim}, rank
@@ -420,7 +423,7 @@ class Drill:
         return rank
 
     def whole(self, lost):
-        """A life in which these ranks' stores are filled, with the bits of one process."""
+        """Resumes the run; requires that exactly the stores of the ranks `lost` are filled, and one process's bits."""
         ranks = self.live()
         assert {number for number, words in enumerate(filled(ranks)) if words} == lost
         require_same(ranks, ranks[0]["opened"], self.done, RANKS, max_grad_norm=self.given.get("max_grad_norm"))
@@ -439,7 +442,7 @@ def drill(folder, seed, kinds):
         elif kind == "flipped":
             run.whole(run.flipped(victim))
         else:
-            # Of a host that has two of the ranks.
+            # A host with two of the ranks loses the stores of both.
             run.whole({run.lose(rank) for rank in (victim, victim ^ 1)})
 
 

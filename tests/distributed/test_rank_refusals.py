@@ -1,4 +1,4 @@
-"""Tests what users' code does on several ranks: it has the bits of memory, or is refused on all and changes nothing."""
+"""Tests users' code on several ranks: all ranks get the bits of in-memory training, or all reject the code."""
 
 import contextlib
 import gc
@@ -60,21 +60,21 @@ def require_refusals(folder):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     refused("a mesh of 1 of 2 ranks", fully_shard(model(torch.float32), mesh=mesh["shard"]))
     refused("put {rank}", sharded(torch.float32), storage=[f"{folder}/same.store"])
-    # As if each were on a host of its own.
+    # Both ranks get LOCAL_RANK 0, as on two hosts.
     os.environ["LOCAL_RANK"] = "0"
     refused("rank 0 and to rank 1", sharded(torch.float32), storage=f"{folder}/twice-{{local_rank}}")
     os.environ["LOCAL_RANK"] = str(rank)
     refused("Adafactor needs whole parameters", sharded(torch.float32), torch.optim.Adafactor)
     refused("within a block of 256", fully_shard(nn.Linear(40, 110)), state="8bit")
-    # What one rank refuses, none does.
+    # If one rank rejects the model, all ranks do.
     refused("" if rank else "rank 1 refused", sharded(torch.float32), host_memory=1 if rank else None)
-    # Once the others have taken back what they began, too.
+    # Waits until all ranks have removed the stores that they had begun.
     distributed.barrier()
     assert not list(Path(folder).rglob("*.store"))
 
 
 def require_reads_and_no_writes(folder):
-    """What is offloaded is read; what the model computes with is not written to meanwhile."""
+    """Requires that offloaded weights can be read, and that writes to them inside a forward are rejected."""
     rank = distributed.get_rank()
     trained = sharded(torch.float32)
     optimizer = adamw(trained.parameters())
@@ -108,7 +108,7 @@ def require_reads_and_no_writes(folder):
     with torch.no_grad():
         loss_of(trained, 0, rank)
     divide_gradients(trained, by=2.0)
-    # torch's own clipping goes by all ranks' norm.
+    # torch's own clipping uses the norm over all ranks.
     loss_of(trained, 0, rank).backward()
     whole_model = model(torch.float32)
     sum(loss_of(whole_model, 0, micro) / 2 for micro in range(2)).backward()
@@ -121,7 +121,7 @@ def require_reads_and_no_writes(folder):
 
 
 def require_finite_norms(folder, **options):
-    """A step is not committed where only rows of the last rank are not finite; or, without a norm, it is skipped."""
+    """Requires that `step()` rejects gradients that are not finite; with `nonfinite="skip"` it skips the step."""
     rank, skips = distributed.get_rank(), "nonfinite" in options
     trained, optimizer = offloaded(folder, **options)
     backward(trained, 0)
@@ -159,7 +159,7 @@ def test_what_does_not_work_is_refused_on_all_ranks(folder):
     require_finite_norms(f"{folder}/skips", gradients="fused", nonfinite="skip")
 
 
-# --- hooks of gradients: they see the sum of all ranks -------------------------------------------------
+# --- gradient hooks, which see the sum over all ranks --------------------------------------------------
 
 CUSTOM = r"set_custom_reduce_scatter\(\) was called on 1"
 
@@ -169,13 +169,13 @@ def double(parameter):
 
 
 class Doubling(DefaultReduceScatter):
-    """A reduction of the user."""
+    """A user's own reduction."""
 
 
 def trained_with_hooks(folder=None, *, before=False, after=False, **options):
-    """The values of a run with hooks that are registered before or after `offload()`; in memory without a folder.
+    """Trains with hooks that are registered before or after `offload()`, or in memory if `folder` is None.
 
-    A sum of two ranks has the same bits in any order.
+    Returns the values. The sum over two ranks has the same bits in either order.
     """
     found = sharded(torch.float32)
     optimizer = adamw(found.parameters())
@@ -206,7 +206,7 @@ def require_refused(folder, words, prepare, make=sharded, **options):
 
 @ranks(2)
 def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
-    """Each way of hooking: refused, or the values are those of FSDP2 in memory."""
+    """Each kind of hook is rejected, or yields the values of FSDP2 in memory."""
     ways = "(?s)set_all_reduce_hook\\(\\) was called on 1.*reduction='native'"
     require_refused(folder, ways, lambda mine: mine[1].set_all_reduce_hook(lambda sums: sums.mul_(2)))
     for options in ({}, {"reduction": "native"}):
@@ -231,10 +231,10 @@ def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
             loss_of(mine, 0, 0)
 
 
-# --- aliases of weights, which are refused, and of gradients, which are followed -----------------------
+# --- aliases of weights, which are rejected, and of gradients, which work ------------------------------
 
 
-# Ways to alias a weight; the last one is what `to_local()` gave before torch 2.15.
+# Ways to alias a weight. Before torch 2.15, `to_local()` returned `_local_tensor`.
 VIEW = {"view": lambda p: p.detach()}
 ROWS = {
     "rows": lambda p: p.to_local(),
@@ -245,7 +245,7 @@ ROWS = {
 
 @ranks(2)
 def test_an_alias_on_one_rank_is_refused_on_all(folder):
-    """Each alias is refused on both ranks; once it is gone, the loss of a step is that of the other kind of model."""
+    """Both ranks reject each alias; once all are deleted, a sharded model and a plain one train with the same loss."""
     rank, losses = distributed.get_rank(), []
     for make, ways in ((sharded, VIEW | ROWS), (model, VIEW)):
         trained = make(torch.float32)
@@ -267,7 +267,7 @@ def test_an_alias_on_one_rank_is_refused_on_all(folder):
 
 
 def flat_views(trained):
-    """One buffer of this rank's rows of all gradients, of which each gradient is a view."""
+    """Makes all gradients views of one buffer, which has this rank's rows of them; returns the buffer."""
     parameters = list(trained.parameters())
     flat = torch.zeros(sum(one.to_local().numel() for one in parameters))
     begin = 0
@@ -281,11 +281,11 @@ def flat_views(trained):
 
 @ranks(2)
 def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
-    """A loop sees in a buffer of gradients what it sees in memory, in each mode, and ends with the same weights."""
+    """In each mode a loop reads the same gradients from its buffer as in memory, and ends with the same weights."""
     wanted = []
     for mode in (None, "ssd", "ram", "auto", "fused"):
         trained = sharded(torch.float32)
-        # Its bits do not depend on where in a vector an element lies.
+        # SGD's bits do not depend on an element's position in a SIMD vector.
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
         if mode is not None:
             trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/{mode}", gradients=mode)
@@ -307,7 +307,7 @@ def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
             optimizer.close()
 
 
-# --- a torch that changed FSDP2 ------------------------------------------------------------------------
+# --- a torch without FSDP2's private names -------------------------------------------------------------
 
 
 def begin():
@@ -329,14 +329,14 @@ def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-# Of a step, on all ranks.
+# Micro-batches of a step, on all ranks together.
 MICRO_BATCHES = 2
 
 
 def made(folder, **options):
-    """Odd, whose rows do not divide, divided; offloaded where there is a folder."""
+    """Returns a sharded `Odd`, whose shards differ in size, and its optimizer; offloaded if `options` are given."""
     trained = shard(model(torch.float32, "odd"))
-    # Its bits do not depend on where in a vector an element lies.
+    # SGD's bits do not depend on an element's position in a SIMD vector.
     optimizer = torch.optim.SGD(trainable(trained), lr=0.1, momentum=0.9)
     if options:
         trained, optimizer = memascend.offload(trained, optimizer, storage=folder, timeout=60.0, **options)
@@ -349,7 +349,7 @@ def local(one):
 
 @torch.no_grad()
 def write(optimizer, parameters, do):
-    """Change this rank's rows of parameters: through the door, where there is one."""
+    """Changes this rank's rows of parameters; those of an offloaded optimizer inside `optimizer.edit`."""
     if isinstance(optimizer, memascend.OffloadedOptimizer):
         with optimizer.edit(parameters) as values:
             do(values)
@@ -363,7 +363,7 @@ def within(trained, do, *, modify=True):
 
 
 def replaced(trained, factor, *, alike=True):
-    """Other parameters in the place of all, a multiple of theirs; those that are not alike are whole ones."""
+    """Replaces all parameters by multiples of themselves; if not `alike`, by whole tensors instead of sharded ones."""
     for module in trained.modules():
         for short, one in list(module.named_parameters(recurse=False)):
             values = one.detach() * factor if alike else torch.zeros(one.shape)
@@ -371,7 +371,7 @@ def replaced(trained, factor, *, alike=True):
 
 
 def require_the_doors(trained, optimizer):
-    """What goes through no door is refused on each rank, and an edit that fails on one of them changes nothing."""
+    """Requires that writes outside `edit` and `materialized` fail, and that an edit that fails on a rank is undone."""
     weight, before = trained[0].weight, whole(trained)
     rank = distributed.get_rank()
     with torch.no_grad():
@@ -416,26 +416,26 @@ def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit
 
 @torch.no_grad()
 def change_in_place(trained, rank, *, offloads):
-    """Change weights in the ways that torch has, which the model computes with at once."""
+    """Changes weights by torch's ways to write in place; an offloaded model computes with them inside the block."""
     kept = trained.embed.weight.detach()
     with memascend.materialized(trained, modify=True) if offloads else contextlib.nullcontext():
         named = dict(trained.named_parameters())
-        # It is the head, too; the biases have the same bits.
+        # The embedding is the head, too. A factor of 1 leaves the bias's bits unchanged.
         named["embed.weight"].mul_(2)
         named["narrow.2.bias"].mul_(1)
         named["narrow.0.weight"].data.add_(0.25)
         torch._foreach_mul_([named["frozen.weight"], named["frozen.bias"]], 0.5)
         local(named["narrow.2.weight"]).detach().view(torch.int32).numpy()[...] ^= 1
-        # In memory it would leave parameters gathered.
+        # In memory, a forward without a backward would leave parameters gathered.
         inside = loss_of(trained, 7, rank) if offloads else None
         del named
-    # A view that was taken of a sharded weight reads its newest values.
+    # A view that was taken of a sharded weight before the change reads the new values.
     assert torch.equal(kept.full_tensor(), trained.embed.weight.full_tensor())
     assert inside is None or loss_of(trained, 7, rank).item() == inside.item()
 
 
 def loop(folder, options):
-    """The losses of a loop that does all of it, and the values at its end."""
+    """Trains with all these reads and writes between steps; returns losses, values that were read, and final values."""
     trained, optimizer = made(folder, **options)
     rank, found = distributed.get_rank(), []
     named = dict(trained.named_parameters())
@@ -449,7 +449,7 @@ def loop(folder, options):
         optimizer.zero_grad()
         found.append(loss.detach())
         with torch.no_grad():
-            # Foreach on all, and one by one.
+            # Moves the averages by one foreach operation, and then one by one.
             torch._foreach_lerp_(list(ema.values()), [one.detach() for one in named.values()], 0.1)
             for name, one in named.items():
                 ema[name].lerp_(one, 0.1)
@@ -462,7 +462,7 @@ def loop(folder, options):
     turn(2)
     found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
     turn(3)
-    # As loops load their weights.
+    # Loads weights from rank 0, as training loops do.
     full = model(torch.float32, "odd").state_dict()
     set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
     found += get_model_state_dict(trained, options=FULL).values()
@@ -477,7 +477,7 @@ def loop(folder, options):
     turn(6)
     change_in_place(trained, rank, offloads=bool(options))
     turn(7)
-    # An evaluation with other weights, and back.
+    # Evaluates with the averages, and then with the model's own weights again.
     own = {name: one.detach().clone() for name, one in named.items()}
     for given in (ema, own):
         rows = [local(one) for one in given.values()]
@@ -510,7 +510,7 @@ def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, 4])
 def test_they_are_in_every_mode(tmp_path, count):
-    """Of four ranks one has no rows of some weights; the backend's order is that of the run in memory."""
+    """With four ranks, one has no rows of some weights. `reduction="native"` adds as the reference in memory does."""
     cases = [{"gradients": "ssd"}, {"gradients": "fused"}, {"gradients": "ram", "durability": "none"}]
     cases += [{"gradients": "ssd", "host_memory": "1GiB", "log_steps": 3}]
     on_ranks(count, loops, tmp_path, [{**case, "reduction": "native"} for case in cases])
@@ -520,7 +520,7 @@ def test_they_are_in_every_mode(tmp_path, count):
 
 
 def faults(folder):
-    """Rank 1 fails within the block and is named on rank 0; at last it is killed there."""
+    """Rank 1 raises inside `materialized()`, and rank 0's error names it; finally rank 1 is killed inside."""
     rank = distributed.get_rank()
     trained, optimizer = offloaded(f"{folder}/faults/", of="odd", gradients="ssd", timeout=10.0)
     step(trained, optimizer, MICRO_BATCHES)

@@ -1,4 +1,4 @@
-"""Tests training on several ranks, and on another number of them later: one process's bits, or FSDP2's in memory."""
+"""Tests training on several ranks, and resuming on another number: bits of one process, or of FSDP2 in memory."""
 
 import os
 import signal
@@ -46,11 +46,12 @@ def train_all(folder, cases, kind="plain", mean=False):
 
 
 def require_same(folder, dtype, options, rounds, kind, *, mean):
-    """This rank's losses, all values and norms are those of one process. `mean`: FSDP2's own of several rounds."""
+    """Trains; requires the losses, values and norms of one process. `mean`: only FSDP2 divides the sum of gradients."""
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
     rank, count = position()
-    # FSDP2 divides by the number of ranks, which has to be a power of two: else the loss is divided.
+    # FSDP2 divides gradients by the number of ranks. This rounds unless the number is a power of two; for all other
+    # numbers, FSDP2 only adds, and the loss is divided.
     parts = 1 if mean else rounds
     if count & (count - 1):
         parts = rounds * count
@@ -68,11 +69,11 @@ def require_same(folder, dtype, options, rounds, kind, *, mean):
     optimizer.close()
     divisor = count if mean else 1
     losses, values = accumulated(dtype, rounds * count, kind, options.get("max_grad_norm"), divisor)
-    # Micro-batch j W + r is rank r's in round j.
+    # Rank r takes micro-batch j * count + r in round j.
     assert all(map(same_bits, found, [*losses[rank::count], *values])), (kind, dtype, options, rounds)
 
 
-# The dtype, options, and micro-batches of a rank.
+# The dtype, the options of offload(), and the micro-batches of a rank in a step.
 CASES = [
     ("float32", {"gradients": "fused"}, 1),
     ("bfloat16", {"gradients": "ssd"}, 2),
@@ -82,17 +83,17 @@ CASES = [
     ("float32", {"max_grad_norm": 0.1}, 1),
     ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 2),
 ]
-# Numbers of ranks, the model, whether FSDP2 takes the means, and cases.
+# The numbers of ranks, the model, whether only FSDP2 divides the gradients, and the cases.
 RUNS = {
     "two": ((2,), "plain", False, CASES),
     "more": ((3, 4), "plain", False, CASES),
     # Uneven rows, frozen and tied parameters.
     "odd": ((2, 3, 4, 5), "odd", False, [CASES[1], CASES[0], ("bfloat16", {"max_grad_norm": 0.1}, 1)]),
-    # Blocks that are recomputed.
+    # Blocks with activation checkpointing.
     "checkpointed": ((2,), "checkpointed", False, [CASES[1], CASES[0]]),
-    # A model that offload() shards itself.
+    # A plain model, which offload() shards.
     "undivided": ((2, 3), "undivided", False, [CASES[1], ("float32", {"units": ["1"]}, 1)]),
-    # In RAM gradients may wait in another way.
+    # In the last case, records are kept in RAM, whose gradients may be stored in another way until step().
     "means": ((2, 4), "plain", True, [*CASES, ("bfloat16", {"host_memory": "1GiB"}, 2)]),
 }
 
@@ -111,7 +112,7 @@ SCHEDULED, SCHEDULED_MICRO_BATCHES = 6, 2
 
 
 def begun(storage, *, swapped=False, **options):
-    """A run with two groups: biases, of which a rank has no rows, and the rest."""
+    """Begins or resumes a run with two parameter groups, biases and the rest; `swapped`: in the other order."""
     trained = model(torch.float32, "odd")
     if distributed.is_initialized():
         shard(trained)
@@ -130,7 +131,7 @@ def scheduler_of(optimizer):
 
 
 def train_scheduled(folder, until):
-    """Resumes, and trains to a step; the rates of each step, and all values at the end."""
+    """Resumes and trains to step `until`; returns the learning rates of each step, and all values."""
     trained, optimizer = begun(f"{folder}/runs/", existing="resume", gradients="ssd")
     optimizer.schedule(scheduler_of(optimizer))
     rates = []
@@ -142,7 +143,7 @@ def train_scheduled(folder, until):
 
 
 def require_refusals(folder):
-    """A rank is told that swaps groups, has another scheduler, or advances it itself."""
+    """Requires errors for swapped groups, for another scheduler, and for a loop that calls `scheduler.step()`."""
     with pytest.raises(memascend.ConfigError, match="was in group"):
         begun(f"{folder}/runs/", swapped=True, existing="resume")
     trained, optimizer = begun(f"{folder}/runs/", existing="resume")
@@ -171,7 +172,7 @@ def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_pa
 
 @ranks(2)
 def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(folder):
-    """A run changed it after its last step, on one rank alone."""
+    """Rank 0 alone changes a learning rate after the last step."""
     trained, optimizer = begun(f"{folder}/changed/")
     rank = distributed.get_rank()
     with optimizer:
@@ -184,11 +185,11 @@ def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(folder):
         assert store.hyperparameters["groups"][1]["lr"] == 1e-3
 
 
-# --- policies of precision, and experts that nothing reaches -------------------------------------------
+# --- mixed precision, and experts that no forward reaches ----------------------------------------------
 
 
 class Experts(nn.Module):
-    """Blocks of which some are used, each a unit."""
+    """A model with three experts; a forward uses `used` of them, from expert `first` on."""
 
     def __init__(self):
         super().__init__()
@@ -204,16 +205,16 @@ class Experts(nn.Module):
 
 
 def trained_experts(store=None, *, dtype=torch.float32, policy=None, used=3, fused=True, is_one=False, **options):
-    """All values after some steps: of FSDP2 in memory, or offloaded where there is a store.
+    """Trains three steps and returns all values: in memory by FSDP2 if `store` is None, else offloaded.
 
-    Without a policy of precision no mean is taken, and one process adds up the batches of three ranks.
+    If `policy` is None, FSDP2 takes no mean. `is_one`: a single process adds up the batches of three ranks.
     """
     torch.manual_seed(0)
     model = Experts().to(dtype)
     for module in () if is_one else (*model.experts, model):
         fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
         if policy is None:
-            # The mean of three is no exact division.
+            # A mean over three ranks would round.
             module.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     if store is not None:
@@ -239,7 +240,7 @@ def by_policies(folder):
 
 
 def doubles_of_three(folder):
-    """Torch's fused kernel rounds the end of a tensor differently, and a rank's tensor is its rows."""
+    """Torch's fused kernel rounds the end of a tensor differently, and shards end elsewhere: FSDP2 is its reference."""
     one = trained_experts(dtype=torch.float64, fused=False, is_one=True)
     assert all(map(same_bits, trained_experts(f"{folder}/in-order", dtype=torch.float64, fused=False), one))
     fused = trained_experts(f"{folder}/fused", dtype=torch.float64, reduction="native")
@@ -254,7 +255,7 @@ def test_ranks_have_the_bits_of_fsdp2_in_memory_and_float64_those_of_one_process
 
 @ranks(2)
 def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
-    """Each rank reaches an expert of its own, which is a unit or not: that is refused, and the run goes on."""
+    """Each rank's forward uses another expert, which is a unit or not: `step()` rejects that, and the run goes on."""
     rank, tokens = distributed.get_rank(), torch.zeros(2, 3, dtype=torch.long)
     for each in (True, False):
         torch.manual_seed(0)
@@ -285,7 +286,7 @@ LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 
 
 class Counted(Odd):
-    """Odd, with a buffer that each forward changes."""
+    """`Odd` with a persistent buffer that each forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +298,7 @@ class Counted(Odd):
 
 
 class Blocks(nn.Sequential):
-    """Rows that two, three and four ranks divide into whole blocks of 256 elements."""
+    """A model whose shards on two, three and four ranks are whole blocks of 256 elements."""
 
     def __init__(self):
         square = [nn.Linear(96, 96, bias=False) for _ in range(2)]
@@ -311,7 +312,7 @@ def several(trained, lr):
 
 
 def train(folder, name, until, plain, options):
-    """Go on to a step: from which one, all values then, and which stores there are."""
+    """Resumes and trains to step `until`; returns the first step and its `user_state`, all values, and the stores."""
     folder = Path(folder, name)
     folder.mkdir(exist_ok=True)
     options = {"existing": "resume", "gradients": "ssd", **options}
@@ -323,7 +324,7 @@ def train(folder, name, until, plain, options):
     began, user_state = optimizer.steps, optimizer.user_state
     values = rank_models.train(model, optimizer, until, MICRO_BATCHES)
     if "log_steps" in options:
-        # As where it is killed: what is held is in the log alone.
+        # Leaves the run as a kill would: the last updates of the RAM tier are in the log alone.
         LEFT_OPEN.append(optimizer)
     else:
         optimizer.close()
@@ -332,7 +333,7 @@ def train(folder, name, until, plain, options):
 
 
 def there(folder):
-    """The stores in a folder, as paths in it."""
+    """Returns the stores in a folder, as relative paths."""
     return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.store"))
 
 
@@ -341,14 +342,14 @@ def stores(count):
 
 
 def train_whole(folder, until, options):
-    """One process that never stops: its values, and what one has that stops after the first step."""
+    """Trains in one process without a stop and returns the values; also takes the first step of the run to resume."""
     whole = train(folder, "whole", until, True, options)[2]
     train(folder, "run", 1, True, options)
     return whole
 
 
 def go_on(tmp_path, counts, options):
-    """A run with one number of ranks after the other has the bits of one process that never stops."""
+    """Requires that a run that resumes with each of `counts` in turn has the bits of one process without a stop."""
     (whole,) = on_ranks(1, train_whole, tmp_path, len(counts), options)
     for number, (count, plain) in list(enumerate(counts))[1:]:
         found = on_ranks(count, train, tmp_path, "run", number + 1, plain, options)
@@ -385,7 +386,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
     ids=str,
 )
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
-    """With the log each life ends before what it holds is written to the store, and the next one replays it."""
+    """With `log_steps`, each run ends before it writes the RAM tier's records, and the next one replays the log."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 
@@ -405,13 +406,13 @@ def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypat
     assert flushed == [(str(tmp_path), False)]
 
 
-# --- what goes wrong -------------------------------------------------------------------------
+# --- ranks that fail while their number changes ----------------------------------------------
 
 
 def gone(folder, point, until, options):
-    """Ranks are gone at a point of going over to another number of them; the error of this one, and the stores then.
+    """Resumes with another number of ranks, of which some fail at `point`, see `_break_at`.
 
-    See `_break_at`.
+    Returns this rank's error, and the stores that exist afterwards.
     """
     _break_at(point, distributed.get_rank())
     try:
@@ -422,12 +423,12 @@ def gone(folder, point, until, options):
 
 
 def _break_at(point, rank):
-    """Points of going over: "read", "first root", "root", "none" and "half"."""
+    """Makes ranks fail at a point of the change: "read", "first root", "root", "none" or "half"."""
     tell, remove = Exchange.tell, Earlier.remove
 
     def told(self, about, said, **given):
         if point == "root" and about == "written":
-            # Only once a kill cannot come before this rank's root.
+            # This rank has written its root, so the kill cannot precede the root.
             _die()
         answers = tell(self, about, said, **given)
         if about == "staged" and rank:
@@ -436,19 +437,20 @@ def _break_at(point, rank):
 
     def removed(self):
         if point == "half" and rank == 0:
-            # Those that one rank reads are gone.
+            # Rank 0 has removed the stores that it reads.
             remove(self)
         distributed.barrier()
         _die()
 
     if point == "read" and rank == 1:
-        # It cannot read what it has of the earlier stores.
+        # Rank 1 cannot read its part of the earlier stores.
         EarlierValues._read = failing
     elif point == "root" or (point == "first root" and rank == 1):
-        # All have written the first root of the new stores but it; or all are killed, and rank 0 alone has its root.
+        # "first root": rank 1 is killed before it writes the first root of its new store; the others may have written
+        # theirs. "root": all ranks are killed, and only rank 0 has written its root.
         Exchange.tell = told
     elif point in ("none", "half"):
-        # All are killed once all have committed: before the others are removed, or in the midst.
+        # All ranks are killed once all have committed: before the old stores are removed, or when only rank 0 did so.
         Earlier.remove = removed
 
 
@@ -463,7 +465,7 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     for path in paths:
         path.parent.mkdir()
     filled(paths[0], records).close()
-    # As a process leaves it that is killed before its first commit.
+    # Leaves a store like a process that is killed before its first commit.
     in_child(lambda: LEFT_OPEN.append(Store.create(paths[1], records)))
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
@@ -500,16 +502,16 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     ids=str,
 )  # fmt: skip
 def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
-    """All ranks of each number but the first are killed there, and `last` go on with the bits of all."""
+    """The ranks of each later count are killed at `point`; then `last` ranks resume, with the bits of one process."""
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     first, *others = counts
     on_ranks(first, train, tmp_path, "run", 1, False, {})
     for count in others:
-        # A rank without a shot of its own is told of the others'.
+        # A rank that is not killed itself raises an error because the others are.
         on_ranks(count, gone, tmp_path, point, 2, {"timeout": 20.0}, ends=(0, -9))
     for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
         assert began == 1
         assert all(map(same_bits, values, whole))
-        # Of those that were never filled a warning says that they can go: what looks unfilled may be damaged.
+        # Stores that were never filled stay, because damage looks the same; a warning says that you may remove them.
         unfilled = {file for count in others if point == "root" and count != last for file in stores(count)}
         assert set(left) - unfilled == set(stores(last))

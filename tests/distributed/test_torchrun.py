@@ -1,4 +1,4 @@
-"""Tests ranks as users start them: examples/fsdp.py, a loop of accelerate, and ranks on a GPU, as one process has it.
+"""Tests ranks as users start them: examples/fsdp.py, a loop of accelerate, and ranks on a GPU; bits of one process.
 
 usage: test_torchrun.py FOLDER, by `accelerate launch`; or test_torchrun.py STORE BACKEND, by torchrun on a GPU
 """
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_path, count):
-    """4 ranks are two replicas. Torch's own group needs a store of its own in each attempt."""
+    """With 4 ranks, the run has two replicas. Torch's own process group needs a fresh store in each attempt."""
     example = (EXAMPLE, "--steps", "6", "--storage")
-    # As torchrun starts one rank, which needs no port of its own.
+    # The variables that torchrun sets for a single rank, which needs no free port.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     life([sys.executable, *example, tmp_path / "one"], **alone)
     ranks = (*example, tmp_path / "ranks", "--replicas", count // 2)
@@ -36,7 +36,7 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
     os.kill(int(children[-1]), signal.SIGKILL)
     status, output = running.ended()
     assert status == 0, output
-    # It resumed once, and no step of all is done again but the one in which the rank died.
+    # The restart resumed instead of beginning anew: rank 0 takes step 0 once.
     assert output.count("rank 0, step 0:") == 1
     assert files(tmp_path / "ranks-saved") == files(tmp_path / "one-saved")
 
@@ -45,12 +45,12 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
 
 
 def begun(ranks):
-    """A model, its optimizer and scheduler, and batches."""
+    """Returns a model, its optimizer and scheduler, and a loader of its batches."""
     from support.trained_program import model
 
     trained = model(attention_dropout=0.0)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=ranks == 1)
-    # Accelerate's schedulers take a step for each rank.
+    # Accelerate steps a scheduler once for each rank.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * ranks)
     rows = [torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(12)]
     return trained, optimizer, scheduler, torch.utils.data.DataLoader(rows, batch_size=2)
@@ -84,7 +84,7 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     life([sys.executable, "-m", *launch, __file__, tmp_path])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     trained, optimizer, scheduler, loader = begun(1)
-    # Batch j W + r is rank r's in round j.
+    # Rank r takes batch 2 * j + r in round j.
     for index, tokens in enumerate(loader):
         (trained(input_ids=tokens, labels=tokens).loss / 2).backward()
         if index % 2:
@@ -94,11 +94,11 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     assert all(map(same_bits, saved.parameters(), trained.parameters()))
 
 
-# --- a GPU: one rank by NCCL, and two that share it by gloo --------------------------------------------
+# --- a GPU: one rank with NCCL, and two ranks on one GPU with gloo -------------------------------------
 
 
 def trained(store, backend=None):
-    """Losses and norms of four steps; of ranks, where there is a backend."""
+    """Trains four steps, on sharded ranks if `backend` is given; returns the losses and norms."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4))).cuda()
     if backend is not None:
@@ -124,7 +124,7 @@ def trained(store, backend=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "count"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
 def test_ranks_are_one_process(tmp_path, backend, count):
-    """Each rank has the same rows, so that their mean is what one process has."""
+    """Each rank has the same examples, so the mean over ranks is one process's gradient."""
     torch.use_deterministic_algorithms(True)
     want = trained(tmp_path / "one")
     torch.use_deterministic_algorithms(False)

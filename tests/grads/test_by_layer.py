@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: bits against one after the other, bytes, faults, fallbacks, parts that wait."""
+"""Tests micro-batches by layer: the bits of one after the other, bytes moved, errors, fallbacks, waiting parts."""
 
 import _thread
 import contextlib
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
 
 class Experts(Stack):
-    """Each micro-batch leaves out another block and begins at another one, so that no order is common to all."""
+    """Micro-batches skip different blocks and begin at different ones, so they share no order of blocks."""
 
     def forward(self, x):
         start = int(x.detach().sum().abs() * 1e4) % len(self.blocks)
@@ -47,7 +47,7 @@ class Experts(Stack):
 
 
 class Summed(Stack):
-    """Two of its parameters get one gradient, in the same memory."""
+    """Autograd gives the parameters `one` and `other` one gradient in the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -76,14 +76,14 @@ def finish(optimizer):
 
 
 def require_same_by_layer(folder, make, count, **options):
-    """By layer the bits are those of one micro-batch after the other."""
+    """Requires that micro-batches by layer give the bits of one micro-batch after the other."""
     layers, turns = (trained(folder, make, rows(count), by_layer=by_layer, **options) for by_layer in (True, False))
     assert all(map(same_bits, layers[0], turns[0]))
     assert same_states(layers[1], turns[1])
 
 
 def trained(folder, make, batches, *, by_layer, **options):
-    """Train; losses and norms, and all that is left."""
+    """Trains; returns losses, norms and a last random draw, and the final values and optimizer state."""
     model, optimizer = offloaded(folder / f"{by_layer}.store", make(), **options)
     found = []
     with optimizer:
@@ -102,7 +102,7 @@ def trained(folder, make, batches, *, by_layer, **options):
 
 
 def seeded(batches):
-    """The batches with the seeds that `accumulate(by_layer=True)` draws for them."""
+    """Returns pairs of seed and batch; draws the seeds as `accumulate(by_layer=True)` does."""
     return [(int(torch.empty((), dtype=torch.int64).random_().item()), batch) for batch in batches]
 
 
@@ -120,7 +120,7 @@ MAKES = {
 }
 
 
-# Other options and dtypes: `parity.zoo_loops`, and the state machine of training.
+# `parity.zoo_loops` and the state machine of training test other options and dtypes.
 @pytest.mark.parametrize(
     ("kind", "gradients", "count"),
     [("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3), ("summed", "fused", 3)],
@@ -130,7 +130,7 @@ def test_bits_are_those_of_one_after_the_other(tmp_path, kind, gradients, count)
 
 
 def moved_bytes(tmp_path, make, batches, **options):
-    """What the last of four steps reads and writes."""
+    """Returns the bytes that the last of four steps reads, and the bytes that it writes."""
     model, optimizer = offloaded(tmp_path / f"{len(batches)}.store", make(), gradients="fused", **options)
     with optimizer:
         for _ in range(4):
@@ -150,7 +150,8 @@ def require_no_more(several, one):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("dropout", torch.float32), ("checkpointed", torch.bfloat16)])
 def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind, dtype):
-    # The budget of four blocks does not hold the model, and its queue holds a block's gradients.
+    # The default budget of a model of four blocks has no room for all of it; its queue has room for the gradients of
+    # one block.
     one, four = (
         moved_bytes(
             tmp_path,
@@ -164,7 +165,7 @@ def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind,
 
 
 class Words(nn.Module):
-    """The backward of an embedding reads no weight; its gradient is the largest."""
+    """Begins with an embedding, whose backward reads no weight; no gradient is larger than the embedding's."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +187,7 @@ def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
 
 
 def begun(folder, make=Stack, steps=1, **options):
-    """A run whose first step is done, so that the next call goes by layer."""
+    """Returns a run after `steps` steps: only the first goes one after the other, so later calls go by layer."""
     model, optimizer = offloaded(folder / "run.store", make(), **options)
     for _ in range(steps):
         accumulate(model, optimizer, rows())
@@ -202,7 +203,7 @@ def by_layer(tmp_path):
 
 
 class Bomb(torch.autograd.Function):
-    """Calls a function in the forward and in the backward of what it stands behind."""
+    """Copies a tensor, and calls `arrive` in the forward and in the backward of the copy."""
 
     @staticmethod
     def forward(ctx, x, arrive):
@@ -218,7 +219,7 @@ class Bomb(torch.autograd.Function):
 
 @contextlib.contextmanager
 def arriving(model, arrive):
-    """Calls a function where a micro-batch leaves a block in the forward, and where it enters it in the backward."""
+    """Calls `arrive` when a micro-batch leaves a block in the forward, and when it enters a block in the backward."""
     hooks = [block.register_forward_hook(lambda _m, _a, out: Bomb.apply(out, arrive)) for block in model.blocks]
     try:
         yield
@@ -228,7 +229,7 @@ def arriving(model, arrive):
 
 
 def interrupted_run(folder, kind, interrupt, attempts, **options):
-    """Trains; each step is tried before, and `interrupt` makes that attempt fail. What is left, and the failures."""
+    """Trains; `interrupt` makes a first attempt at each step fail. Returns the final state, and how many failed."""
     folder.mkdir()
     model, optimizer = begun(folder, MAKES[kind], **options)
     failed = 0
@@ -250,7 +251,7 @@ def interrupted_run(folder, kind, interrupt, attempts, **options):
 
 
 def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
-    """The number of attempts that failed, of a run that is the one in which none did."""
+    """Requires the final state of a run without interrupts; returns how many attempts failed."""
     found, failed = interrupted_run(tmp_path / "failing", kind, interrupt, attempts, **options)
     assert same_states(found, interrupted_run(tmp_path / "calm", kind, None, attempts, **options)[0])
     return failed
@@ -266,8 +267,8 @@ def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
     ],
 )
 def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gradients):
-    """In the forward and backward of each block in each micro-batch, in the order in which they come."""
-    # Four blocks, forward and backward; a reentrant checkpoint computes all of the forward twice.
+    """Attempt N raises at place N, where a place is a forward or a backward of one block in one micro-batch."""
+    # Four blocks, each with a forward and a backward; a reentrant checkpoint runs each forward twice.
     places = 4 * COUNT * (3 if kind == "reentrant" else 2)
 
     def interrupt(model, optimizer, batches, at):
@@ -301,7 +302,7 @@ def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempt
             try:
                 timer.start()
                 optimizer.accumulate(loss_of, batches, scale=1 / COUNT, by_layer=True)
-                # It may come until here.
+                # The interrupt may arrive until here.
                 timer.join()
                 time.sleep(0.01)
             except KeyboardInterrupt:
@@ -374,7 +375,7 @@ def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(by_laye
 
 
 def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
-    """Each has its own count, which decides what it makes of a gradient."""
+    """Each parameter's hook multiplies by its own count, so the order of micro-batches shows in the bits."""
 
     def make():
         model = Stack()
@@ -441,11 +442,11 @@ def test_a_thread_that_the_system_does_not_have_fails_the_call(by_layer, monkeyp
     optimizer.step()
 
 
-# --- micro-batches that reach modules in different orders: parts of gradients wait for earlier ones -----------------
+# --- micro-batches that reach modules in different orders: gradient parts wait for those of earlier micro-batches ---
 
 
 class Measured:
-    """The most bytes that the sums and the parts of a run have had in memory at once."""
+    """Records peaks: bytes of sums and parts (`all`), of waiting parts, and errors of `nbytes` (`uncounted`)."""
 
     def __init__(self, monkeypatch):
         self.all = self.waiting = self.uncounted = self.limit = 0
@@ -472,5 +473,5 @@ def test_parts_that_wait_are_within_the_limit_and_change_no_bit(tmp_path, monkey
     require_same_by_layer(tmp_path, make, 5, **options)
     assert 0 < found.all <= found.limit
     assert found.uncounted == 0
-    # They do wait where memory has room for them.
+    # Parts wait in memory only if the budget has room for them, and never with "ram".
     assert (found.waiting > 0) == (gradients != "ram" and budget is None)

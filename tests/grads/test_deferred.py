@@ -1,7 +1,7 @@
-"""Tests updates outside of their step, which have the bits of updates within it: left to the next one, or begun before.
+"""Tests updates that the next step writes (deferred), and updates that begin before step() knows the norm (early).
 
-With gradients="ram" every update is made in its step, so such a run is what those are compared with that leave updates.
-One that begins updates before step() knows the norm, and keeps them or makes them anew, is compared with "ssd".
+A run with deferred updates must have the bits of gradients="ram", which makes each update in its own step. A run with
+early updates, which step() keeps or makes anew, must have the bits of gradients="ssd".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def offloaded(folder, gradients="ssd", make=stack, optimizer=adamw, **options):
 
 
 def nothing(*_):
-    """What a loop does at a point where it does nothing."""
+    """Does nothing: the default of the callbacks of `run`."""
 
 
 def walk(model, optimizer, index, scale=1.0):
@@ -58,7 +58,7 @@ def walk(model, optimizer, index, scale=1.0):
 
 
 def run(folder, gradients="ssd", *, steps=STEPS, loop=walk, before=nothing, between=nothing, **options):
-    """What a run came to: its state, the norms of its steps, and its report."""
+    """Trains up to `steps`; returns the final state, norm and overflow of each step, and the report."""
     model, optimizer = offloaded(folder, gradients, **options)
     norms = []
     with optimizer:
@@ -73,7 +73,7 @@ def run(folder, gradients="ssd", *, steps=STEPS, loop=walk, before=nothing, betw
 
 
 def require_same(one, other):
-    assert repr(one[1]) == repr(other[1]), "the norms"
+    assert repr(one[1]) == repr(other[1]), "the norms differ"
     assert same_states(one[0], other[0])
 
 
@@ -83,14 +83,14 @@ def own_code_beside(model):
 
 @pytest.fixture(params=["forward", "backward"])
 def way(request, monkeypatch):
-    """Both ways in which the next step writes what was left."""
+    """Fixes the way in which the next step writes deferred updates: in its forward, or in its backward."""
     monkeypatch.setattr(Settling, "_choose", lambda self: setattr(self, "way", request.param))
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (request.param == "backward"))
     return request.param
 
 
 def both(tmp_path, **options):
-    """The report of a run that leaves updates, whose bits are those of one that does not."""
+    """Requires that a run with deferred updates has the bits of one without; returns its report."""
     at_once = run(tmp_path / "ram", "ram", **options)
     left = run(tmp_path / "ssd", "ssd", **options)
     assert at_once[2].deferred == 0
@@ -123,7 +123,7 @@ def test_bits_are_those_of_updates_at_once(tmp_path, options):
 
 
 class Blocks(nn.Module):
-    """Tied weights, a block that is called twice, one that is seldom used, and checkpoints."""
+    """A model with tied weights, checkpoints, a block that is called twice, and one that is seldom used."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -159,7 +159,7 @@ def test_blocks_of_every_kind(tmp_path, reentrant):
 
 
 def habits(model, optimizer, index):
-    """Before each step another thing that reads or changes what the last one left."""
+    """Reads or changes state whose update is deferred, before each step in another way."""
     optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
     if index == 1:
         with torch.no_grad():
@@ -177,7 +177,7 @@ def habits(model, optimizer, index):
 
 
 def gathered(model, optimizer, index):
-    """One backward, two, or micro-batches by layer."""
+    """Computes the gradients of a step by one backward, by micro-batches by layer, or by two backwards, in turn."""
     if index % 3 == 1:
         optimizer.accumulate(lambda seed: loss_of(model, seed), (index, index + 100), by_layer=True)
     else:
@@ -187,7 +187,7 @@ def gathered(model, optimizer, index):
 
 
 def divides(model, optimizer, index):
-    """Arithmetic that the engine's kernels do not have, and a step that has to be made again."""
+    """Divides a gradient, which the engine's kernels cannot do; the third step fails and is repeated."""
     model[0].weight.grad.div_(3)
     if index == 2:
         right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], float("nan")
@@ -197,12 +197,12 @@ def divides(model, optimizer, index):
 
 
 def fuses(_, optimizer, index):
-    """Options that the engine's arithmetic does not have, for a step: torch's own code runs then, at once."""
+    """Gives the fourth step options that the engine does not support: torch's code runs, and defers no update."""
     optimizer.param_groups[0]["nesterov"] = index == 3
     optimizer.param_groups[0]["momentum"] = 0.0 if index == 3 else 0.9
 
 
-# More of what a loop may do, and in other orders: the state machine of training.
+# The state machine of training tests more of such calls, in other orders.
 HABITS = {
     "reads and changes": {"loop": gathered, "before": habits},
     "arithmetic on gradients": {"between": divides},
@@ -231,7 +231,7 @@ def test_torchs_own_clipping(tmp_path):
     options = {"between": lambda model, *_: clip_grad_norm_(model.parameters(), LIMIT), "max_grad_norm": None}
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "ssd", **options)
     assert left[2].deferred == STEPS
-    # What step() says of the norm is of clipped gradients, rounded or not.
+    # Norms are not compared: step() computes them from the clipped gradients, which only one of the runs has rounded.
     assert same_states(at_once[0], left[0])
 
 
@@ -255,7 +255,7 @@ def test_a_flipped_bit_of_a_gradient_is_named(tmp_path):
     damage(tmp_path / "s", torch.load(tmp_path / "gradient").view(torch.uint8).numpy().tobytes(), 5)
     with pytest.raises(CorruptionError, match=r'gradient of "0\.weight" in step 3'):
         offloaded(tmp_path / "s")
-    # The commit before is whole.
+    # The commit before the damaged one is intact.
     before = run(tmp_path / "s", steps=2, existing="previous")
     require_same((before[0], []), (run(tmp_path / "ram", "ram", steps=2)[0], []))
 
@@ -269,10 +269,12 @@ def test_a_store_that_was_closed_has_no_log(tmp_path):
     assert same_states(run(tmp_path / "s", steps=5)[0], run(tmp_path / "ram", "ram", steps=5)[0])
 
 
-# --- where it is written -----------------------------------------------------------------------
+# --- the choice between forward and backward ---------------------------------------------------
 
 
 class Clock:
+    """Replaces the clock of `Settling`: the test sets `now`."""
+
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr("memascend.params.settling.time.perf_counter", lambda: self.now)
@@ -292,7 +294,7 @@ def test_the_faster_way_stays_until_steps_change(monkeypatch):
     assert {"forward", "backward"} == set(ways)
     assert steps(600, forward=2.0, backward=1.0) == "backward"
     assert steps(14, forward=0.1, backward=0.2) == "forward"
-    # One that takes long, as for an evaluation, changes nothing.
+    # A single long step, as with an evaluation, does not change the way.
     for seconds in [0.1, 5.0, 0.1] * 10:
         assert steps(1, forward=seconds, backward=seconds) == "forward"
     assert settling.settles(0)
@@ -310,14 +312,14 @@ def test_what_saves_little_does_not_read_more(monkeypatch):
 
 # --- updates that begin before step() knows the norm ----------------------------------------------
 
-# What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.
+# Factors of the loss: the norm of the gradients is far below the limit, or far above it.
 SMALL, LARGE = 1e-3, 1e3
 NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
 def scaled(folder, gradients, scales, between=nothing, **options):
-    """A run of as many steps as there are scales."""
+    """Runs one step for each factor of `scales`, by which it multiplies the loss."""
 
     def loop(model, optimizer, index):
         walk(model, optimizer, index, scales[index])
@@ -327,7 +329,7 @@ def scaled(folder, gradients, scales, between=nothing, **options):
 
 
 def both_early(tmp_path, scales, between=nothing, **options):
-    """The report of a run that may begin updates early, whose bits are those of one that does not."""
+    """Requires that a run with early updates has the bits of one without; returns its report."""
     waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
     early = scaled(tmp_path / "auto", "auto", scales, between, **options)
     require_same(waits, early)
@@ -339,9 +341,9 @@ def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     report = both_early(tmp_path, NEVER)
     written = sum(p.numel() * 2 for p in stack().parameters())
     waited = scaled(tmp_path / "again", "ssd", NEVER)[2]
-    # In whole pages.
+    # Storage writes gradients in whole pages.
     assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
-    assert report.read["gradients"] == report.written["gradients"] // 6, "but in the first step, which waits"
+    assert report.read["gradients"] == report.written["gradients"] // 6, "only the first step reads its gradients"
 
 
 def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
@@ -382,20 +384,21 @@ def more(model, optimizer, index):
 
 OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
 FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
-# The scales, what happens between backward() and step(), the options; how many steps begin early, and are made anew.
+# Factors of the loss, a call between backward() and step(), options; the number of steps that begin early, and of those
+# the number that step() makes anew.
 RUNS = {
-    # The first step waits, since nothing is known.
+    # The first step waits: no earlier step shows whether the loop clips.
     "never": (NEVER, nothing, {}, 5, 0),
     "always": (ALWAYS, nothing, {}, 0, 0),
-    # The one that had to be made anew makes two steps that change nothing necessary.
+    # After a step that was made anew, two steps in a row must not clip before updates begin early again.
     "alternating": ([SMALL, LARGE] * 3, nothing, {}, 1, 1),
     "mixed": (MIXED, nothing, {"optimizer": other(torch.optim.SGD, lr=1e-2, momentum=0.9)}, 4, 2),
-    # Its own code computes the norm first.
+    # Updates by torch's own code always wait for the norm.
     "own code": (NEVER, nothing, {"optimizer": other(torch.optim.RMSprop, lr=1e-3)}, 0, 0),
     "overflow": (OVERFLOWS, nothing, {"make": lambda: stack(torch.float16)}, 4, 2),
     "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
     "hook": (NEVER, hooks, {}, 3, 1),
-    # Each step but the third is clipped, and the fourth begins as if it was not.
+    # Only the third step is not clipped, so the fourth begins early, and is made anew.
     "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
     "hardly clipped": (FALLS, clips(1.0), {"max_grad_norm": None}, 5, 0),
     "not clipped": (FALLS, clips(1e3), {"max_grad_norm": None}, 5, 0),
@@ -412,7 +415,7 @@ def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, e
 
 
 def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
-    """As they are where nothing begins before it; and not where they are right again by then."""
+    """step() rejects wrong options also after early updates, but not options that are right again when it runs."""
     model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0)
     with optimizer:
         for index in range(3):

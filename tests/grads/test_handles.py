@@ -1,4 +1,4 @@
-"""Tests gradient handles against plain gradients: accumulated, read, scaled, and refused where memory is needed."""
+"""Tests gradient handles against plain gradients: sums, reads, arithmetic, and errors of calls that need memory."""
 
 import copy
 import pickle
@@ -21,14 +21,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def process_hooks():
-    """Lets torch take gradient handles in lists, as it does while a model is offloaded."""
+    """Installs the hooks through which torch accepts gradient handles in lists, as while a model is offloaded."""
     hooks = ProcessHooks()
     yield
     hooks.release()
 
 
 class KeptInMemory:
-    """The engine and the run of one gradient, which is in RAM as the store holds it on SSD; counts what is read."""
+    """Simulates the engine and the run of one gradient; keeps its spill in memory, and counts reads."""
 
     def __init__(self, tensor):
         self.seen = []
@@ -46,7 +46,7 @@ class KeptInMemory:
         self.gradient = Gradient(self, place, rule=None, step=0)
         self.gradient.store(tensor.clone())
 
-    # --- what an engine does --------------------------------------------------------
+    # --- methods of an engine -------------------------------------------------------
 
     def spill(self, _, gradient, *, add=False):
         if hasattr(self, "tensor"):
@@ -62,7 +62,7 @@ class KeptInMemory:
     def spilled(self, _):
         return not self.tensor.isfinite().all().item(), 0.0
 
-    # --- what the gradients of a run do ---------------------------------------------
+    # --- methods of a run's gradients -----------------------------------------------
 
     def settle_later(self, _):
         pass
@@ -91,7 +91,7 @@ def handle_of(tensor):
 
 
 def assert_same(handle, expected):
-    """What the step would use: by replay and, where there are any, by factors."""
+    """Requires that a step would use `expected`: by replay and, if the gradient has factors, by factors."""
     got = handle.gradient.materialize()
     assert got.dtype == expected.dtype
     assert got.stride() == expected.stride()
@@ -123,7 +123,7 @@ def test_a_sum_that_was_computed_elsewhere_has_its_arithmetic():
 
 
 class Lazy(KeptInMemory):
-    """An engine that holds on to what it gets, as one does that writes while backward goes on."""
+    """An engine that keeps the tensor that `spill` gets, as the real one does until it is written."""
 
     def spill(self, _, gradient, **__):
         self.waiting = gradient
@@ -166,7 +166,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied():
 def test_create_graph_gives_a_real_gradient():
     parameter = torch.nn.Parameter(gradient())
     parameter.grad = handle_of(gradient(seed=1))
-    torch.set_warn_always(True)  # else torch says it once, to whoever was first
+    torch.set_warn_always(True)  # else torch warns only once per process
     try:
         with pytest.warns(UserWarning, match="create_graph"):
             (parameter * parameter).sum().backward(create_graph=True)
@@ -322,7 +322,7 @@ SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]
 
 
 def everything(dtype):
-    """All numbers of a 16-bit dtype, or a sample of all fp32 ones; no NaN, whose bits mean nothing."""
+    """Returns all numbers of a 16-bit dtype, or a sample of fp32, without NaN, whose bits mean nothing."""
     if dtype == torch.float32:
         numbers = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(1))
         numbers = numbers.to(torch.int32).view(dtype)
@@ -376,7 +376,7 @@ def test_scalar_arithmetic_is_recorded_and_replayed(call, dtype):
             call(plain)
             call(handle)
         assert handle.backing.reads == 0
-        # A tensor without dimensions is a gradient to a parameter without.
+        # For a parameter without dimensions, a 0-dim operand of add_ counts as another gradient.
         assert set(handle.backing.seen) <= {*CHANGED, *(["add"] if shape == () else [])}
         assert_same(handle, plain)
 

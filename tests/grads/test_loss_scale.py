@@ -1,4 +1,4 @@
-"""Tests the loss scale against torch's own scaler, step by step, and its way through JSON."""
+"""Tests the loss scale against torch's own scaler, step by step, and its state in JSON."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from memascend.grads.loss_scale import GROWTH_STEPS, LossScale
 
 
 def torch_sequence(overflows, first=65536.0):
-    """The scales of torch's scaler, each as it stands after the step."""
+    """Yields the scale of torch's scaler after each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=first)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -44,7 +44,7 @@ def test_ends_are_torchs():
     assert ours == list(torch_sequence(overflows))
     assert ours[-1] == 0.0
 
-    # Growth that would be infinite is left out, and the window starts again.
+    # The scale does not grow to infinity; the count of good steps starts again.
     huge = LossScale("dynamic")
     huge.load({"mode": "dynamic", "scale": 2.0**127, "good_steps": GROWTH_STEPS - 1})
     huge.update(False)
@@ -80,7 +80,7 @@ def test_state_survives_json():
     rest = [False] * 600
     assert list(our_sequence(other, rest)) == list(our_sequence(scale, rest))
     assert other.scale == 65536.0
-    # A state brings its mode.
+    # `load` takes the mode from the state.
     scale.load(LossScale(8.0).state())
     assert (scale.mode, scale.scale) == ("fixed", 8.0)
 

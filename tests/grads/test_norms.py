@@ -1,4 +1,4 @@
-"""Tests the measure of gradients, one by one and together: exact, in any order, on whatever device they lie."""
+"""Tests gradient norms, one by one and together: exact, in any order, on any device."""
 
 import math
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
     assert measured(gradient)[0]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch warns about its own code
 def test_a_sparse_gradient_is_measured():
     gradient = torch.sparse_coo_tensor([[1, 3, 1]], torch.tensor([3.0, 4.0, 1.0]), (5,), check_invariants=True)
     bad, squared = measured(gradient)
@@ -40,7 +40,7 @@ def test_a_sparse_gradient_is_measured():
 
 
 def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
-    """Of values of which most vanish beside the largest, which any sum of floats would drop."""
+    """Most squares are so small beside the largest that a sum in floats would drop them."""
     generator = torch.Generator().manual_seed(3)
     exponents = torch.randint(-40, 3, (5000,), generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
@@ -53,7 +53,7 @@ def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
 
 
 def test_ranks_add_what_none_of_them_has_rounded():
-    """As many ranks as it takes for their roundings to show."""
+    """If each of the 1,001 ranks rounded its own sum, the norm would differ."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
     own = kernels.checked(values)
     wanted = math.fsum(values.double().square().tolist() * 1001)
@@ -74,12 +74,12 @@ def test_rows_that_another_rank_has_counted_add_nothing():
 
 
 def norm(numbers):
-    """Whether all are finite, and the norm."""
+    """Returns whether all elements are finite, and the norm."""
     return not numbers[0], norm_of(numbers[1])
 
 
 class Counted:
-    """The kernels, as for gradients on a device, and how many tensors each launch had."""
+    """Wraps the CPU kernels as if for a device; `launches` records how many tensors each launch had."""
 
     def __init__(self):
         self.launches = []
@@ -121,7 +121,7 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
     assert counted.launches == []
     assert norm(norms.of(present)) == (True, exact(present))
     assert counted.launches == [5]
-    # And by more where they would hold much memory.
+    # Waiting gradients hold memory, which `_BUCKET_BYTES` limits: the same gradients take three launches.
     monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 600)
     norms.begin_step()
     for each in present:
@@ -135,7 +135,7 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
 
 
 def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
-    """And read with all others: their rows are of a few blocks of memory."""
+    """`Norms` reads the measures of all gradients together: their rows are in three blocks of memory."""
     norms, present = Norms(), gradients([3] * 150)
     arrived = [norms.measure(values) for _, values in present]
     assert counted.launches == [1] * 150

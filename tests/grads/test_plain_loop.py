@@ -1,4 +1,4 @@
-"""Tests `accumulate()` against the plain loop: programs that keep values, weights that are written, other threads."""
+"""Tests `accumulate()` against the plain loop: programs that keep values, writes to weights, other threads."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ WIDTH, BLOCKS, MICRO_BATCHES, STEPS = 32, 4, 3, 3
 
 
 class Stack(nn.Module):
-    """Blocks, between which `between(number, x)` runs."""
+    """Runs `between(number, x)` after each block."""
 
     def __init__(self, between=lambda _, x: x):
         super().__init__()
@@ -37,7 +37,7 @@ def square(model):
     return lambda batch: model(batch).square().mean()
 
 
-# --- programs that keep something between micro-batches or between blocks: a model and its `loss_of`, anew for each run
+# --- programs that keep values between micro-batches or blocks; each function returns a new model and its `loss_of` ---
 
 
 def features_of_hooks():
@@ -77,18 +77,18 @@ def toggled_requires_grad():
 
 
 def drawn_batches():
-    """Micro-batches that are made as they are asked for, from the generator that the model draws from, too."""
+    """Yields micro-batches, each drawn on demand from the generator from which the model draws as well."""
     for _ in range(MICRO_BATCHES):
         yield torch.randn(4, WIDTH)
 
 
 def listed_batches():
-    """The same in a list."""
+    """Returns the micro-batches in a list, all drawn in advance."""
     return list(drawn_batches())
 
 
 def kept(program, batches, storage=None, **options):
-    """Losses and values after the run; without storage in memory, in the plain loop."""
+    """Trains (without `storage`: in memory, in a plain loop); returns losses, a last random draw, and final values."""
     torch.manual_seed(0)
     model, loss_of = program()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -196,7 +196,7 @@ def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, 
 
 
 class Drawn(torch.utils.data.IterableDataset):
-    """Says that it has fewer examples than it has."""
+    """A data set of 12 examples, whose length is 4 (`says`) or unknown."""
 
     def __init__(self, *, says):
         super().__init__()
@@ -241,7 +241,7 @@ class Nested(torch.nn.Module):
 
 @pytest.mark.filterwarnings("default")
 def test_threads_that_hold_what_the_other_needs_do_not_wait_for_each_other(tmp_path):
-    """Without a budget, memory is added."""
+    """Without a budget, the arena adds memory beyond the plan if both threads need more units than it has room for."""
     torch.manual_seed(0)
     both = threading.Barrier(2)
     model = Nested(lambda: both.wait(30))

@@ -1,4 +1,4 @@
-"""Tests what a step does with gradients: which it uses, how often, and what it refuses."""
+"""Tests the gradients that a step uses: non-finite, replaced and zeroed ones; failed steps and backwards."""
 
 import math
 
@@ -11,7 +11,7 @@ from support.checkpointed import OwnCheckpoint
 import memascend
 from memascend.errors import UsageError
 
-# Of each way of updates: by the engine's kernels, and by torch's code.
+# Optimizers whose updates run in the engine's kernels (adamw, sgd), and in torch's code (rmsprop).
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
@@ -28,7 +28,7 @@ def begun(tmp_path, gradients, **options):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_path, kind, value, gradients):
-    """NaN makes all gradients NaN; an infinite one becomes NaN alone, and the others 0."""
+    """Clipping by a NaN norm makes all gradients NaN; by an infinite norm, infinite elements NaN, and all others 0."""
     plain, model = chain(3, True), chain(3, True)
     theirs = OPTIMIZERS[kind](plain.parameters())
     options = {"gradients": gradients, "max_grad_norm": 1.0, "nonfinite": "commit", "storage": tmp_path / "store"}
@@ -52,7 +52,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
 def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value):
-    """That the step has changed nothing is in the state machine of training."""
+    """The state machine of training tests that such a step changes no value."""
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         model[1].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(1), value))
@@ -62,12 +62,12 @@ def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value
         with pytest.raises(UsageError, match=r"step 1 was not .*finite: .*1.bias.*skip"):
             optimizer.step()
         assert not math.isfinite(optimizer.grad_norm)
-        # Where to look for the cause.
+        # The gradient that the error names stays for the user to examine.
         assert not model[1].bias.grad.isfinite().all()
 
 
 def test_a_fused_step_that_is_not_finite_is_named_by_a_warning(tmp_path):
-    """Or skipped: no updates depend on the norm, which is known only after them."""
+    """The norm is known after the updates: step() commits them with a warning, or drops them with nonfinite="skip"."""
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         (loss_of(model) * math.inf).backward()
@@ -100,7 +100,7 @@ def test_a_step_that_failed_takes_no_further_gradient(tmp_path, monkeypatch, gra
             raise RuntimeError("not this time")
 
         with monkeypatch.context() as patched:
-            # Every update is staged by then.
+            # Every update is staged when step() calls `commit`.
             patched.setattr(memascend.engine.Engine, "commit", fail)
             with pytest.raises(RuntimeError, match="not this time"):
                 optimizer.step()
@@ -117,12 +117,12 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         before = values(model)
-        # The last layer's gradients have arrived by then, and no other.
+        # The hook raises after the last layer's gradients have arrived, and before any other.
         middle = model[1](model[0](batch(1)))
         middle.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model[2](middle).square().mean().backward()
-        # What is left of it stands in the last layer's bias.
+        # The last layer's bias still has a gradient of the failed backward.
         model[2].weight.grad = None
         with pytest.raises(UsageError, match=r"last backward failed.*'2\.bias'.*zero_grad"):
             optimizer.step()
@@ -133,13 +133,13 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
 
 
 def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
-    """The last backward of a declared step updates as gradients arrive; what comes after one is no part of it."""
+    """In the last backward of a declared step a gradient's arrival starts its update, so a second piece is too late."""
     model, optimizer = begun(tmp_path, "fused", accumulation_steps=2)
     with optimizer:
         layer = model[0]
         before = values(model)
         layer(batch(1)).sum().backward()
-        # The gradient of the outer call arrives first, for it is nearer to the loss.
+        # The gradient of the outer call arrives first, since that call is nearer to the loss.
         inner = OwnCheckpoint.apply(layer, batch(2).requires_grad_())
         with pytest.raises(UsageError, match=r"already used the first.*ssd"):
             layer(inner).sum().backward()
@@ -159,7 +159,7 @@ def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
 
 
 def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
-    """What stood in its place was used already, and is dropped with its update."""
+    """The engine has already used the gradients that the caller replaces; `zero_grad` drops their updates."""
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         before = values(model)

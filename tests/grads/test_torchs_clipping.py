@@ -1,4 +1,4 @@
-"""Tests `clip_grad_norm_` of torch over an offloaded model: the bits of training in memory, and nothing read for it."""
+"""Tests torch's `clip_grad_norm_` on an offloaded model: the bits of training in memory, without extra reads."""
 
 from functools import partial
 
@@ -14,13 +14,13 @@ import memascend
 from memascend.params.settling import Settling
 
 STEPS = 6
-# What a loss is multiplied by: the norm of its gradient is far below the limit, or far above it.
+# Factors of the losses: the norm of the gradients is far below the limit, or far above it.
 MIXED = [1e-3, 1e-3, 1e3, 1e-3, 1e-3, 1e3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Mixture(nn.Module):
-    """Gradients of several layouts, some large enough for two threads; a tied weight, and one without dimensions."""
+    """Has gradients of several layouts, some large enough for two threads, a tied weight, and a 0-dim parameter."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -30,7 +30,7 @@ class Mixture(nn.Module):
         self.wide = nn.Linear(24, 3000)
         self.wide.weight = nn.Parameter(self.wide.weight.detach().t().contiguous().t())
         self.back = nn.Linear(3000, 24, bias=False)
-        # Their gradients are views of one.
+        # The gradients of `left` and `right` are views of one tensor.
         self.left, self.right = nn.Parameter(torch.randn(5, 24)), nn.Parameter(torch.randn(7, 24))
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.tied = nn.Linear(24, 24)
@@ -88,7 +88,7 @@ def adamw(model):
 
 
 def run(model, optimizer, backward, clip=clip_grad_norm_):
-    """The norms of all steps, and what the model came to."""
+    """Trains; returns the norms of all steps, and the final values."""
     norms = []
     for index in range(STEPS):
         backward(model, optimizer, index)
@@ -104,7 +104,7 @@ def offloaded(folder, dtype, **options):
 
 
 def require_bits_of_memory(folder, dtype, backward, clip=clip_grad_norm_):
-    """The norms of the run in memory, which the offloaded one has, too."""
+    """Requires that the offloaded run has the bits of the run in memory; returns the norms."""
     model = Mixture(dtype)
     norms, values = run(model, Reference(adamw(model)), backward, clip)
     model, optimizer = offloaded(folder, dtype)
@@ -119,12 +119,12 @@ def require_bits_of_memory(folder, dtype, backward, clip=clip_grad_norm_):
 def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
     with threads_of_torch(threads):
         norms = require_bits_of_memory(tmp_path, dtype, LOOPS[loop])
-    # In float16 the loss is scaled, and some steps overflow.
+    # In float16 some steps overflow, so the norms may be on one side of the limit only.
     assert dtype == torch.float16 or {bool(norm > 1.0) for norm in norms} == {True, False}
 
 
 def logs(parameters, limit):
-    """As programs that log norms of parameters do, in another dtype and by dimensions."""
+    """Takes norms as logging code does (by tensor, list, dtype, dimension), then clips; returns the norms."""
     found = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -148,16 +148,16 @@ def test_any_norm_is_that_of_memory(tmp_path, norm, dtype):
     require_bits_of_memory(tmp_path, dtype, one_backward, NORMS[norm])
 
 
-# --- what is changed after it arrived -------------------------------------------------------------
+# --- gradients that change after their arrival ----------------------------------------------------
 
 
 def changes_its_norm(p):
-    """The tensor that a norm gives is the caller's."""
+    """Zeroes the tensors that norm calls return: they belong to the caller."""
     p.grad.norm().zero_()
     torch._foreach_norm([p.grad], 2.0)[0].zero_()
 
 
-# Of a parameter, to its gradient; others are in the state machine of training.
+# Changes to the gradient of a parameter; the state machine of training tests others.
 CHANGES = {
     "multiplied": lambda p: p.grad.mul_(3.0),
     "a number is added": lambda p: p.grad.add_(0.01),
@@ -195,18 +195,18 @@ def test_autocast_around_the_backward_changes_no_norm(tmp_path, foreach, device)
             optimizer.zero_grad()
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- bytes that clipping reads --------------------------------------------------------------------
 
 
 def settled(model, optimizer):
-    """The report once nothing is left of the last step's updates, which whoever reads state has made."""
+    """Reads all optimizer state, which completes deferred updates; returns the report."""
     for parameter in model.parameters():
         optimizer.state_of(parameter)
     return optimizer.report()
 
 
 def traffic(folder, loop, limit, **options):
-    """Bytes of gradients that the steps after the second one read and wrote, and the report."""
+    """Returns the bytes of gradients that the steps after the second read and wrote, and the final report."""
     model, optimizer = offloaded(folder, torch.bfloat16, **options)
     with optimizer:
         for index in range(STEPS):
@@ -225,7 +225,7 @@ def traffic(folder, loop, limit, **options):
 
 @pytest.fixture
 def one_way(monkeypatch):
-    """What a step leaves is written in the next forward: no time decides which bytes are read."""
+    """Deferred updates are always written in the next forward, so no timing decides which bytes are read."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 
@@ -236,7 +236,7 @@ def test_the_norm_of_gradients_that_arrive_whole_reads_none(tmp_path, loop, limi
     ours, report = traffic(tmp_path, loop, limit)
     exact, other = traffic(tmp_path, loop, limit, max_grad_norm=limit)
     assert ours == exact
-    # Where nothing is clipped, updates that began early stand.
+    # If no step clips, step() keeps all updates that began early.
     assert (report.early, report.anew) == (other.early, other.anew) == ((STEPS - 1, 0) if limit > 1 else (0, 0))
 
 
@@ -245,4 +245,4 @@ def test_the_norm_of_sums_reads_each_gradient_once_more(tmp_path):
     (read, written), _ = traffic(tmp_path, "sums", 1e9)
     (exact, as_much), _ = traffic(tmp_path, "sums", 1e9, max_grad_norm=1e9)
     assert written == as_much
-    assert read - exact == written // 3, "each micro-batch writes as much"
+    assert read - exact == written // 3, "one read is as large as the writes of one micro-batch"

@@ -1,4 +1,4 @@
-"""Tests CPU kernels against torch and their references, bit for bit; what they refuse, and their instruction set."""
+"""Tests CPU kernels against torch and their references, bit for bit; rejected arguments; the instruction set."""
 
 import itertools
 import math
@@ -16,12 +16,12 @@ from memascend.kernels.scalars import checked_scalars
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
-# Past the length from which several threads and non-temporal stores are used, and not a multiple of anything.
+# Long enough for several threads and non-temporal stores, and no multiple of a vector's or chunk's length.
 LONG = (1 << 20) + 12345
 
 
 def any_bits(numel, seed):
-    """Finite values over the whole range of the format, denormals and zeros among them."""
+    """Returns finite values over the whole range of fp32, denormals and zeros too."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
     values[::97] = 0.0
@@ -87,7 +87,7 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
 
 
 def test_the_reference_rounds_a_sum_beside_a_tie_once():
-    """The second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2, which float64 rounds to the tie."""
+    """The second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2, which float64 rounds to a tie of float32."""
     g, v = torch.tensor([1 + 2**-12]), torch.tensor([2.0**-60])
     numbers = {"lr": 1e-3, "betas": (0.9, 0.5), "eps": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
     scalars = checked_scalars(**numbers, maximize=False, decoupled=True)
@@ -232,7 +232,7 @@ def test_check_refuses_what_it_would_get_wrong():
             kernels.check_and_unscale(grads, factor)
     with pytest.raises(ConfigError, match="not contiguous"):
         kernels.checked(torch.ones(8, 8).t()[1:])
-    # Reading twice is no harm.
+    # A list may contain a tensor twice if the kernel only reads it.
     assert kernels.check_and_unscale([tensor, tensor])[1].item() == 16.0
     assert torch.equal(tensor, torch.ones(8))
 

@@ -1,4 +1,4 @@
-"""Tests the kernels on a CUDA device: against references, without a sync, and past 2^31 elements."""
+"""Tests the kernels on a CUDA device: bits of the references, no synchronisation, more than 2^31 elements."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_check_is_its_reference(dtype, numel, factor):
     assert squares.is_cuda
     assert found.item() is False
     assert squares.item() == pytest.approx(reference[1].item(), rel=1e-12, abs=0)
-    # Bit for bit, as neither rounds but at the end.
+    # The CPU has the same bits, since both kernels round only the final sum.
     assert squares.item() == kernels.check_and_unscale(expected.cpu())[1].item()
     if numel:
         tensor[numel // 2] = math.nan

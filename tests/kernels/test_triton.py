@@ -17,9 +17,9 @@ from triton.compiler import ASTSource
 
 from memascend.kernels import adamw_jit, check_jit
 
-# Of Ampere, Hopper, and both of Blackwell.
+# Compute capabilities of Ampere, Hopper, and both Blackwells.
 TARGETS = [80, 90, 100, 120]
-# What rounds otherwise than the CPU, or flushes what is small.
+# Instructions that round differently from the CPU, or flush denormals.
 INEXACT = re.compile(r"\bdiv\.(?:full|approx)\S*|\bsqrt\.approx\S*|\brsqrt\S*|\brcp\.approx\S*|\S+\.ftz\S*")
 FUSED = re.compile(r"\bfma\.rn\S*\s")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +32,7 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     full = {name: "constexpr" if name in constants else signature[name] for name in names}
     source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=attributes)
-    # As each launch says; test_every_launch_decides_about_fusion looks for it.
+    # Each launch has these options; test_every_launch_decides_about_fusion checks the second one.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = binary.asm["ptx"]
@@ -42,7 +42,7 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
 
 
 def offsets_are_64_bit(binary):
-    """Each pointer that is advanced by as many lanes as a block has must be advanced by 64-bit offsets."""
+    """True if 64-bit offsets advance every block of pointers."""
     tensors = re.findall(r"tt\.addptr .*: tensor<([\dx]+)x!tt\.ptr<\w+>>, tensor<[\dx]+x(i\d+)>", binary.asm["ttir"])
     assert tensors
     return all(kind == "i64" for _, kind in tensors)
@@ -62,18 +62,19 @@ def test_check_compiles(dtype, many, unscale, capability):
     assert offsets_are_64_bit(binary)
     assert not (unscale and dtype == "bf16") or "cvt.rn.bf16" in binary.asm["ptx"]
     assert not FUSED.search(binary.asm["ptx"])
-    # 16 bytes a lane, also where the address comes out of a table.
+    # Each lane loads 16 bytes at once, even if the address comes from the table.
     assert re.search(r"ld\.global[.\w:]*\.v[48]\.b32", binary.asm["ptx"])
-    # All programs of a device add to whole numbers in its memory, of 64 bits; nothing else would be exact.
+    # Programs add 64-bit integers to the device's memory atomically: only integer sums are exact in any order.
     added = re.findall(r"\b(?:atom|red)\.[.\w]+", binary.asm["ptx"])
     assert added
     assert all(".add.u64" in one and ".gpu." in one for one in added), added
     assert ".f64" not in binary.asm["ptx"]
-    # Each is read once, where a tile is whole, and where it is not; but for rows of tiles with very small values.
+    # A tile is read once, by one load for whole tiles and one for partial tiles. Only tiles with very small values are
+    # read again, by rows.
     columns = 512 // DTYPES[dtype].itemsize
     assert len(re.findall(rf"tt\.load .*tensor<8x{columns}x", binary.asm["ttir"])) == 2
     assert len(re.findall(rf"tt\.load .*tensor<1x{columns}x", binary.asm["ttir"])) == 2
-    # One warp of a program waits for no other, and no lane's values are spilt.
+    # Without shared memory, no warp waits for another; without local memory, no register is spilled.
     assert binary.metadata.shared == 0
     assert ".local" not in binary.asm["ptx"]
 
@@ -106,16 +107,16 @@ def test_adamw_compiles(dtype, out, l2, capability):
     assert "div.rn.f32" in ptx
     assert "sqrt.rn.f32" in ptx
     assert out is None or f"cvt.rn.{out.replace('fp', 'f')}" in ptx
-    # Two of the formula, and one more where the weight decay joins the gradient: nothing else was contracted.
+    # The formula has two fused multiply-adds, and L2 weight decay a third; the compiler must not fuse others.
     lanes = adamw_jit.BLOCK // 128
-    # Blackwell computes two lanes at once.
+    # An `x2` instruction of Blackwell computes two lanes.
     fused = sum(2 if "x2" in found else 1 for found in FUSED.findall(ptx))
     assert fused == (3 if l2 else 2) * lanes
 
 
 @pytest.mark.parametrize("module", [adamw_jit, check_jit], ids=lambda module: module.__name__)
 def test_every_launch_decides_about_fusion(module):
-    """Triton's default depends on its version and on the environment, and it warns where nobody decides."""
+    """Triton's default of `enable_fp_fusion` depends on its version and on the environment: each launch must set it."""
     launches = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -127,7 +128,7 @@ def test_every_launch_decides_about_fusion(module):
         assert decided.get("enable_fp_fusion") is False, ast.unparse(launch)
 
 
-# numpy computes one tile after the other: slow ones take a minute, and three on a slow processor that has other work.
+# numpy computes one tile after the other: the slow tests take a minute, or three on a busy, slow processor.
 @pytest.mark.timeout(820)
 @pytest.mark.parametrize(("marks", "least"), [("not slow", 95), pytest.param("slow", 50, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_agree_with_their_references(marks, least):
@@ -138,6 +139,6 @@ def test_the_interpreted_kernels_agree_with_their_references(marks, least):
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted, done.stdout
-    # Were the folder not collected, nothing would have failed.
+    # A run that collected no tests would also end with status 0.
     assert int(counted.group(1)) > least
     assert not re.search(r"\d+ skipped", done.stdout)

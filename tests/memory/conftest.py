@@ -1,4 +1,4 @@
-"""Provides a folder on a disk, and a training in a process of its own."""
+"""Provides a folder on a disk, and training runs in processes of their own."""
 
 import json
 import tempfile
@@ -12,7 +12,7 @@ ROOT = HERE.parent.parent
 
 @pytest.fixture
 def disk():
-    """A folder beside the source, since a temporary one may be memory."""
+    """Yields a folder beside the source, which is on a disk; the system's temporary folder may be in memory."""
     (ROOT / "target").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "target", prefix="memory-") as folder:
         yield Path(folder)
@@ -20,14 +20,15 @@ def disk():
 
 @pytest.fixture
 def measure(disk, loaded, python):
-    """Trains in a process of its own (see measured.py) and returns what it said."""
+    """Returns a function that trains in a process of its own (see measured.py) and returns the figures it printed."""
     program = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); import measured; measured.main(json.loads(sys.argv[2]))"
     )
 
     def run(**work):
         storage = tempfile.mkdtemp(dir=disk)
-        # One that is forked copies what it shares, at its end all of it, and a limit counts that.
+        # A forked process copies pages that it shares with its parent, at its end all of them, and the limit of a
+        # cgroup would count the copies: a fresh process shares none.
         in_its_own = python if "cgroup" in work else loaded
         return json.loads(in_its_own(program, HERE, json.dumps({"storage": storage, **work}), timeout=300))
 

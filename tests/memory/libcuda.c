@@ -1,4 +1,4 @@
-/* A stand-in for the CUDA driver: keeps count of contexts and registrations, and writes what it is asked to a log.
+/* Simulates the CUDA driver: counts contexts, and logs registrations and capture modes to the file FAKE_CUDA_LOG.
    FAKE_CUDA=nocontext: no device has an active primary context. FAKE_CUDA=refuse: registering fails. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,7 +43,7 @@ int cuMemHostRegister_v2(void *start, size_t bytes, unsigned flags) {
 }
 int cuMemHostUnregister(void *start) {
     if (!pushed) return 201;
-    /* Still mapped: a write that faults would end the process. */
+    /* The memory must still be mapped: otherwise this write ends the process. */
     *(volatile char *)start = 1;
     note("unregister", start, retained);
     return 0;

@@ -1,6 +1,6 @@
-"""Trains in a program of its own and reports the memory it held once offload() had returned.
+"""Trains in a process of its own, and prints the memory that the process held before, during and after.
 
-The fixture `measure` runs it; the options are those of `WORK`.
+The fixture `measure` runs `main`; `WORK` has its options.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ WORK = {
     "dtype": "float32",
     "checkpoint": True,
     "steps": 3,
-    "options": {},  # of offload()
+    "options": {},  # keyword arguments of offload()
     "storage": None,
-    "in_heap": False,  # the model is made in the heap, as it is where a large tensor was freed before
-    "meta": False,  # the model is made on meta
-    "buffer_bytes": 0,  # of a persistent buffer
-    "resume": False,  # the store is there already
-    "phases": False,  # also everything else that a user may call
-    "cgroup": None,  # a memory cgroup to be in, which is lowered once offload() has returned
-    "grow_bytes": 0,  # ... to what is held then, and so many bytes
+    "in_heap": False,  # the model is in the C library's heap, as it is after a large tensor was freed
+    "meta": False,  # the model is made on the meta device
+    "buffer_bytes": 0,  # the size of a persistent buffer
+    "resume": False,  # the store exists, with one step, and is resumed
+    "phases": False,  # also makes the calls of `others`
+    "cgroup": None,  # a memory cgroup that the process joins; `lower` sets its limit once offload() has returned
+    "grow_bytes": 0,  # how far that limit is above the memory that the process holds then
 }
 
 
 class Block(nn.Module):
-    """Many gradients of equal size: the fewer bytes each has, the less it matters how many are on their way."""
+    """Has many small gradients of equal size, so that a peak depends little on how many of them are queued."""
 
     def __init__(self, width):
         super().__init__()
@@ -72,13 +72,13 @@ class Model(nn.Module):
 
 
 def status():
-    """VmRSS, VmHWM, RssAnon and so on of this process, in bytes."""
+    """Returns VmRSS, VmHWM, RssAnon and so on of this process, in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
 
 
 class Sampler:
-    """The most anonymous memory that was held: the kernel's own peak counts pages of files, too."""
+    """Samples the peak of anonymous memory; the kernel's own peak also counts pages of files."""
 
     def __init__(self):
         self.peak = 0
@@ -87,7 +87,7 @@ class Sampler:
         self._thread.start()
 
     def _run(self):
-        # Unbuffered, and read whole: nothing is allocated between two looks.
+        # The file has no buffer and is read in one call, so sampling itself allocates next to no memory.
         with open("/proc/self/status", "rb", buffering=0) as file:
             while not self._over.wait(0.001):
                 file.seek(0)
@@ -96,6 +96,7 @@ class Sampler:
                 self.peak = max(self.peak, int(text[at : text.index(b"kB", at)]) << 10)
 
     def take(self):
+        """Returns the peak since the last call."""
         peak = max(self.peak, status()["RssAnon"])
         self.peak = 0
         return peak
@@ -106,7 +107,7 @@ class Sampler:
 
 
 def activation_bytes(work, itemsize):
-    """What checkpoints keep of each block: its input."""
+    """Returns the bytes that checkpoints keep: the inputs of all blocks."""
     return work["blocks"] * work["tokens"] * work["width"] * itemsize if work["checkpoint"] else 0
 
 
@@ -118,7 +119,7 @@ def train(model, optimizer, batch, steps):
 
 
 def warm_up(dtype, folder):
-    """What torch and the library keep once they were used (threads, heaps, code) is nobody's model."""
+    """Trains a tiny model, so that memory of a first use (threads, heaps, code) is not counted for the model."""
     model = Model(2, 64, recompute=True, vocabulary=64).to(dtype)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=folder)
     train(model, optimizer, torch.arange(8), 2)
@@ -126,12 +127,12 @@ def warm_up(dtype, folder):
     optimizer.close()
 
 
-# From malloc.h, and where glibc's own threshold ends.
+# From malloc.h; and the highest threshold that glibc sets by itself.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
 
 
 def lower(cgroup, grow_bytes):
-    """To what is held now, without what the kernel gives up at once, and a bit more."""
+    """Sets the limit `grow_bytes` above the anonymous memory of now; the kernel drops the page cache if need be."""
     first = Path(cgroup, "memory.limit_in_bytes")
     limit = first if first.exists() else Path(cgroup, "memory.max")
     stat = dict(line.split() for line in Path(cgroup, "memory.stat").read_text().splitlines())
@@ -145,7 +146,7 @@ def offloaded(model, folder, work, **options):
 
 
 def prepared(work):
-    """The model, the folder of the run, and what was held before there was a model."""
+    """Returns the model, the folder of the run, and the status before the model was made."""
     dtype = getattr(torch, work["dtype"])
     folder = Path(work["storage"])
     torch.manual_seed(0)
@@ -156,7 +157,7 @@ def prepared(work):
     if work["cgroup"]:
         Path(work["cgroup"], "cgroup.procs").write_text("0")
     if work["in_heap"]:
-        # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
+        # offload() fixed the threshold in the warm-up. In other processes, freeing one large tensor raises it.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
     with torch.device("meta") if work["meta"] else contextlib.nullcontext():
         model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
@@ -218,16 +219,16 @@ def main(given):
 
 
 def others(model, optimizer, batch, phase):
-    """Everything else that may be called, in turn."""
+    """Makes the other calls that a user may make, one after the other, each as a phase."""
     state = model.state_dict()
     phase("state_dict()")
     model.load_state_dict(state)
     phase("load_state_dict() of the same")
-    # A block at a time, since all the others would be the size of the model.
+    # Loads one block at a time: new values of all blocks would take the memory of the model.
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
-    # A view that is kept over a step is warned of.
+    # A step warns about views that outlive it, so the state dict is dropped.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():

@@ -28,7 +28,7 @@ def test_a_region_is_what_was_asked_for():
     assert not [listed for listed in regions() if listed["owner"] == "exact"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_an_explicit_pin_that_cannot_be_had_is_refused():
     with pytest.raises(memascend.ConfigError, match=r"cannot be pinned as asked: (libcuda|no CUDA)"):
         Region(4 * KIB, pin="cuda")
@@ -142,7 +142,7 @@ def test_a_returned_lease_is_an_error_and_no_crash(arena):
         lease.release()
     with pytest.raises(memascend.UsageError, match="returned already"):
         lease.tensor(1, torch.uint8)
-    # One in use is not returned.
+    # A lease in use cannot be returned.
     lease = arena.lease(4 * KIB)
     tensor = lease.tensor(4 * KIB, torch.uint8)
     with pytest.raises(memascend.UsageError, match="a tensor still lives"):
@@ -205,7 +205,7 @@ def test_a_region_too_small_for_its_plan_says_what_works():
 
 def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
     held = [arena.lease(16 * KIB) for _ in range(2)]
-    # From another thread: it can only run if the waiting one has released the GIL.
+    # The timer's thread can only run if the waiting thread has released the GIL.
     timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -217,7 +217,7 @@ def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
 
 def test_making_a_region_answers_ctrl_c():
     def make_regions():
-        timer.start()  # not before: a busy machine may take longer than its delay to come here
+        timer.start()  # a timer that started earlier may fire before this loop on a busy machine
         while True:
             Region(1 << 30, owner="interrupted").close()
 
@@ -325,7 +325,7 @@ assert memascend.memory.regions() == before
 
 @pytest.mark.root
 def test_doctor_explains_a_memlock_limit(loaded):
-    # Once before the user changes: what it loads may lie where that user is not let in.
+    # The first call runs as root, and imports modules from folders that the later user may not be allowed to read.
     doctor = "from memascend.cli import main; status = main(['doctor'])"
     out = loaded(f"{doctor}; print('---')\n{UNPRIVILEGED}{doctor}; sys.exit(status)").partition("---\n")[2]
     assert re.search(r"memlock limit +slower", out)
@@ -354,7 +354,7 @@ except memascend.MemoryLimitError as error:
 def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
     first = cgroup / "memory.limit_in_bytes"
     (first if first.exists() else cgroup / "memory.max").write_text(str(512 << 20))
-    # What a forked process copies of what it shares would count.
+    # `python` starts a fresh process: the limit would count the shared pages that a forked one copies.
     out = python(
         """
 import os, sys, torch, memascend

@@ -1,4 +1,4 @@
-"""Tests CUDA registration against a counting stand-in for the driver, and on a real device where there is one."""
+"""Tests CUDA registration with a simulated driver that logs calls, and on a real device if the machine has one."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ LOADED = "driver = ctypes.CDLL('libcuda.so.1')\n"
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "the Rust build needs a C compiler, so there is one"
+    assert compiler, "no C compiler (cc or gcc), which the Rust build needs as well"
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("libcuda.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
@@ -88,7 +88,7 @@ assert driver.fakeRetained() == 0
 
 
 def test_doctor_says_what_a_refusal_costs(cuda):
-    """It falls back to mlock, and a run is slower for it: that is a finding of its own."""
+    """A refused registration falls back to mlock, which slows a run: doctor has a finding of its own for it."""
     program = LOADED + "from memascend.cli.doctor import examine_registration\nprint(examine_registration())"
     output, _ = cuda(program)
     assert "possible" in output
@@ -135,7 +135,7 @@ del region
 
 
 def test_a_thread_has_no_part_in_captures(cuda):
-    """It is said once, of the thread that says it; without the driver there is nobody to tell."""
+    """`ignore_captures` sets the driver's capture mode of the calling thread; without the driver it returns False."""
     _, log = cuda(
         """
 from memascend.memory import ignore_captures
@@ -146,7 +146,7 @@ assert not ignore_captures()
 assert ignore_captures()
 mode = ctypes.c_int(0)
 driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-assert mode.value == 1, "not the driver's mode for one thread alone"
+assert mode.value == 1, "the mode is not thread-local"
 """
     )
     assert [(line[1], line[3]) for line in log] == [("capture", "1"), ("capture", "0")]

@@ -1,4 +1,4 @@
-"""Tests that a lease lives exactly as long as its last view: in graphs, threads, forks, at the exit."""
+"""Tests that a lease lives exactly as long as its last view: in graphs, threads, forks, and at exit."""
 
 import gc
 import os
@@ -76,13 +76,13 @@ def test_ten_thousand_cycles_leak_nothing(arena):
     before, descriptors = status()["VmRSS"], len(os.listdir("/proc/self/fd"))
     cycle(10_000)
     gc.collect()
-    # Each cycle that leaked its smallest object would show as half a megabyte at least.
+    # If each cycle leaked one object of the smallest size, the process would grow by half a megabyte at least.
     assert status()["VmRSS"] - before < 500_000
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert leases(arena) == 0
 
 
-# Forking a process that runs threads is what is tested here: the child does nothing but what a child may.
+# This test forks a process with threads on purpose; the child makes only calls that are safe there.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("on_fork", "seen"), [("copy", 7), ("wipe", 0)])
 def test_a_forked_child_sees_what_was_chosen_and_is_refused_leases(on_fork, seen):

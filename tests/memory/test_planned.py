@@ -1,4 +1,4 @@
-"""Tests that memory and traffic are what the plan says: by owner, to the byte."""
+"""Tests that the memory of each owner, and the bytes that a run moves, are those of the plan."""
 
 import contextlib
 import gc
@@ -41,7 +41,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
     with optimizer:
         train(model, optimizer, STEPS)
         plan, host = optimizer.plan, optimizer.report().to_dict()["host"]
-        # Sums of what each part says of itself: its mappings, the engine's staging, the most that was queued.
+        # Each owner's own count: mappings, the engine's staging, the peak of the queue.
         engine, store = optimizer._session.run.resources.engine, optimizer._session.run.resources.store
         mapped = {owner: nbytes - before.get(owner, 0) for owner, nbytes in mapped_by_owner().items()}
         tables = host["owners"]["units"]["bytes"] - mapped["units"]
@@ -63,7 +63,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
         for owner, nbytes in held.items():
             assert nbytes == pytest.approx(plan.host[owner], rel=0.01), owner
             assert nbytes <= plan.host[owner], owner
-        # Nothing is mapped that no owner answers for.
+        # Every mapping belongs to an owner.
         answered = held["units"] + held["update staging"] + held["catalog"] + held.get("records in RAM", 0)
         assert sum(mapped.values()) <= answered
         assert host["peak"] <= plan.host_peak <= host["budget"] == plan.budget
@@ -72,7 +72,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
 
 @pytest.fixture
 def in_forward(monkeypatch):
-    """Deferred updates are written in the next forward: no time decides which bytes are read."""
+    """Deferred updates are always written in the next forward, so no timing decides which bytes are read."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 
@@ -97,7 +97,7 @@ def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
             found = optimizer.plan.by("next forward").read_bytes
             planned = found.get("values, forward", 0) + found.get("values, backward", 0)
             read = (now - before) / len(STEPS)
-            # A prefetch may find another unit in its place than the plan's, but not often.
+            # Now and then, the units that are cached at a prefetch differ from those of the plan.
             assert read == pytest.approx(planned, rel=0.1, abs=unit_bytes), budget
             reads.append(read)
     assert reads[0] >= reads[1] > reads[2] > reads[3]
@@ -113,7 +113,7 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 
 
 def let_fetches_end(optimizer):
-    """What is read ahead for the next step is not counted by us before it is used: by the kernel, once it was read."""
+    """Waits for prefetches: the kernel counts their bytes when they are read, the store only when they are used."""
     for home in optimizer._session.run.residency.units.homes:
         while home.read is not None and not home.read.done():
             time.sleep(0.001)
@@ -136,7 +136,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
         let_fetches_end(optimizer)
         read, written = (now - then for now, then in zip(kernel_counts(), kernels, strict=True))
         now = store.counters()
-    # Both count alike, where direct I/O is to be had; commits write whole pages that nobody counts as state.
+    # With direct I/O, the kernel and the store count the same bytes, but for whole pages that commits write.
     assert read == pytest.approx(now["read_bytes"] - ours["read_bytes"], rel=0.02, abs=1 << 20)
     assert written == pytest.approx(now["written_bytes"] - ours["written_bytes"], rel=0.02, abs=1 << 20)
     moved = (read + written) / len(STEPS) / elements
@@ -149,7 +149,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
 
 @pytest.mark.parametrize(("way", "budget"), [("next forward", None), ("next backward", "64MiB")])
 def test_bytes_of_micro_batches_one_after_the_other(disk, monkeypatch, way, budget):
-    """Each reads the values and the sums of gradients again, and writes the sums."""
+    """Each further micro-batch reads the values and the sums of gradients again, and writes the sums."""
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (way == "next backward"))
     count = 3
     model = blocks(width=256, count=16, dtype=torch.bfloat16)

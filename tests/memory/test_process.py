@@ -1,4 +1,4 @@
-"""Tests the memory of a process that trains, and its heap: flat in depth, never the size of the model, as planned."""
+"""Tests the memory and the heap of a training process: flat in depth, never as large as the model, as planned."""
 
 import pytest
 import torch
@@ -6,26 +6,26 @@ from memory.measured import SQUARES, VOCABULARY
 from support.grids import usual
 
 MIB = 1 << 20
-# A block has 8 MiB, beside which what torch and Python keep of its modules is little.
+# With this width a block has 8 MiB of weights, much more than torch and Python keep for its modules.
 WIDTH = 512
 GROWS_MAX = 0.05
-# What a block may cost whose values are on storage: one in fifty of them, with the ends of holes in the heap.
+# Memory that a block may cost while its values are on storage: Python objects, and the ends of holes in the heap.
 BESIDE_BYTES = 432 << 10
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
-# What the C library's heap keeps of a block in a step, around the small activation that is saved.
+# Memory that the C library's heap may keep for a block in a step, around the small activation that is saved.
 KEPT_BYTES = 2 << 20
 
 
 def added(run):
-    """What training added beyond the imports, at its peak; activations are the user's."""
+    """Returns the peak of memory that training added after the imports, without activations."""
     return run["peaks"]["train"] - run["before"]["RssAnon"] - run["activation_bytes"]
 
 
 def require_flat(measure, shallow, deep, **work):
-    """At any depth the process holds at its peak what the shallow one's plan says, and little more."""
+    """Requires that the peak of a process, shallow or deep, exceeds the shallow model's plan by little."""
     few, many = (measure(blocks=blocks, width=WIDTH, **work) for blocks in (shallow, deep))
-    # While the queue is full, torch holds the gradient that waits to be handed on: the embedding's is the largest. When
-    # it comes, and how full the queue is then, is a matter of timing, so that peaks of two runs cannot be compared.
+    # While the queue is full, torch holds one more gradient; the embedding's is the largest. Timing decides how full
+    # the queue is when that gradient arrives, so the peaks of two runs cannot be compared.
     bound = few["plan"]["host_peak"] + VOCABULARY * WIDTH * 4
     for run, blocks in ((few, shallow), (many, deep)):
         assert added(run) <= bound * (1 + GROWS_MAX) + blocks * KEPT_BYTES, (added(run), bound)
@@ -37,10 +37,10 @@ def require_flat(measure, shallow, deep, **work):
 def test_memory_is_flat_in_depth(measure):
     few, many = require_flat(measure, 4, 20, options={"gradients": "fused"}, steps=2)
     for run in (few, many):
-        # All but gradients is held from the beginning, and the process grew by that and by Python's objects.
+        # When offload() returns, the process holds all planned memory but gradients, and Python objects.
         planned = run["plan"]["host_peak"] - run["plan"]["host"]["gradients"]
         assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.06)
-    # What modules, parameters and their state are beside their values: objects, and holes in the heap.
+    # Further blocks cost Python objects and holes in the heap, but no memory for values.
     for when in ("after", "trained"):
         grown = [run[when]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
         assert grown[1] - grown[0] <= (20 - 4) * BESIDE_BYTES, (when, grown)
@@ -57,7 +57,7 @@ def test_memory_is_flat_in_depth(measure):
     ],
 )
 def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
-    """What it leaves in the heap is not filled by the tensors of the steps that follow."""
+    """The tensors of later steps do not fill the holes that the model's values leave in the heap."""
     work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
     few, many = require_flat(measure, 4, 20, **work)
     rest = [run["trained"]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
@@ -69,16 +69,17 @@ def test_nothing_holds_the_model(measure):
     run = measure(blocks=18, width=WIDTH, vocabulary=64, phases=True, steps=1)
     assert run["model_bytes"] > 120 * MIB
     at_return = run["after"]["RssAnon"]
-    # Gradients that wait while both processors are busy, and activations; not a copy of anything large.
+    # The room is for activations, and for gradients that are queued while processors are busy; no copy of the model
+    # would fit.
     room = run["model_bytes"] // 2
     assert at_return - run["before"]["RssAnon"] < room
     for phase, peak in run["peaks"].items():
-        # No step trims the heap after the last backward: where others keep the processors busy, it has most gradients.
+        # No step() trims the heap after the last backward; on a busy machine the heap then has most gradients.
         most = run["model_bytes"] if phase in ("backward", "close()") else room
         assert peak - at_return < most, (phase, peak - at_return, run["model_bytes"])
 
 
-# A model that is kept in RAM as a whole.
+# The budget of `RAM_OPTIONS` keeps this whole model in RAM.
 BLOCKS = 4
 RAM_TIER = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": 64, "steps": 2}
 RAM_OPTIONS = {"gradients": "fused", "host_memory": "1GiB"}
@@ -90,28 +91,28 @@ def test_what_is_in_ram_takes_what_the_plan_says(measure):
     plan = run["plan"]["host"]
     assert plan["records in RAM"] == pytest.approx(3 * run["model_bytes"], rel=0.03)
     assert plan["gradients in RAM"] == run["model_bytes"]
-    # No gradient waits yet, nor is one on its way.
+    # No gradient exists when offload() returns.
     planned = run["plan"]["host_peak"] - plan["gradients in RAM"] - plan["gradients"]
     assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.03)
-    # What torch holds is a gradient that is being made.
+    # torch holds one more gradient, which it is computing.
     assert added(run) <= run["plan"]["host_peak"] * 1.03 + WIDTH * WIDTH * 4
 
 
 @pytest.mark.root
 @pytest.mark.timeout(300)
 def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
-    # After offload() all is there but gradients: the process would be killed, and the status says so. Beside them the
-    # heap keeps what torch frees, if that takes no more than a tenth.
+    # After offload() only gradients add memory. With more than planned, the kernel would kill the process, and its
+    # exit status would fail the test. The heap may keep freed memory of up to a tenth of the gradients.
     waiting = BLOCKS * BLOCK_BYTES
     grow_bytes = waiting + (waiting * 3 // 100 + waiting // 10) * 4
     measure(**RAM_TIER, options=RAM_OPTIONS, cgroup=str(cgroup), grow_bytes=grow_bytes)
 
 
-# What has no owner: what torch keeps of the first step of a size.
+# Memory without an owner, which torch keeps after the first step of each size.
 OWNERLESS_BYTES = 2 * MIB
-# What is freed after a step gave back what was free: the heap keeps so much at its end (M_TRIM_THRESHOLD).
+# Memory that is freed after step() trimmed the heap: glibc keeps as much at the heap's end (M_TRIM_THRESHOLD).
 HEAP_BYTES = 2 * MIB
-# Where a weight lay in the C library's heap, a page stays at the end of its hole.
+# A weight that was in the C library's heap leaves a page at the end of its hole.
 PAGE_BYTES = 4096
 
 CASES = {
@@ -129,10 +130,10 @@ def test_the_report_is_what_the_process_grew_by(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
     owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
     objects = run["report"]["beside"]["Python objects"]
-    # The model's own values left the process.
+    # offload() moves the model's values out of the process, so the growth includes their bytes.
     grown = run["trained"]["RssAnon"] - run["made"]["RssAnon"] + run["model_bytes"]
     beside = OWNERLESS_BYTES + HEAP_BYTES + run["parameters"] * PAGE_BYTES
-    # A run that is opened again has its objects where those of the first one were.
+    # A resumed run may reuse memory of the first run's objects, so the lower bound counts no objects.
     assert total - OWNERLESS_BYTES <= grown <= total + objects + beside, (grown, total, objects, owners)
     if case == "deep and narrow":
         assert grown >= total + objects / 2, (grown, total, objects, owners)
@@ -154,7 +155,7 @@ PROGRAM = """if True:
         kept = torch.empty(nbytes, dtype=torch.uint8)
         return library.mallinfo2().hblkhd - before >= nbytes
 
-    # Freed once, a tensor of 20 MiB lets glibc take all up to that size from its heap.
+    # Once a tensor of 20 MiB is freed, glibc serves all requests up to that size from its heap.
     torch.empty(20 << 20, dtype=torch.uint8)
     model = torch.nn.Linear(4, 4)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])
@@ -175,7 +176,7 @@ def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
 
 
-# Free pages in the midst of the heap, which nothing gives back by itself: a MiB of every two, below the threshold.
+# Frees every second tensor in the heap: glibc alone does not return such pages. The size is below the mmap threshold.
 FREED = """if True:
     import sys
     from pathlib import Path
@@ -202,7 +203,7 @@ def test_a_step_gives_free_heap_back(loaded, tmp_path, environment):
     assert (given > 40 << 20) == (not environment), given
 
 
-# MKL keeps memory of its own in each thread that computed, which it counts.
+# MKL keeps memory for each thread that computed; `mkl_serv_mem_stat` returns its bytes.
 KEPT = """if True:
     import ctypes, os, sys, threading
     import torch
@@ -270,7 +271,7 @@ def test_memory_of_products_is_freed(loaded):
 @needs_mkl
 def test_threads_of_micro_batches_keep_nothing_for_their_next_products(loaded, tmp_path):
     threads, in_turn, by_layer = map(int, loaded(MICRO_BATCHES, tmp_path / "store").split()[-3:])
-    # The main thread computes the first call, and a thread for each micro-batch the second.
+    # The main thread computes the first call; in the second call, each micro-batch has a thread.
     assert threads == 4
     assert in_turn > 0
     assert by_layer == 0

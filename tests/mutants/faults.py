@@ -1,4 +1,4 @@
-"""The faults that the tests must notice: what stands in `python/*.toml` and `rust/*.toml`, read and applied."""
+"""Reads the faults that tests must detect from `python/*.toml` and `rust/*.toml`, and applies them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# A fault names its nearest tests, not all that could notice it.
+# A fault names its nearest tests, not all tests that detect it.
 MOST_TESTS = 3
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One change of one file, and the tests that have to fail with it."""
+    """A change of one file, and the tests that must fail with it."""
 
     language: str
     package: str
@@ -29,28 +29,28 @@ class Fault:
         return f"{self.language}/{self.package}: {self.name}"
 
     def applied(self, text):
-        """The text of the file with the fault; ValueError where it does not apply."""
+        """Returns the file's text with the fault; raises ValueError unless `text` has the old text exactly once."""
         if (times := text.count(self.old)) != 1:
-            raise ValueError(f"{self}: {self.file} has its old text {times} times, which must be once")
+            raise ValueError(f"{self}: {self.file} has the fault's old text {times} times instead of once")
         return text.replace(self.old, self.new)
 
     def key(self, root):
-        """A hash of the fault, of its file and of its tests: what the result depends on most."""
+        """Returns a hash of the fault, its file and its tests: the result of a run depends mostly on these."""
         whole = hashlib.sha256(repr(self).encode())
         for path in sorted({root / self.file, *self.sources(root)}):
             whole.update(path.read_bytes())
         return whole.hexdigest()
 
     def sources(self, root):
-        """The files that have its tests."""
+        """Returns the files with the fault's tests."""
         if self.language == "python":
             return {root / test.partition("::")[0] for test in self.tests}
-        # Tests of a crate stand beside its code, too.
+        # A crate has tests beside its code, too.
         return set((root / "rust" / self.package).glob("*/**/*.rs"))
 
 
 def faults():
-    """All of them, package by package."""
+    """Returns all faults, package by package."""
     found = []
     for path in sorted(HERE.glob("*/*.toml")):
         for entry in tomllib.loads(path.read_text())["fault"]:
@@ -60,18 +60,18 @@ def faults():
 
 
 def problems(found, root):
-    """Why faults cannot be run, one sentence for each; none where all can."""
+    """Yields a message for each reason that keeps a fault from running."""
     names = set()
     for fault in found:
         if str(fault) in names:
-            yield f"{fault}: a second one of this name"
+            yield f"{fault}: another fault has this name"
         names.add(str(fault))
         if not 0 < len(fault.tests) <= MOST_TESTS:
-            yield f"{fault}: names {len(fault.tests)} tests, which are to be one to {MOST_TESTS}"
+            yield f"{fault}: names {len(fault.tests)} tests: name one to {MOST_TESTS}"
         try:
             fault.applied((root / fault.file).read_text())
         except (OSError, ValueError) as error:
             yield str(error)
         for source in fault.sources(root):
             if not source.is_file():
-                yield f"{fault}: {source.relative_to(root)} is not there"
+                yield f"{fault}: {source.relative_to(root)} does not exist"

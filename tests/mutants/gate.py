@@ -1,8 +1,8 @@
-"""Applies each fault to a copy of the tree and runs its nearest tests (`make mutants`): what these pass, survives.
+"""Applies each fault to a copy of the tree and runs its nearest tests (`make mutants`); if they pass, it survives.
 
-The copies lie in `target/mutants`, one for Python and one for Rust, which run beside each other. Results are kept
-there by the hash of fault, file and tests. Before its faults the tests of a package run without any, so that a failure
-is the fault's.
+`target/mutants` has the copies, one for Python and one for Rust; the gate runs both at the same time. It also has the
+results, by the hash of fault, file and tests. The gate first runs the tests of a package without a fault, so that a
+later failure is due to the fault.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mutants.faults import ROOT, faults, problems
 
 PLACE = ROOT / "target" / "mutants"
 SECONDS = 60
-# All tests of a package, or a build of a crate and of all that it needs.
+# The time limit for all tests of a package, or for the build of a crate and its dependencies.
 SECONDS_WITHOUT = 1800
-# Of pytest: a test failed. Others say that it could not run what it was asked for.
+# pytest's exit status if a test failed. Any other status but 0 means that pytest could not run the tests.
 FAILED = 1
 
 
 class Tree:
-    """A copy of the working tree that one language's faults are applied to, one after the other."""
+    """A copy of the working tree, to which the faults of one language are applied one after the other."""
 
     def __init__(self, language):
         self.root = PLACE / language
@@ -55,7 +55,7 @@ class Tree:
             self._copy(name)
 
     def _copy(self, name):
-        """What is the same stays as it is, so that cargo need not compile it again."""
+        """Copies a file unless the copy is equal: cargo compiles a crate again if a file is newer."""
         source, target = ROOT / name, self.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_symlink():
@@ -76,7 +76,7 @@ class Tree:
 
     def _write(self, path, text):
         path.write_text(text)
-        # Python compares whole seconds and the length, which may be those of the text before.
+        # Python detects a stale .pyc by the source's length and whole seconds, which a fault may leave as they were.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
@@ -85,7 +85,7 @@ class Late(Exception):
 
 
 def run(command, cwd, seconds, **environment):
-    """Runs a command in a process group of its own; its status, and the end of what it said."""
+    """Runs a command in a new process group; returns its exit status and the end of its output."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -108,19 +108,19 @@ def run(command, cwd, seconds, **environment):
 
 
 class Pytest:
-    """Runs tests of Python in a tree."""
+    """Runs Python tests in a tree."""
 
     def __init__(self, tree):
         self._root = tree.root
 
     def build(self, package, tests):
-        """Nothing is to be built: the extension was copied."""
+        """Does nothing: the tree has a copy of the extension."""
 
-    def failure(self, package, tests, seconds):  # noqa: ARG002 - a crate's tests are run by its name
-        """What the first of these tests that failed said, or None; RuntimeError where they cannot be run."""
+    def failure(self, package, tests, seconds):  # noqa: ARG002 - Cargo needs the package
+        """Returns the output of the first test that fails, or None; raises RuntimeError if pytest cannot run a test."""
         options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={SECONDS_WITHOUT}"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
-        # Triton reads it when it is imported.
+        # Triton reads TRITON_INTERPRET when it is imported.
         interpreted = str(int(any("/interpreted/" in test for test in tests)))
         environment = {"PYTHONPATH": str(self._root / "python"), "TRITON_INTERPRET": interpreted}
         status, said = run(command, self._root, seconds, **environment)
@@ -130,7 +130,7 @@ class Pytest:
 
 
 class Cargo:
-    """Runs tests of a crate in a tree; a test is what `cargo test` is told after the crate."""
+    """Runs a crate's tests in a tree; each test is given by the arguments of `cargo test` that follow the crate."""
 
     def __init__(self, tree):
         self._root = tree.root
@@ -140,14 +140,14 @@ class Cargo:
         return run(command, self._root, seconds, CARGO_TARGET_DIR=str(PLACE / "build"))
 
     def build(self, package, tests):
-        """Builds the programs that have these tests; RuntimeError where the code does not compile."""
+        """Builds the programs that contain the tests; raises RuntimeError if the code does not compile."""
         programs = {word for test in tests for word in re.findall(r"^--lib|^--test \S+", test)}
         status, said = self._test(package, [*shlex.split(" ".join(programs)), "--no-run"], SECONDS_WITHOUT)
         if status:
             raise RuntimeError(f"cargo ended with {status}:\n{said}")
 
     def failure(self, package, tests, seconds):
-        """What the first of these tests that failed said, or None; RuntimeError where there is no such test."""
+        """Returns the output of the first test that fails, or None; raises RuntimeError if a test does not exist."""
         until = time.monotonic() + seconds
         for test in tests:
             status, said = self._test(package, shlex.split(test), until - time.monotonic())
@@ -159,7 +159,7 @@ class Cargo:
 
 
 class Gate:
-    """Runs faults, and keeps what became of them."""
+    """Runs faults and stores their results."""
 
     def __init__(self, seconds):
         self._seconds = seconds
@@ -169,7 +169,7 @@ class Gate:
         self.worst = []
 
     def run(self, language, asked):
-        """All that were asked for of one language, package by package."""
+        """Runs the requested faults of one language, package by package."""
         tree = Tree(language)
         runner = {"python": Pytest, "rust": Cargo}[language](tree)
         for package in dict.fromkeys(fault.package for fault in asked):
@@ -189,7 +189,7 @@ class Gate:
             runner.build(package, tests)
             said = runner.failure(package, tests, SECONDS_WITHOUT)
         except (Late, RuntimeError) as error:
-            said = str(error) or f"they took longer than {SECONDS_WITHOUT} s"
+            said = str(error) or f"the tests took longer than {SECONDS_WITHOUT} s"
         if said is not None:
             for fault in new:
                 self._tell(fault, f"not run: the tests of {package} fail without a fault")
@@ -205,19 +205,19 @@ class Gate:
                 self._keep(keys[fault], result)
 
     def _outcome(self, tree, runner, fault):
-        """What became of a fault, and what was said then."""
+        """Runs a fault; returns "caught", "survives" or "not run", and the tests' output or a reason."""
         try:
             try:
                 with tree.having(fault):
                     runner.build(fault.package, fault.tests)
                     said = runner.failure(fault.package, fault.tests, self._seconds)
             except Late:
-                # The fault's doing, if they end without it.
+                # The fault caused the delay if the tests end in time without the fault.
                 runner.build(fault.package, fault.tests)
                 runner.failure(fault.package, fault.tests, self._seconds)
-                return "caught", f"no end within {self._seconds} s"
+                return "caught", f"the tests did not end within {self._seconds} s"
         except Late:
-            return "not run", f"without the fault they take more than {self._seconds} s, too"
+            return "not run", f"the tests take more than {self._seconds} s without the fault, too"
         except RuntimeError as error:
             return "not run", str(error)
         return ("survives" if said is None else "caught"), said
@@ -235,14 +235,14 @@ class Gate:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", help="faults whose language, package and name have one of these words")
-    parser.add_argument("--list", action="store_true", help="only list them")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the tests of one fault (%(default)s)")
+    parser.add_argument("words", nargs="*", help="run the faults whose language, package or name contains one of these")
+    parser.add_argument("--list", action="store_true", help="only list the faults")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for one fault's tests (%(default)s)")
     options = parser.parse_args()
     asked = [fault for fault in faults() if not options.words or any(word in str(fault) for word in options.words)]
     wrong = list(problems(faults(), ROOT))
     if wrong or not asked:
-        return "\n".join(wrong) or "no fault has one of these words"
+        return "\n".join(wrong) or "no fault contains one of these words"
     if options.list:
         print(*asked, sep="\n")
         return 0

@@ -1,4 +1,4 @@
-"""Gives tests of volumes disks of all kinds."""
+"""Provides disks of all kinds for tests of volumes."""
 
 from support.disks import backend, child, faulty, loop, path, small_ext4
 

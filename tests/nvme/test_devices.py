@@ -1,4 +1,4 @@
-"""Tests who may open what: raw devices, foreign data, locks, races, forks, killed processes, forbidden rings."""
+"""Tests opening volumes: raw devices, foreign data, locks, races, forks, killed processes, denied io_uring."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def beginning(device):
 @root
 @pytest.mark.parametrize("tool", [["mkfs.ext4", "-q"], ["mkswap"]])
 def test_a_foreign_device_is_refused_until_wiped(loop, tool):
-    """Two of those whose signatures Rust has tables of."""
+    """Tests two of the signatures that the tables in Rust list."""
     device = loop(64 * MIB)
     subprocess.run([*tool, device], check=True, capture_output=True)
     first = beginning(device)
@@ -63,14 +63,14 @@ def test_a_foreign_device_is_refused_until_wiped(loop, tool):
         nvme.open(device)
     assert caught.value.path == device
     assert "wipefs" in str(caught.value)
-    assert beginning(device) == first, "nothing was changed"
+    assert beginning(device) == first, "the rejected open changed the device"
     subprocess.run(["wipefs", "--all", "--quiet", device], check=True)
     nvme.open(device).close()
 
 
 @root
 def test_a_partition_table_is_refused(loop):
-    """The older kind, which its entries show; others have a magic number, of which Rust has a table."""
+    """A partition table of the MBR kind is recognised by its entries; the tables in Rust list the magic of others."""
     device = loop(64 * MIB)
     entry = bytes([0, 0, 2, 0, 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
     with open(device, "r+b") as file:
@@ -223,7 +223,7 @@ SIZE = 1 << 16
 
 
 def at_once(count, act):
-    """The results of `act(index)` on so many threads that begin together; a MemascendError is a result, too."""
+    """Returns the results of `act(index)` on `count` threads that start together; a MemascendError is a result, too."""
     gate = threading.Barrier(count)
 
     def run(index):
@@ -247,7 +247,7 @@ def test_of_threads_that_open_one_new_path_one_has_it_and_keeps_it(tmp_path, bac
         assert all(isinstance(result, StorageError) for result in results if result is not won[0]), results
         with won[0] as volume:
             volume.write(bytes([turn + 1]) * SIZE, 0).wait()
-        assert path.stat().st_size == SIZE, "the file is the winner's, and as long as it was made"
+        assert path.stat().st_size == SIZE, "a thread that lost changed the length of the winner's file"
         assert path.read_bytes() == bytes([turn + 1]) * SIZE
 
 
@@ -261,7 +261,7 @@ def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
             assert len(won) <= 1, results
             if won:
                 assert all(path.exists() for path in paths)
-            # Who made a file and had not locked it yet when another did leaves it to that one: nothing is in it.
+            # A thread that made a file, but lost the race to lock it, leaves the empty file to the thread that won.
             assert won or all(not path.exists() or path.stat().st_size == 0 for path in paths)
             assert not won or all(path.stat().st_size == 1 << 20 for path in paths)
 
@@ -287,7 +287,7 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
         assert results.count(True) == 1, results
         assert existing == "resume" or results.count(False) == 0, results
         with engine.Store.open(path) as store:
-            # Each of those that had it made a step of its own.
+            # Each thread that opened the store committed one step.
             assert store.step == results.count(True) + results.count(False)
             assert torch.equal(store.read("weight")[0], torch.full((64,), 8.0))
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.root
 
 
 def failed(call, *errnos):
-    """The error of a call that must fail with one of these numbers."""
+    """Returns the error of a call, which must fail with one of `errnos`."""
     with pytest.raises(StorageError) as caught:
         call()
     assert caught.value.errno in errnos, caught.value
@@ -26,10 +26,10 @@ def failed(call, *errnos):
 
 
 def room(error, folder):
-    """How much an error says that a file needs and has, which is what the file system has."""
+    """Returns the bytes that the error says a file needs; requires that its free bytes are the file system's."""
     needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
     found = os.statvfs(folder)
-    assert 20 * MIB < found.f_bavail * found.f_frsize == free, "as it is when nothing of ours is there"
+    assert 20 * MIB < found.f_bavail * found.f_frsize == free, "the failed open must leave no file behind"
     return needed
 
 
@@ -47,8 +47,8 @@ def test_a_full_file_system_is_found_at_open(small_ext4):
     with nvme.open(path, size=10 * MIB) as volume:
         works(volume)
     error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
-    assert 189 * MIB <= room(error, small_ext4) <= 190 * MIB, "the file has ten already"
-    assert path.stat().st_size == 10 * MIB, "growing that fails leaves the file as it was"
+    assert 189 * MIB <= room(error, small_ext4) <= 190 * MIB, "the file already has 10 MiB"
+    assert path.stat().st_size == 10 * MIB, "a failed growth must not change the file's size"
     with nvme.open(path) as volume:
         works(volume, 77)
     failed(lambda: nvme.open([small_ext4 / "one", small_ext4 / "two"], size=100 * MIB), errno.ENOSPC)
@@ -75,7 +75,7 @@ def test_a_read_only_device(loop, backend):
         subprocess.run(["blockdev", "--setro", other], check=True)
         error = failed(volume.write(b"1" * 4096, 8192).wait, errno.EPERM, errno.EROFS, errno.EIO)
         assert (error.path, error.offset, error.nbytes) == (other, 8192, 4096)
-        assert read(volume, 5) == b"works", "what was there stays readable"
+        assert read(volume, 5) == b"works", "earlier data must stay readable"
 
 
 def test_a_file_that_is_truncated_underneath(path, backend):
@@ -99,7 +99,7 @@ def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
         import errno, resource, signal, sys
         from memascend import StorageError, nvme
         volume = nvme.open(sys.argv[1], backend=sys.argv[2])
-        # The limit comes after the file is there, and the signal's default action is to end the process.
+        # The limit is set once the file exists; the default action of its signal ends the process.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         assert volume.write(b"1" * 4096, 0).wait() == 4096
@@ -122,7 +122,7 @@ def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
         volume.write(b"before" * 1000, 3).wait()
         volume.flush()
         for number in (errno.EIO, errno.ENOSPC, errno.EROFS):
-            # A block device turns most of them into EIO.
+            # A block device turns most error numbers into EIO.
             expected = (number, errno.EIO)
             faulty.set(read={"errno": number})
             error = failed(volume.read(bytearray(4096), MIB).wait, *expected)
@@ -186,7 +186,7 @@ def test_a_memlock_limit_and_an_unprivileged_user(tmp_path, child):
         """
         import os, resource, sys
         from memascend import nvme
-        os.chdir(sys.argv[1])  # they may not be allowed to walk there
+        os.chdir(sys.argv[1])  # the user may not be allowed to enter its parents
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         os.setgroups([])
         os.setgid(65534)

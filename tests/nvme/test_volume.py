@@ -1,4 +1,4 @@
-"""Tests volumes: what is written is read, at any address, what is wrong is refused first; how they end; a soak."""
+"""Tests volumes: reads and writes at any address, rejected arguments, stripes, closing, and random operations."""
 
 import ctypes
 import gc
@@ -97,8 +97,8 @@ def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
     del data
     ticket.wait()
     gc.collect()
-    assert watch() is None, "a finished ticket holds on to nothing"
-    # Dropped: the tensor's memory must not be reused while it is written.
+    assert watch() is None, "a finished ticket must release its buffer"
+    # The tickets are dropped: a tensor's memory must not be reused while it is written.
     for round_ in range(15):
         tensor = torch.full((MIB,), round_, dtype=torch.uint8)
         volume.write(tensor, round_ * MIB + 7)
@@ -214,7 +214,7 @@ def test_wrong_paths(tmp_path, path):
     with pytest.raises(StorageError) as caught:
         nvme.open(tmp_path / "nowhere" / "file", size=4096)
     assert caught.value.errno == 2
-    assert list(tmp_path.iterdir()) == [], "what was made on the way is gone"
+    assert list(tmp_path.iterdir()) == [], "a failed open must remove the files that it made"
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -234,7 +234,7 @@ def test_stripes(tmp_path, backend, devices):
         assert read(first, 100, 777) == data[:100]
 
 
-# --- ends: closed, at the interpreter's exit ---------------------------------------------
+# --- closing, and the interpreter's exit -------------------------------------------------
 
 
 def test_tickets(volume):
@@ -324,7 +324,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # from malloc.h
 
 
 class Worker:
-    """One thread's share of the volume, and what should be in it."""
+    """One thread's share of the volume, and `model`, the bytes that the share should contain."""
 
     def __init__(self, number):
         self.choose = random.Random(number)
@@ -340,9 +340,9 @@ class Worker:
         return (offset // 4096 * 4096 if self.choose.random() < 0.4 else offset), nbytes
 
     def batch(self, volume):
-        """Writes on bytes of their own, all at once; reads of what nobody writes; some tickets dropped."""
+        """Starts writes and reads of ranges that do not overlap; drops some tickets, waits for others, checks reads."""
         if self.loose:
-            # Writes whose tickets were dropped may still be in flight, and the next ones may be on the same bytes.
+            # Writes whose tickets were dropped may still be in flight, and the next operations may overlap them.
             volume.flush()
         taken, tickets, self.loose = [], [], False
         for _ in range(self.choose.randrange(1, 10)):
@@ -357,7 +357,7 @@ class Worker:
             data = self.choose.randbytes(nbytes)
             self.model[offset : offset + nbytes] = data
             if nbytes <= 2 * MIB and self.choose.random() < 0.3:
-                # From aligned memory, which is used again at once, so this one is waited for.
+                # Writes from the aligned buffer, and waits, since the next write reuses the buffer.
                 self.aligned[:nbytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 volume.write(self.aligned[:nbytes], self.start + offset).wait()
             else:
@@ -384,7 +384,7 @@ def held():
 
 
 def one_round(workers, volume):
-    """Every worker checks what it wrote before and writes anew."""
+    """Runs all workers at once: each checks its share, then starts new batches."""
 
     def work(worker):
         worker.check(volume)
@@ -397,7 +397,7 @@ def one_round(workers, volume):
 
 @pytest.mark.soak
 def test_random_operations_for_minutes(tmp_path):
-    # Large objects in mappings of their own and one heap for all threads: what is freed shows at once.
+    # glibc gets mappings for large objects, and one heap for all threads, so freed memory leaves the process at once.
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 16384) == 1
     assert libc.mallopt(M_ARENA_MAX, 1) == 1
@@ -413,7 +413,7 @@ def test_random_operations_for_minutes(tmp_path):
         backend, depth = choose.choice(["io_uring", "threads"]), choose.choice([1, 2, 8, 32])
         volume = nvme.open(paths, backend=backend, queue_depth=depth)
         one_round(workers, volume)
-        # In turn: closed, dropped, and closed twice, with writes in flight.
+        # With writes in flight, the volumes are dropped, closed twice, and closed once, in turn.
         if rounds % 3:
             volume.close()
         if rounds % 3 == 1:

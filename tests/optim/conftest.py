@@ -1,4 +1,4 @@
-"""Provides a parameter of which an optimizer sees only parts, as the engine gives them."""
+"""Simulates the engine for one parameter: an optimizer updates it in parts, with its state in memory."""
 
 from types import SimpleNamespace
 
@@ -14,31 +14,31 @@ CHUNK = 2048
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """In 16 bits torch's own result depends on its threads."""
+    """Sets torch to one thread: its own results in 16 bits depend on the number of threads."""
 
 
 def layout_of(optimizer, parameter, master_dtype=torch.float32):
-    """The state that the optimizer keeps for one of its parameters."""
+    """Returns the layout of the state that `optimizer` keeps for `parameter`."""
     group = next(at for at, one in enumerate(optimizer.param_groups) if any(parameter is p for p in one["params"]))
     return StateTrials(optimizer, master_dtype).layout(group, parameter)
 
 
 def update_of(optimizer, group, layout, *, first, **given):
-    """An update by the optimizer's own code, as the engine calls it; `group` is one of the optimizer's."""
+    """Returns an update by the optimizer's own code, as the engine calls it; `group` is one of its groups."""
     number = next(at for at, one in enumerate(optimizer.param_groups) if one is group)
     runs = generic.Runs(optimizer, {}, PLAIN, 0)
     return runs.update("w", number, layout, generic.Given(**given), layout.dtype, first=first)[0]
 
 
 class Streamed:
-    """A parameter of which only parts are ever seen: what the engine does, in memory."""
+    """A parameter that is updated in parts, as the engine does it, with values and state in memory."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
         self.layout = layout_of(optimizer, parameter, master_dtype)
         self.chunk = chunk
         self.values = self.flat(parameter.detach())
         given, self.updates = generic.import_state(optimizer, parameter, self.layout)
-        # Nothing may read what no one wrote.
+        # Fills state that the optimizer has not written yet with 77: an update must not read it.
         self.state = {
             name: self.flat(given[name]) if name in given else torch.full(tensor.shape, 77).to(tensor.dtype)
             for name, tensor in self.layout.tensors.items()

@@ -1,4 +1,4 @@
-"""Tests every optimizer of torch.optim on external state in parts, and parameters of all kinds: the bits of memory."""
+"""Tests every optimizer of torch.optim on streamed state, and unusual parameters: bits of training in memory."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from memascend.errors import ConfigError
 from memascend.optim import trial
 from memascend.optim.trial import require_streamable
 
-# Options to try of each class; one of torch.optim that is neither here nor refused fails a test.
+# Options to try with each class; a class of torch.optim that is neither here nor rejected fails a test.
 CASES = {
     "SGD": [
         {"lr": 0.1},
@@ -43,7 +43,7 @@ CASES = {
     "SparseAdam": [{}, {"maximize": True}],
 }
 WHOLE = {"Adafactor", "Muon", "SparseAdam"}
-# Type of the parameters, and of their masters.
+# The dtype of the parameters, and the dtype of their master weights.
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "bf16+master": (torch.bfloat16, torch.float32),
@@ -55,7 +55,7 @@ DTYPES = {
 
 def parameters(name, dtype):
     generator = torch.Generator().manual_seed(5)
-    # torch's Adafactor divides by the number of elements.
+    # torch's Adafactor divides by the number of elements, so it gets no empty parameter.
     shapes = [[(4097,), (3, 1741)], [(1,), (), (7, 5, 3), (3,) if name == "Adafactor" else (0, 5)]]
     if name == "Muon":
         shapes = [[(130, 33), (3, 1741)], [(7, 5)]]
@@ -66,7 +66,7 @@ def parameters(name, dtype):
 
 
 def grouped(groups, dtype=None):
-    """Groups with options of their own, for an optimizer; of masters where a type is given."""
+    """Returns groups for an optimizer, with copies of the parameters (converted to `dtype`) and different options."""
     options = [{}, {"lr": 0.003}]
     return [
         {**option, "params": [torch.nn.Parameter(one.detach().to(dtype or one.dtype, copy=True)) for one in group]}
@@ -79,7 +79,7 @@ def gradient_of(name, parameter, generator):
     if parameter.dim() and name == "SparseAdam":
         rows = torch.randint(len(drawn), (2 * len(drawn) // 3,), generator=generator)
         return torch.sparse_coo_tensor(rows[None], drawn[rows].to(parameter.dtype), drawn.shape, check_invariants=False)
-    # Autograd lays a gradient out as its parameter.
+    # Autograd gives a gradient the strides of its parameter.
     return torch.empty_like(parameter).copy_(drawn).detach()
 
 
@@ -97,7 +97,7 @@ def test_every_class_of_torch_is_tried_or_refused():
 
 
 def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chunk=2048):
-    """Train in memory and in parts side by side; gradients are missing now and then, and lr changes."""
+    """Trains in memory and in parts, and requires the same bits; some gradients are missing, and lr changes."""
     torch.set_num_threads(threads)
     kind = name if inspect.isclass(name) else classes()[name]
     original = kind(grouped(groups), **copy.deepcopy(options))
@@ -115,7 +115,8 @@ def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chu
             zip(members(original), members(reference), strict=True)
         ):
             twin.grad = None
-            # An expert that got no token; torch's own fused SGD fails where only some have a buffer.
+            # Skips the gradient, as for an expert without tokens; torch's fused SGD fails if only some parameters have
+            # a momentum buffer.
             if (turn + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
                 continue
             gradient = gradient_of(name, parameter, generator)
@@ -160,7 +161,7 @@ def test_streamed_parts_get_the_bits_of_torch_in_memory(name, options, dtype):
 
 
 def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
-    # What torch 2.11 does on the CPU: all of these 64 elements are in whole vectors.
+    # Simulates torch 2.11 on the CPU, which skips whole vectors: all 64 elements of the check are in whole vectors.
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)
     monkeypatch.setattr(trial, "_fused_sgd_updates", trial._fused_sgd_updates.__wrapped__)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -191,7 +192,7 @@ def test_memory_formats_other_than_row_by_row(name):
 
 
 class Scaled(ByParameter):
-    """Reads an attribute of its own and one of the parameter's, a norm and its first group, and counts in Python."""
+    """Reads attributes of itself and of the parameter, a norm and its first group's lr; counts in Python numbers."""
 
     def __init__(self, params, *, base, **options):
         super().__init__(params, {"lr": 0.1, **options})
@@ -203,7 +204,7 @@ class Scaled(ByParameter):
         state["count"] += 1
         state["decay"] *= 0.9
         state["begun"] = True
-        # Made anew in every step, and not in place.
+        # Replaces the tensor in every step, instead of writing in place.
         state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
         rate = self.param_groups[0]["lr"] * state["decay"] * self.base ** state["count"]
         rate = rate * getattr(parameter, "factor", 1.0) / float(parameter.norm() + 1)
@@ -261,7 +262,7 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
 
 
 class Odd(torch.nn.Module):
-    """Two layers, and a parameter of another kind that takes no part, or takes part as it can."""
+    """Two layers, and the parameter `odd` of another kind, whose absolute sum scales the second layer's input."""
 
     def __init__(self, odd, *, trained):
         super().__init__()
@@ -306,16 +307,16 @@ def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
 
 @pytest.mark.parametrize(("make", "host_memory"), [(MOMENTUM, None), (ADAMW, "64MiB"), (ADAM, "64MiB")])
 def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
-    """Clipped and accumulated, and beside parameters of float32; in memory where a budget holds them."""
+    """Gradients are clipped and accumulated, also beside float32; with a budget, they wait in memory instead."""
     loop = {"clipped": True, "accumulated": 3}
     plain = Odd(torch.randn(5000, dtype=torch.float64).mul(1e-4), trained=True)
-    # In float32, AdamW has the bits of its fused kernel.
+    # The engine updates float32 with the bits of the fused AdamW, so AdamW's model is float64 throughout.
     plain = plain if host_memory and make is not ADAMW else plain.double()
     same_run(tmp_path, plain, make, loop, gradients="ssd", host_memory=host_memory)
 
 
 def test_a_norm_of_float64_is_that_of_float64(tmp_path):
-    """Squares that float32 has no number for."""
+    """The squares of the gradients exceed the range of float32."""
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     _, optimizer = memascend.offload(
         plain, MOMENTUM(plain.parameters()), storage=tmp_path / "store", gradients="ssd", max_grad_norm=1e-3
@@ -331,7 +332,7 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
     optimizer.close()
 
 
-# The last one is of a class that is tried before it streams.
+# `Doubled` is a user's class, which runs a trial before it streams.
 @pytest.mark.parametrize("make", [ADAM, MOMENTUM, functools.partial(Doubled, lr=0.01)])
 def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
@@ -342,7 +343,7 @@ def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     [
         (torch.zeros(5, dtype=torch.complex64), "odd is torch.complex64, and parameters of float32"),
         (torch.zeros(5, dtype=torch.float8_e4m3fn), "odd is torch.float8_e4m3fn, and parameters of float32"),
-        (torch.empty(0, 4), "odd has no elements, and stands alone"),
+        (torch.empty(0, 4), "odd has no elements, and is a unit alone"),
     ],
 )
 def test_what_has_no_update_or_no_elements_is_refused_by_name(tmp_path, odd, says):

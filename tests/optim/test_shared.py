@@ -1,4 +1,4 @@
-"""Tests what classes of users keep: options and attributes for all parameters, tensors of subclasses; also in RAM."""
+"""Tests state of users' optimizers: options of groups, attributes, tensors of subclasses; also in RAM."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ class Counted(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """What schedule-free optimizers do to their parameters between training and evaluation."""
+    """Moves its parameters between training and evaluation, as schedule-free optimizers do."""
 
     def __init__(self, groups, lr=0.1):
         super().__init__(groups, {"lr": lr, "k": 0, "train_mode": False})
@@ -88,14 +88,14 @@ def groups(trained):
 
 def train(trained, optimizer, steps, *, without=()):
     for index in steps:
-        # A whole group has no gradient.
+        # In the steps of `without`, no parameter of the second group has a gradient.
         for parameter in optimizer.param_groups[1]["params"]:
             parameter.requires_grad_(index not in without)
         step(trained, optimizer, index)
 
 
 def begun(storage, kind=Counted, dtype=torch.float32, **options):
-    """A run, and the original of its optimizer."""
+    """Returns the offloaded model, its optimizer, and the optimizer from which offload() made it."""
     trained = chain(4, bias=True, dtype=dtype)
     original = kind(groups(trained))
     return *memascend.offload(trained, original, storage=storage, **options), original
@@ -154,7 +154,7 @@ def test_a_checkpoint_has_them_too(tmp_path):
     other, optimizer, original = begun(tmp_path / "two", checkpoint=tmp_path / "saved")
     assert original.begun is True
     optimizer.close()
-    # What the checkpoint gave stands in the first commit, too.
+    # The first commit has the attributes of the checkpoint, so a resumed run has them as well.
     other, optimizer, original = begun(tmp_path / "two", existing="resume")
     assert original.begun is True
     train(other, optimizer, range(3, 5))
@@ -170,7 +170,7 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     loss_of(trained).backward()
     optimizer.zero_grad()
     assert all(map(same_options, before, optimizer.param_groups))
-    # A step that cannot be committed.
+    # The commit fails: JSON cannot represent this `user_state`.
     loss_of(trained).backward()
     optimizer.user_state = {"fine": 1}
     optimizer._session.run.metadata.user_state = object()
@@ -194,7 +194,7 @@ def test_an_overflow_leaves_them_as_they_were(tmp_path):
 
 
 class EverSlower(Counted):
-    """Its later steps look at gradients."""
+    """Its ninth step sets `lr` to the norm of a gradient."""
 
     def step(self, closure=None):
         super().step()
@@ -212,7 +212,7 @@ class Listing(Counted):
             self.seen = {1, 2}
 
 
-# The error of its ninth step.
+# The ninth step of each class fails with this error.
 @pytest.mark.parametrize(
     ("kind", "gradients", "error", "says"),
     [
@@ -236,7 +236,7 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
     plain = chain(4, bias=True, dtype=dtype)
     reference = ScheduleFree(groups(plain))
     for epoch in range(2):
-        # The evaluation's values are the committed ones.
+        # eval() committed the values of the evaluation: a new or resumed optimizer begins in evaluation mode.
         trained, optimizer, original = begun(
             tmp_path / "store", ScheduleFree, dtype, master_dtype=None, existing="resume"
         )
@@ -260,21 +260,21 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
         assert not hasattr(optimizer, "eval")
 
 
-# --- optimizers without a kernel where nothing is durable: torch's are kept in RAM, unknown ones streamed -----
+# --- optimizers without a kernel, under durability="none": torch's are kept in RAM, unknown classes stream ----
 
 LAYERS = 3
 
 
 class Watched(Counted):
-    """A class that nothing is known of, which fails where it is told to."""
+    """A user's class, whose step fails on purpose at one parameter."""
 
-    # By the norm of a parameter's gradient, which each parameter has another of.
+    # The norm of that parameter's gradient; no two parameters have the same norm.
     fails_at = None
 
     def step(self, closure=None):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.fails_at in [gradient.norm().item() for gradient in gradients]:
-            raise ArithmeticError("told to")
+            raise ArithmeticError("failed on purpose")
         super().step()
 
 
@@ -313,7 +313,7 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
     with ours:
         stepped(plain, theirs, model, ours, range(3))
         require_equal(plain, theirs, model, ours)
-    # Nothing is durable in a temporary store either.
+    # A temporary store is not durable either.
     with offloaded(None, chain(LAYERS, bias=True), Watched, durability=durability, host_memory="64MiB")[1] as ours:
         assert not ours.plan.ram_tier
 
@@ -327,7 +327,7 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
         loss_of(plain, 2).backward()
         monkeypatch.setattr(Watched, "fails_at", list(plain.parameters())[place].grad.norm().item())
         plain.zero_grad()
-        with pytest.raises(memascend.UsageError) as error:  # noqa: PT012 - a streamed update may fail in either
+        with pytest.raises(memascend.UsageError) as error:  # noqa: PT012 - either call may raise
             loss_of(model, 2).backward()
             ours.step()
         assert isinstance(error.value.__cause__, ArithmeticError)
@@ -340,12 +340,12 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
         require_equal(plain, theirs, model, ours)
 
 
-# Whose code updates parts of a parameter, and whose code updates it whole.
+# NAdam's code updates a parameter in parts, Adafactor's as a whole.
 @pytest.mark.parametrize(("kind", "gradients"), [(torch.optim.NAdam, "fused"), (torch.optim.Adafactor, "ssd")])
 def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, gradients):
     plain, theirs, model, ours = made(tmp_path, kind, gradients)
     with ours:
-        # The first commit says in the catalog that the store is not closed.
+        # The first commit marks the store in the catalog as open; later commits write nothing.
         stepped(plain, theirs, model, ours, range(2))
         before = ours.report()
         ours.param_groups[0]["lr"] = "fast"
@@ -356,7 +356,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
         ours.param_groups[0]["lr"] = 1e-2
         stepped(plain, theirs, model, ours, range(2, 5))
         report = ours.report()
-        assert (report.read, report.written) == (before.read, before.written), "no byte was moved"
+        assert (report.read, report.written) == (before.read, before.written), "the steps must move no bytes"
         require_equal(plain, theirs, model, ours)
 
 
@@ -364,7 +364,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
 
 
 class Quantised(torch.Tensor):
-    """Codes and a scale for each row of blocks; computes as what they stand for."""
+    """Stores codes, and a scale for each block; computes with the values that they encode."""
 
     @staticmethod
     def __new__(cls, codes, scale, block, dtype):
@@ -408,7 +408,7 @@ class Quantised(torch.Tensor):
 
 
 class QuantisedMomentum(ByParameter):
-    """Its state is quantised from 1,024 elements on, and plain below."""
+    """Quantises the state of parameters from 1,024 elements on; with `anew`, replaces the tensor in each step."""
 
     def __init__(self, parameters, *, anew=False):
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""Tests formats of state: which one each parameter has, what is refused by name, changes, and Muon with 16 bits."""
+"""Tests formats of state: the format of each parameter, rejected options, changes of format, Muon with bf16."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ def sgd(given, **options):
     return torch.optim.SGD(given, lr=0.1, **options)
 
 
-# Of AdamW and of SGD with momentum: (state, rounding, masters, dtype) and the format, or what the error names.
+# For AdamW and SGD with momentum: (state, rounding, masters, dtype), and the format or the words of an error.
 KEPT = {
     ("bf16", "nearest", True, FP32): "bf16",
     ("bf16", "nearest", True, BF16): "compact bf16",
@@ -74,7 +74,7 @@ def test_small_parameters_and_embeddings_keep_32_bits_beside_8():
     assert [found[id(one)] for one in (small, embedding, matrix)] == ["", "", "8bit"]
     found = StateFormats(state="bf16", whole=frozenset([id(embedding)])).of(adamw(given), FP32)
     assert set(found.values()) == {"bf16"}
-    # Rows of a rank have the format of the whole parameter.
+    # The shard of a rank has the format of the whole parameter.
     found = StateFormats(state="8bit", elements={id(small): 8190}).of(adamw(given), FP32)
     assert found[id(small)] == "8bit"
 
@@ -114,7 +114,7 @@ def test_a_third_moment_is_refused():
         StateFormats(state="bf16").of(adamw(parameters(FP32), amsgrad=True), FP32)
 
 
-# --- runs that are opened or begun from with another format --------------------------------------
+# --- runs that are resumed, or that start from a checkpoint, with another format -----------------
 
 FORMATS = (None, "bf16", "8bit")
 LOSSES = {
@@ -129,7 +129,7 @@ LOSSES = {
 
 def model(seed=0):
     torch.manual_seed(seed)
-    # The transposed one is not row-major: blocks are counted as it lies.
+    # The transposed weight is not row-major: its blocks follow the order of the elements in memory.
     made = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Tanh(), torch.nn.Linear(90, 70, bias=False))
     made[2].weight = torch.nn.Parameter(torch.randn(90, 70).mul_(0.1).t())
     return made.bfloat16()
@@ -167,7 +167,7 @@ def test_a_start_from_a_checkpoint_goes_on_as_its_run(tmp_path, state, options):
     expected = train(trained, optimizer, range(3, 6))
     left = everything(trained, optimizer)
     optimizer.close()
-    # A warning is an error here.
+    # pytest turns warnings into errors: the same format must not warn.
     trained, optimizer = begin(tmp_path / "two", state, 1, checkpoint=tmp_path / "saved")
     assert all(map(same_bits, expected, train(trained, optimizer, range(3, 6))))
     assert same_states(everything(trained, optimizer), left)
@@ -211,7 +211,7 @@ def test_a_master_that_is_given_up_and_a_seed_that_stands_are_said(tmp_path):
         begin(tmp_path / "one", "bf16", existing="resume", seed=9)[1].close()
 
 
-# --- Muon: masters stored as halves, a momentum of 16 bits, bytes, refusals -------------------------
+# --- Muon: compact masters, a momentum of 16 bits, bytes moved, errors ------------------------------
 
 
 def matrices(dtype):
@@ -225,7 +225,7 @@ def with_muon(storage, dtype=torch.bfloat16, **options):
 
 
 def in_memory(dtype, steps):
-    """Values, masters and momenta after training with masters; momenta are rounded after each step."""
+    """Trains in memory, and rounds momenta after each step; returns values, master weights and momenta."""
     model = matrices(dtype)
     optimizer = Reference(torch.optim.Muon(model.parameters(), lr=0.02), loss_scale=1.0)
     masters = list(optimizer.masters.values())
@@ -249,7 +249,7 @@ def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
 def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
-    """Beside what pages are filled up with, of which small parameters have much."""
+    """The bound adds the padding of pages, which is much for small parameters."""
     model, optimizer = with_muon(tmp_path / "store", gradients="fused", state=state)
     with optimizer:
         train(model, optimizer, range(2))

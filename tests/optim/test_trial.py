@@ -1,4 +1,4 @@
-"""Tests which optimizers can stream, how others are refused, and that a trial changes nothing; and single updates."""
+"""Tests which optimizers can stream, the errors of others, that a trial changes nothing, and single updates."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from memascend.optim.trial import elementwise, require_streamable
 
 
 class Plain(ByParameter):
-    """Gradient descent that its children change; what it takes is not what it keeps."""
+    """Gradient descent, which subclasses change; its argument `rate` has another name than the option `lr`."""
 
     def __init__(self, rate, groups, **options):
         super().__init__(groups, {"lr": rate, **options})
@@ -49,7 +49,7 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Its count is that of parameters with a gradient; alone each of them counts one. No update depends on it."""
+    """Counts the parameters with a gradient: one, if each steps alone. No update reads the count."""
 
     count = 0
 
@@ -58,7 +58,7 @@ class CountingUpdates(Plain):
 
 
 class Passing(Plain):
-    """Passes a number through a tensor of its own, which it reads before or after it has written it."""
+    """Passes a number through its tensor `passed`, which an update reads before (`reads_first`) or after writing it."""
 
     def __init__(self, rate, groups, *, reads_first=False):
         super().__init__(rate, groups)
@@ -71,7 +71,7 @@ class Passing(Plain):
 
 
 class OwnDraw(Plain):
-    """Draws at one size alone, and there on no device's numbers in particular."""
+    """Draws random numbers for the shape of one parameter only."""
 
     def one(self, group, parameter, state):
         state["mask"] = torch.zeros_like(parameter)
@@ -108,7 +108,7 @@ class ByValue(Plain):
 
 
 class ByPath(Plain):
-    """Keeps a number where it may use foreach, a tensor where it may not."""
+    """Keeps a number if the option `foreach` is None, and a tensor otherwise."""
 
     def __init__(self, rate, groups):
         super().__init__(rate, groups, foreach=None)
@@ -118,11 +118,11 @@ class ByPath(Plain):
 
 
 class Opaque(torch.Tensor):
-    """A subclass that says nothing of its parts."""
+    """A tensor subclass without `__tensor_flatten__`, so its parts are unknown."""
 
 
 def own(one):
-    """A class whose step does so to each parameter."""
+    """Returns a class whose step calls `one` for each parameter."""
     return type("Own", (Plain,), {"one": one})
 
 
@@ -135,7 +135,10 @@ def made(kind):
     ("kind", "says"),
     [
         (Remembering, "its attribute 'seen'"),
-        (own(lambda self, *_: vars(self).update(seen={1})), "attribute 'seen' to what is neither number nor text"),
+        (
+            own(lambda self, *_: vars(self).update(seen={1})),
+            "attribute 'seen' to a value that is neither number nor text",
+        ),
         (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
         (functools.partial(Passing, reads_first=True), "depends on the others"),
         (
@@ -251,7 +254,7 @@ def test_what_is_kept_is_told_from_meta_parameters():
         "col_var": ((7, 1, 5), torch.float32),
     }
     assert all(tensor.is_meta for tensor in kept.tensors.values())
-    # The values and the gradient, the master and the gradient in its type, a factor for each row and column, the step.
+    # Values and gradient; master and gradient in the master's dtype; the factors of rows and columns; the step.
     assert kept.whole_bytes == 10_500 * (2 + 2 + 4 + 4) + 4 * (2100 + 35) + 4
     assert kept.stored_bytes == kept.whole_bytes - 42_000
     without = layout_of(torch.optim.Adafactor([parameter]), parameter, None)
@@ -260,7 +263,7 @@ def test_what_is_kept_is_told_from_meta_parameters():
     assert generic.import_state(adagrad, parameter, layout_of(adagrad, parameter)) == ({}, 0)
 
 
-# --- single updates: what they are made from, what they refuse, where they run --------------------
+# --- single updates: their state, options and factors, and errors ---------------------------------
 
 
 def test_state_without_its_optimizers_options_is_kept():

@@ -1,4 +1,4 @@
-"""Tests that a trial touches nothing of the user's: wrappers are refused by name, or taken apart."""
+"""Tests that a trial changes no object of the user: optimizers that hold one are rejected, known wrappers removed."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ import memascend
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Steps another optimizer, as those of timm and pytorch_optimizer do."""
+    """Steps another optimizer, like the classes of this name in timm and pytorch_optimizer."""
 
     def __init__(self, inner):
         self._optimizer_step_pre_hooks = {}
@@ -33,7 +33,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Delegating(torch.optim.Optimizer):
-    """Has no groups of its own."""
+    """Shows the groups and the state of the optimizer that it wraps."""
 
     def __init__(self, inner):
         self.inner = [inner]
@@ -47,7 +47,7 @@ class Delegating(torch.optim.Optimizer):
 
 
 class Holding(torch.optim.SGD):
-    """Its step writes to what it holds."""
+    """Holds an object of the user, so a trial must not run its step."""
 
     def __init__(self, parameters, held):
         super().__init__(parameters, lr=0.1)
@@ -55,7 +55,7 @@ class Holding(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        raise AssertionError("a step ran on what is the user's")
+        raise AssertionError("a trial ran a step on the user's object")
 
 
 class Helper:
@@ -114,7 +114,7 @@ def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner)
 
 
 class OwnMethod(ByParameter):
-    """Keeps a method of its own under another name."""
+    """Keeps its bound method `_one` in the attribute `one`."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -130,7 +130,7 @@ def test_a_method_that_the_optimizer_keeps_is_the_copys_own(tmp_path):
 
 
 def accelerated(inner, *, scaler=None, steps=1):
-    """An object of the class of that name, as accelerate has it."""
+    """Returns an object with the class name and the fields of accelerate's `AcceleratedOptimizer`."""
 
     def step(self, closure=None):
         self.optimizer.step(closure)
@@ -149,7 +149,7 @@ def accelerated(inner, *, scaler=None, steps=1):
 
 
 class SingleDeviceStrategy:
-    """Hands the step on, as Fabric's does on one device."""
+    """Calls the optimizer's step, like Fabric's strategy for one device."""
 
     def __init__(self, **precision):
         self.precision = type("MixedPrecision", (), precision)()
@@ -159,7 +159,7 @@ class SingleDeviceStrategy:
 
 
 class OfFabric:
-    """Its wrapper, which takes the class of what it holds beside its own; the name and module are those of Fabric."""
+    """Simulates Fabric's wrapper, whose class also derives from the optimizer's; has Fabric's name and module."""
 
     def __init__(self, optimizer, strategy):
         self._optimizer, self._strategy = optimizer, strategy
@@ -217,7 +217,7 @@ def test_a_wrapper_that_does_more_is_refused(tmp_path, wrapped, says):
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = wrapped(inner)
-    # Of a list, the wrapper is taken off, too.
+    # offload() also examines wrappers in a list.
     for given in (wrapper, [wrapper]):
         with pytest.raises(memascend.ConfigError, match=says):
             memascend.offload(model, given, storage=tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Makes chains of layers that were trained for a step."""
+"""Provides offloaded models, and chains of layers after a step of training."""
 
 import functools
 
@@ -11,7 +11,7 @@ FUSED = functools.partial(torch.optim.AdamW, eps=1e-3, fused=True)
 
 @pytest.fixture
 def taken(tmp_path):
-    """Offloads a model to the store of a test, and closes it."""
+    """Returns a function that offloads a model to the test's store; the fixture closes the run at the end."""
     made = []
 
     def take(model, **options):
@@ -26,7 +26,7 @@ def taken(tmp_path):
 
 @pytest.fixture
 def training(taken):
-    """Makes a chain that was trained for a step, by default of 16 units."""
+    """Returns a function that offloads a chain, by default of 16 units, and trains it, by default for one step."""
 
     def make(units=16, steps=1, **options):
         model, optimizer = taken(chain(units, bias=True), **options)

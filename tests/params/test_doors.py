@@ -1,4 +1,4 @@
-"""Tests writes to weights between forwards that go through no door: each is refused, and leaves all as it was."""
+"""Tests writes to weights between forwards, outside of the three doors: each is rejected and changes nothing."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,10 @@ DOORS = r"optimizer\.edit\(parameter\) or memascend\.materialized\(model, modify
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_past_the_doors_is_refused_with_them_and_changes_nothing(training, write):
-    """At the call, where torch asks the parameter; else by the next forward. `parity.machine` does it in all modes."""
+    """A write that torch dispatches to the parameter raises at once; any other makes the next forward raise.
+
+    `parity.machine` tests such writes in all modes of `gradients`.
+    """
     model, offloaded = training(units=2)
     expected = values(model)
     if write in AT_ONCE:
@@ -74,7 +77,7 @@ def test_every_weight_that_was_written_to_is_named(training):
 
 @pytest.mark.parametrize("way", KEPT)
 def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(training, way):
-    """In memory it would follow the weight. Released, the same step is made."""
+    """In memory, the view would follow the weight. Once the view is released, the same step succeeds."""
     model, offloaded = training(units=2)
     expected, kept = values(model), KEPT[way](model[1].weight)
     words = r"^1\.weight is about to change, .*p\.detach\(\)\.clone\(\)"
@@ -93,7 +96,7 @@ def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(trainin
 @pytest.mark.parametrize("budget", [None, "64MiB"])
 @pytest.mark.parametrize("door", ["edit", "load", "step"])
 def test_a_graph_from_before_a_change_is_refused(training, budget, door):
-    """As in memory, where the graph has saved what was written to."""
+    """In memory, too, a backward fails if a tensor that the graph saved was written to."""
     model, offloaded = training(units=2, host_memory=budget, steps=0 if door == "step" else 1)
     loss = model(batch()).square().mean()
     if door == "edit":
@@ -113,7 +116,7 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
 
 
 class Keeps(nn.Module):
-    """Computes with what it takes of its weight in its first forward, or in each."""
+    """Computes with `take(weight)` of its first forward or, with `anew`, of each forward."""
 
     def __init__(self, take, *, anew=False):
         super().__init__()
@@ -133,7 +136,7 @@ def keeping(take):
 
 @pytest.mark.parametrize(("take", "comes"), [(lambda p: p.t(), "step"), (lambda p: p.data, "forward")])
 def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path, take, comes):
-    """In memory it follows the weight. No step is made that used it."""
+    """In memory, the view follows the weight. No step commits that computed with the old view."""
     model, optimizer = offloaded(tmp_path / "s", keeping(take))
     words = r"the attribute 'held' of 0 \(Keeps\) is a view of '0\.weight' that an earlier forward took"
     with optimizer:
@@ -178,7 +181,7 @@ LEGITIMATE = {
 
 @pytest.mark.parametrize("kind", LEGITIMATE)
 def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
-    """Though the graphs of all steps, and what hooks have seen, are kept."""
+    """The test keeps the graphs of all steps, and the views that a hook took."""
 
     def make():
         torch.manual_seed(0)
@@ -197,7 +200,7 @@ def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
 
 
 def test_a_forward_that_writes_to_its_weights_is_refused_with_the_way_out(tmp_path):
-    """An embedding with a largest norm writes to the rows that it reads; docs/limits.md has the loop, which runs."""
+    """An embedding with `max_norm` writes to the rows that it reads; docs/limits.md has a loop that works."""
     model = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
     model, optimizer = offloaded(tmp_path / "s", model)
     with optimizer:

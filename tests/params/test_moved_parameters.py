@@ -1,4 +1,4 @@
-"""Tests what would give an offloaded parameter another place: pruned, parametrized, normalised, tied, fused."""
+"""Tests calls that would move or replace an offloaded parameter: prune, parametrize, normalise, tie, fuse, cast."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_a_parameter_that_is_put_back_is_its_own(training):
     with pytest.raises(UsageError, match="deleted, replaced or tied"):
         model[0](batch())
     model[0].weight = weight
-    # Outside of the model it may be used as it likes.
+    # A module outside of the model may use the parameter.
     head = nn.Linear(WIDTH, WIDTH)
     head.weight = weight
     assert same_bits(head(batch()), nn.functional.linear(batch(), weight, head.bias))
@@ -101,7 +101,7 @@ def test_a_cast_of_a_weight_is_a_copy_and_has_its_gradient(training, cast):
     (cast(model[0].weight).square().sum() + model(batch()).sum() * 0).backward()
     cast(plain).square().sum().backward()
     offloaded.step()
-    # Of the weight and of the rest, which is zeros.
+    # The norm is that of the weight's gradient: all other gradients are zero.
     assert offloaded.grad_norm == pytest.approx(float(plain.grad.norm()), rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Tests reads of weights between forwards: programs get the bits of torch in memory, and keep little."""
+"""Tests reads of weights between forwards: they have the bits of training in memory, and unused copies are freed."""
 
 import copy
 from unittest import mock
@@ -15,7 +15,7 @@ from memascend.params.unit import Bytes, Home
 
 
 def averaged(model, optimizer):
-    """Torch's averaged weights, which are those of a deep copy."""
+    """Trains with torch's weight average, which is a deep copy of the model; returns losses and its output."""
     average = torch.optim.swa_utils.AveragedModel(model)
     records = []
     for _ in range(3):
@@ -25,7 +25,7 @@ def averaged(model, optimizer):
 
 
 def penalised(model, optimizer):
-    """Losses with weights in them, which are read in the graph: as they are, and as views."""
+    """Trains with penalties on weights, which the graph reads whole and as views; returns the losses."""
     records, first = [], [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         loss = model(batch()).pow(2).mean() + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
@@ -33,7 +33,8 @@ def penalised(model, optimizer):
         loss = loss + 1e-3 * parameters_to_vector(model.parameters()).pow(2).sum()
         turned = (model[0].weight.t() @ model[1].weight - torch.eye(WIDTH)).square().mean()
         loss = loss + turned + 1e-3 * model[1].weight.view(-1)[::2].abs().sum() + model[0].weight[1:3].square().sum()
-        loss = loss + 1e-3 * sum(torch._foreach_norm(list(model.parameters())))  # more than fit at once
+        # One call reads more weights than fit in memory at once.
+        loss = loss + 1e-3 * sum(torch._foreach_norm(list(model.parameters())))
         loss.backward()
         records.append(loss.detach())
         del loss, turned
@@ -72,7 +73,7 @@ def test_copies_that_nobody_has_are_freed(training):
 def test_no_step_changes_a_state_dict(training):
     model, offloaded = training(units=2)
     state = model.state_dict()
-    # Reads of one weight are one memory, as in memory; a copy is made once.
+    # All reads of a weight share one copy, as they share the weight in memory.
     assert model.state_dict()["0.weight"].data_ptr() == state["0.weight"].data_ptr()
     view = model[0].weight.detach()
     assert view.data_ptr() == model[0].weight.data.data_ptr()
@@ -98,7 +99,7 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
     before, views = values(model), []
     with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.data)):
         step(model, offloaded)
-    # Its unit leaves memory, and comes again with other values.
+    # The unit of the view is evicted and read again with other values.
     with torch.no_grad():
         for _ in range(3):
             model(batch())
@@ -128,7 +129,7 @@ def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
     assert model[0].weight.any()
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
     assert same_states(part.state_dict(), {name: expected[f"1.{name}"] for name in ("weight", "bias")})
-    # Its own hooks are there again.
+    # The model that was copied still has its hooks.
     with pytest.raises(UsageError):
         model.to(torch.float64)
 
@@ -151,7 +152,7 @@ def test_a_module_that_copies_itself_does_so(tmp_path):
 
 
 class Named(nn.Module):
-    """Its forward names weights of other modules, as many models' do."""
+    """Its forward uses weights of other modules by name, as many models do."""
 
     def __init__(self, compute):
         super().__init__()
@@ -178,12 +179,12 @@ COMPILED = {
 }
 
 
-# The compiler looks at results of modules so, at any.
+# The compiler reads `.grad` of modules' results, whether they are leaves or not.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compute", COMPILED)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_path, compute, whole):
-    """The model, or a function outside of it."""
+    """Compiles the model (`whole`), or a function outside of it."""
 
     def losses(model, optimizer):
         if whole:

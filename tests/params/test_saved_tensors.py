@@ -1,4 +1,4 @@
-"""Tests that tensors which autograd saves, and which lie in a unit, come back as the views that they were."""
+"""Tests that views of offloaded weights that autograd saves are restored with the same strides and bits."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Multiplies by a view of its weight, which the product saves for the gradient of the other factor."""
+    """Multiplies by a view of its weight, which autograd saves for the gradient of the other factor."""
 
     def __init__(self, view):
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Views(nn.Module):
-    """Blocks that are away again when the backward begins."""
+    """Blocks that are offloaded again when the backward begins."""
 
     def __init__(self, view):
         super().__init__()
@@ -46,7 +46,7 @@ def conjugate(weight, x):
 
 
 def negated(weight, x):
-    """What is imaginary of a conjugate is a view whose sign is turned when it is read."""
+    """Multiplies by the imaginary part of a conjugate, a view whose sign torch turns when it is read."""
     return torch.view_as_complex(weight).conj().imag * x
 
 
@@ -65,12 +65,12 @@ def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
 
 
 class Recomputed(nn.Module):
-    """Layers that the backward computes again, when they are away."""
+    """Layers that the backward recomputes after they were offloaded."""
 
     def __init__(self, compute):
         super().__init__()
         torch.manual_seed(0)
-        # With a bias they would have no product that `keep_products` knows.
+        # With a bias, the layers would call addmm, which `keep_products` does not save.
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.compute = compute
 
@@ -123,7 +123,7 @@ def test_a_unit_that_is_read_again_within_a_recomputation_is_no_part_of_it(tmp_p
 
 
 class Changed(nn.Module):
-    """A layer whose input is changed in place after the layer saved it."""
+    """Changes the input of `second` in place after autograd saved it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs one training case in RAM and offloaded in every way; compares bits."""
+"""Runs a training case in RAM and offloaded, in many combinations of options, and compares bits."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 GRADIENTS = ("fused", "ssd", "ram", "auto")
 KEPT = ("ssd", "ram")
-# What "large" means: every model here fits many times, so that all of its state is in RAM.
+# The budget "large": all state of every model here is kept in RAM.
 LARGE = "1GiB"
-# Times that a run may find out in its first step that it needs more: segments, then views.
+# Budgets that a case may try: its first step may need more memory for segments, and then for views.
 BUDGETS_MAX = 4
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A combination in which a case is run."""
+    """A combination of options in which a case runs."""
 
     gradients: str
-    budget: str  # "smallest", "large", or "some": of the state is in RAM
+    budget: str  # "smallest", "large" (all state in RAM) or "some" (part of the state in RAM)
     threads: int
     durability: str = "step"
 
@@ -45,7 +45,7 @@ class Mode:
 
 @dataclass
 class Run:
-    """What a loop is given; it trains, and records what must be the same."""
+    """The model, optimizer and batches that a loop trains with, and its recorded values, which must be equal."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -55,7 +55,7 @@ class Run:
     records: list = field(default_factory=list)
 
     def loss(self, index):
-        """The loss of a batch, recorded."""
+        """Computes, records and returns the loss of a batch."""
         loss = self.loss_of(self.model, self.batches[index % len(self.batches)])
         self.record(loss)
         return loss
@@ -73,7 +73,7 @@ def usual_loop(run, steps=4):
 
 
 def adamw(model, **options):
-    """Rates that move a small model visibly, so that a lost update shows."""
+    """Returns AdamW with rates that change a small model visibly, so that a lost update shows."""
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, "weight_decay": 0.1, **options}
     )
@@ -81,7 +81,7 @@ def adamw(model, **options):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its data and a loop."""
+    """A model with its data, loss, loop, optimizer and options."""
 
     name: str
     model: Callable[[], torch.nn.Module]
@@ -90,27 +90,27 @@ class Case:
     loop: Callable[[Run], None] = usual_loop
     dtype: torch.dtype = torch.float32
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw
-    options: Mapping[str, Any] = field(default_factory=dict)  # of offload() and of the reference
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of offload() and of the reference
     gradients: tuple[str, ...] = GRADIENTS
-    everywhere: bool = False  # each way of gradients runs in `make test`, with budgets and threads by turns
-    learns_budget: bool = False  # the first step may show that more memory is needed, as no plan could know
+    everywhere: bool = False  # `make test` runs each mode of gradients, each with another budget
+    learns_budget: bool = False  # the first step may need more memory than a plan can know
     marks: tuple = ()
 
     def modes(self):
-        """Threads and durability go round over them, from where the case's name says."""
+        """Yields all modes of the case; threads and durability take turns, starting from a hash of the case's name."""
         turn = zlib.crc32(self.name.encode())
         for index, parts in enumerate(itertools.product(self.gradients, ("smallest", "some", "large"))):
             yield Mode(*parts, 1 + (turn + index) % 2, ("step", "none")[(turn + index) // 2 % 2])
 
 
 def combined(cases: Iterable[Case]):
-    """Each case in every combination; all but one or a few of them slow, spread evenly."""
+    """Parametrizes a test by each case in all of its modes; all but one or a few modes of a case are slow."""
     params = []
     for case in cases:
         modes = list(case.modes())
         chosen = [modes[zlib.crc32(case.name.encode()) % len(modes)]]
         if case.everywhere:
-            # Of three budgets that each way has, another one for each.
+            # Each mode of gradients has three budgets: choose another budget for each.
             chosen = [modes[3 * index + index % 3] for index in range(len(case.gradients))]
         for mode in modes:
             marks = [*case.marks, *([] if mode in chosen else [pytest.mark.slow])]
@@ -120,7 +120,7 @@ def combined(cases: Iterable[Case]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left."""
+    """The records, final values, state and random state of a run, and its initial weights."""
 
     records: list
     weights: dict[str, torch.Tensor]
@@ -135,9 +135,9 @@ def copies(named):
 
 
 def play(case, threads, take, *, read):
-    """Runs the case with the optimizer that `take` makes of its own, and reads what is left within `read`."""
+    """Runs the case with the model and optimizer that `take` returns; copies the final values inside `read`."""
     with threads_of_torch(threads):
-        if "torch._dynamo" in sys.modules:  # what one run compiled must not serve the next
+        if "torch._dynamo" in sys.modules:  # code that one run compiled must not serve the next
             torch._dynamo.reset()
         torch.manual_seed(1)
         model = case.model().to(case.dtype)
@@ -157,7 +157,7 @@ def play(case, threads, take, *, read):
 
 
 def nothing(*_):
-    """Reads a model in memory."""
+    """Returns an empty context: the weights of a model in memory can be read as they are."""
     return contextlib.nullcontext()
 
 
@@ -165,6 +165,8 @@ _references: dict[tuple[str, int], Outcome] = {}
 
 
 def reference(case, threads):
+    """Returns the outcome of the case in RAM, cached by case and number of threads."""
+
     def take(model, original):
         return model, Reference(original, model=model, **case.options)
 
@@ -172,14 +174,14 @@ def reference(case, threads):
     if key not in _references:
         outcome = _references[key] = play(case, threads, take, read=nothing)
         assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights), (
-            "nothing was trained: this case could not fail"
+            "training changed no weight: this case could not fail"
         )
     return _references[key]
 
 
 @contextlib.contextmanager
 def committed(model, optimizer):
-    """The committed weights, for as long as they are read; the budget was kept; then the store is closed."""
+    """Requires that the run kept its budget; materializes the weights inside the block; then closes the run."""
     host = optimizer.report().to_dict()["host"]
     assert host["peak"] <= host["budget"], host
     with memascend.materialized(model):
@@ -188,7 +190,7 @@ def committed(model, optimizer):
 
 
 def budget_of(case, mode, options):
-    """As `offload` names it for this case, or plans it."""
+    """Returns the host budget of a mode: a constant, the smallest that works, or a mean of two that the plan names."""
     if mode.budget == "large":
         return LARGE
     with torch.random.fork_rng():
@@ -201,6 +203,7 @@ def budget_of(case, mode, options):
 
 
 def offloaded(case, mode, folder):
+    """Runs the case offloaded; tries again with the budget of a BudgetError if the case may need more than planned."""
     options = {"storage": folder / "run.store", "gradients": mode.gradients, "durability": mode.durability}
     with threads_of_torch(mode.threads):
         budget = budget_of(case, mode, options)
@@ -219,16 +222,16 @@ def offloaded(case, mode, folder):
         except memascend.BudgetError as error:
             if not case.learns_budget or not taken:
                 raise
-            assert taken[-1].steps == 0, "a budget was refused after a step was committed"
+            assert taken[-1].steps == 0, "a budget was rejected after a step was committed"
             budget = error.smallest
         finally:
             for optimizer in taken:
                 optimizer.close()
-    raise AssertionError(f"the budget was still too small after {BUDGETS_MAX} that were said to work")
+    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, though errors named each as the smallest that works")
 
 
 def same(left, right):
-    """The same bits, but for the payload of a NaN."""
+    """True if two values have the same bits; the payloads of NaNs may differ."""
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return bool(left == right)
     return same_bits(left, right, any_nan=True)
@@ -244,9 +247,9 @@ def _named(outcome):
 
 
 def differences(expected, got):
-    """What differs, one line each; the first record that differs comes first."""
+    """Returns a line for each missing, additional or different value, in the order of records, values and state."""
     expected, got = dict(_named(expected)), dict(_named(got))
-    # An optimizer may count steps as an integer, and may show a master where the parameter is one.
+    # An optimizer may count steps as an integer, and may list a master for a parameter that is its own master.
     for name in list(got):
         if name.endswith(": step"):
             got[name] = got[name].float()
@@ -269,9 +272,10 @@ def describe(expected, got):
         wrong = (expected != got).sum().item()
         distance = (expected.double() - got.double()).abs().max().item()
         return f"{wrong} of {expected.numel()} elements, by at most {distance:.3g}"
-    return f"{expected!r} in RAM, {got!r}"
+    return f"{expected!r} in RAM, {got!r} offloaded"
 
 
 def check(case, mode, folder):
+    """Requires that the case gives the same bits in RAM and offloaded."""
     lines = differences(reference(case, mode.threads), offloaded(case, mode, folder))
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])

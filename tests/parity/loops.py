@@ -1,4 +1,4 @@
-"""Training loops that people write: each runs the same code in RAM and offloaded."""
+"""Defines training loops as users write them; each runs the same code in RAM and offloaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-CLIPPED = 0.05  # below the norms that the small models here have, so that it clips
+CLIPPED = 0.05  # below the gradient norms of the small models here, so that it clips
 
 
 def finish(run):
@@ -27,7 +27,7 @@ def clips(run):
 
 
 def clips_in_step(run):
-    """With `max_grad_norm=`: the norm is that of the exact sum, whichever order or device it was summed in."""
+    """Trains with `max_grad_norm=`; records the norm, which is exact and so independent of order and device."""
     for index in range(4):
         run.loss(index).backward()
         run.optimizer.step()
@@ -45,7 +45,7 @@ def accumulates(run, counts=(3, 3, 2)):
 
 
 def scales(run):
-    """A scaled loss; one backward in the middle overflows, and its step is skipped."""
+    """Trains with a scaled loss; the third backward overflows, and its step is skipped."""
     half = any(p.dtype == torch.float16 for p in run.model.parameters())
     for index in range(5):
         loss = run.loss(index)
@@ -73,7 +73,7 @@ def grad_scaler(run, *, clip=None):
 
 
 def schedules(run):
-    """With a scheduler that was made for the original optimizer, before offload(), or with one for the returned one."""
+    """Trains with the scheduler of the original optimizer, or without one with a new scheduler of `run.optimizer`."""
     scheduler = getattr(run.original, "scheduler", None)
     scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
     for index in range(5):
@@ -85,7 +85,7 @@ def schedules(run):
 
 
 def changes_options(run):
-    """A schedule that moves more than a rate: what is kept of a momentum stays as it is where a step has none."""
+    """Changes the learning rate and the momentum; the step with momentum 0 leaves the momentum buffers unchanged."""
     for index in range(4):
         for group in run.optimizer.param_groups:
             group["lr"], group["momentum"] = (0.05, 0.0) if index == 2 else (0.1, 0.9)
@@ -115,7 +115,7 @@ def drops_some(run):
 
 
 def disjoint(run):
-    """Two backwards over two towers make one step; the graphs are kept at once."""
+    """Makes each step of two backwards over two towers, whose graphs exist at the same time."""
     for index in range(4):
         losses = [run.model(run.batches[index][0], tower).square().mean() for tower in ("left", "right")]
         run.record(*losses)
@@ -136,7 +136,7 @@ def reads_the_head(run):
 
 
 def penalizes_gradients(run):
-    """The gradient of the input is part of the loss: a backward through the backward."""
+    """Adds the gradient of the input to the loss, which takes a backward through the backward."""
     for index in range(4):
         x = run.batches[index][0].clone().requires_grad_()
         y = run.model(x)
@@ -148,7 +148,7 @@ def penalizes_gradients(run):
 
 
 def asks_for_gradients(run):
-    """torch.autograd.grad of a weight beside backward: nothing is staged by it."""
+    """Calls torch.autograd.grad of a weight before each backward; that call stages nothing."""
     for index in range(4):
         loss = run.loss(index)
         run.record(torch.autograd.grad(loss, run.model.head.weight, retain_graph=True)[0])
@@ -171,7 +171,7 @@ def generates(run):
 def casts_automatically(run):
     for index in range(4):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the copies that autocast keeps
+            warnings.simplefilter("ignore", UserWarning)  # memascend's, about autocast's copies of weights
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = run.loss(index)
         loss.backward()
@@ -198,13 +198,13 @@ def failing(module, where):
     except Interruption:
         pass
     else:
-        raise AssertionError("nothing failed")
+        raise AssertionError("the exception of the hook did not arrive")
     finally:
         handle.remove()
 
 
 def retains(run):
-    """A second forward before the first one's backward, and a graph that is walked twice."""
+    """Runs two forwards before one backward of both, which retains their graphs."""
     for index in range(3):
         first, second = run.loss(index), run.loss(index + 1)
         (first + second).backward(retain_graph=True)

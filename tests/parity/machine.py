@@ -1,8 +1,10 @@
-"""A state machine of training: rules do the same to a model in memory and to an offloaded one; all bits stay equal.
+"""Defines a state machine of training: rules treat a model in memory and an offloaded one alike; all bits stay equal.
 
-A call that cannot be exact raises the error that the rule predicts, and zero_grad() leads back on both sides. A kill
-is a copy of the store's file, as the killed process leaves it: taken between two rules, or at a call of the engine
-within one. The run that was copied is then dropped, and the copy is resumed.
+A call that cannot be exact must raise the error that the rule predicts; zero_grad() then makes both sides equal again.
+
+[Note: kills] A kill copies the store's file to `corpse`, as a killed process would leave it, between two rules or at a
+call of the engine within a rule. `remains` is the twin's commit that the copy must have; it is None until the twin has
+made its commit, if the kill came right after the run's. `_die` closes the run, resumes the copy and restores the twin.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import memascend
 from memascend import StorageError, UsageError
 
 SEEDS = st.integers(0, 5)
-# What a loss is multiplied by: norms far below and far above each limit, and overflows of float16.
+# Factors of a loss, for norms far below and far above each limit, and for overflows of float16.
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
 NAMES = st.sampled_from(sorted(CHANGES))
@@ -37,11 +39,11 @@ DOORS = ("materialized", "replaced", "edit", "load_state_dict")
 
 
 class Machine(RuleBasedStateMachine):
-    """Twins, and what the loop has done since the last step, from which follows what must be refused.
+    """The offloaded run, its twin, and the loop's calls since the last step, which predict the errors.
 
     Attributes:
-        waits: the gradients of all lives; None: any but "fused".
-        seen: what happened in all examples, by name.
+        waits: the option `gradients` of all lives; None: any but "fused".
+        seen: how often each event happened in all examples, by its name.
     """
 
     waits = None
@@ -87,7 +89,7 @@ class Machine(RuleBasedStateMachine):
         return self.folder / f"{self.stores}.store"
 
     def _open(self, life, file, **options):
-        """A new process: with values of its own, which the store's replace."""
+        """Starts a process: offloads a model with other initial values, which a resumed store replaces."""
         self.file, self.life = file, life
         self.processes += 1
         self.kept.clear()
@@ -96,7 +98,8 @@ class Machine(RuleBasedStateMachine):
         self.plain.restore()
         self.plain.computed = False
         self._forget_gradients()
-        # What the loop was seen to do, where "auto" looks: nothing, something, or what either may follow from.
+        # The mode that "auto" may choose after the loop's first step: "" means "fused", "either" means any, and
+        # "declared" and "keeps" mean "ssd".
         self.habit = "declared" if self._declared > 1 or setup.options.get("max_grad_norm") is not None else ""
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
@@ -115,18 +118,18 @@ class Machine(RuleBasedStateMachine):
         self.corpse = self._file()
         shutil.copyfile(self.file, self.corpse)
         self.died = when
-        # The first commit of a process notes that it has not closed the store.
+        # With durability="none", the first commit of a process marks the store as unclosed.
         self.is_unclosed = self.life.durability == "none" and FUSE.commits > 0
-        # The twin's commit comes after ours.
+        # The twin commits after the run does: `_note_commit` then sets `remains`, see [Note: kills].
         self.remains = None if when == "after" else self.plain.committed
 
     def _note_commit(self):
-        """The twin has committed; a process that was killed after its commit of the same left that."""
+        """Sets `remains` to the twin's new commit if the process was killed right after its own commit."""
         if self.corpse is not None and self.remains is None:
             self.remains = self.plain.committed
 
     def _die(self, life):
-        """Go on with what the killed process left; the one that was not closed in time is refused by name."""
+        """Resumes the store of the killed process; an unclosed store must raise an error that names `durability`."""
         corpse, self.corpse = self.corpse, None
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
@@ -140,7 +143,7 @@ class Machine(RuleBasedStateMachine):
         self._close()
         self._open(life, corpse, existing="resume")
 
-    # --- what must be refused ----------------------------------------------------------------
+    # --- predictions of errors ---------------------------------------------------------------
 
     @property
     def _declared(self):
@@ -152,23 +155,23 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _taken(self):
-        """Gradients are gone into updates as they arrived."""
+        """True if updates have used the gradients on arrival, as "fused" does."""
         return self.mode == "fused" and self._handles and (self.spent or self.backwards >= self._declared)
 
     @property
     def _is_partial(self):
-        """More of these gradients comes before their updates, which a change would let wait for step()."""
+        """True if "fused" updates wait for more backwards; changing p.grad would make them wait for step()."""
         return self.mode == "fused" and self._declared > 1 and not self._taken
 
     @property
     def _handles(self):
-        """Parameters whose gradients the library has."""
+        """The parameters whose p.grad is a gradient handle of the library."""
         return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
 
     def _forget_gradients(self, *, noticed=True):
-        """`noticed`: the library knows at once, and not when it looks at p.grad the next time."""
+        """Forgets all gradients; without `noticed` the library detects their removal when it next reads p.grad."""
         self.backwards = 0
-        # There is something for step() to use; and some of it is with the library, and no mere tensor in p.grad.
+        # `fresh`: step() has gradients to use. `staged`: the library has some of them, not only tensors in p.grad.
         self.fresh = False
         self.staged = self.staged and not noticed
         self.unnoticed = not noticed
@@ -180,7 +183,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _late_rates(self):
-        """Groups whose updates ran with another learning rate than they have now."""
+        """True if the learning rate of a group has changed since its updates ran."""
         changed = [one != other for one, other in zip(self.rates, self._rates(), strict=True)]
         handles = {id(p) for p in self._handles}
         groups = zip(changed, self.optimizer.param_groups, strict=True)
@@ -188,7 +191,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def _refused(self, words):
-        """What is inside is refused, and zero_grad() makes good whatever it did."""
+        """Requires that the block raises a UsageError with `words`; zero_grad() then undoes the block's effects."""
         with pytest.raises(UsageError, match=words):
             yield
         self.seen[f"refused: {words}"] += 1
@@ -200,13 +203,13 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _mixes(self):
-        """Whether a save or a door would mix with the step; both forget one whose gradients were all taken away."""
+        """True if a save or a door would mix with a staged step; both drop a step whose gradients were all removed."""
         if self.staged and not self._present:
             self._forget_gradients()
         return self.staged
 
     def _noticed(self):
-        """A change that "auto" sees, unless it is of what the loop put into p.grad itself."""
+        """Notes a change of p.grad for the choice of "auto", which sees changes of gradient handles only."""
         self.habit = "keeps" if self._handles else self.habit or "either"
 
     # --- gradients -----------------------------------------------------------------------------
@@ -231,6 +234,7 @@ class Machine(RuleBasedStateMachine):
         self._arrived(1)
 
     def _arrived(self, backwards):
+        """Notes that gradients of so many backwards arrived on both sides."""
         self.backwards += backwards
         self.fresh = self.staged = True
         self.rates = self._rates()
@@ -239,7 +243,7 @@ class Machine(RuleBasedStateMachine):
     @rule(first=SEEDS, count=st.integers(1, 3), by_layer=st.booleans())
     def accumulate(self, first, count, by_layer):
         if self.unnoticed:
-            # Else the call counts one backward more.
+            # Otherwise accumulate() would count one backward too many.
             self._discard()
         count = self._declared if self._declared > 1 else count
         seeds = [first + index for index in range(count)]
@@ -251,7 +255,7 @@ class Machine(RuleBasedStateMachine):
             self.plain.backward(loss)
         if count > 1 and not self.habit:
             self.habit = "either"
-        # A call says how many backwards make a step.
+        # accumulate() itself declares how many backwards make a step.
         self._arrived(max(self._declared, count))
 
     @precondition(lambda self: self._present)
@@ -306,13 +310,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self._declared == 1 and (self.fresh or not self._present))
     @rule(every=st.integers(1, 3), value=st.sampled_from((0.0, 1e-2, -0.5)))
     def assign_gradients(self, every, value):
-        # The updates of the others stay.
+        # Replaces at most every other gradient, so that gradients whose updates have run remain.
         every = max(every, 2) if self._taken else every
         self._put(every, lambda p: torch.full(p.shape, value, dtype=p.dtype))
         self.habit = self.habit or "either"
         self.fresh = True
 
     def _put(self, every, gradient):
+        """Sets p.grad to `gradient(p)` for every `every`-th parameter of both models."""
         for model in (self.model, self.plain.model):
             for p in list(model.parameters())[::every]:
                 p.grad = gradient(p)
@@ -320,7 +325,7 @@ class Machine(RuleBasedStateMachine):
     @rule(to_none=st.booleans(), of_model=st.booleans())
     def zero_grad(self, to_none, of_model):
         if not to_none and self._taken:
-            # A sum of several was on storage before its update began, and may be there still.
+            # A sum of several backwards was spilled to storage, which may still have it: then zeroing works.
             with self._refused("zeros") if self.backwards == 1 else contextlib.suppress(UsageError):
                 self.optimizer.zero_grad(set_to_none=False)
             self._discard()
@@ -362,7 +367,7 @@ class Machine(RuleBasedStateMachine):
                 self.optimizer.step()
             self.seen["a commit failed"] += 1
             if not zeroes or self.changed:
-                # What was made of a gradient and its changes has gone into the update.
+                # The update has consumed the gradients and their changes: the step cannot be repeated.
                 self._discard()
                 return
         self.optimizer.step()
@@ -373,7 +378,7 @@ class Machine(RuleBasedStateMachine):
             self._discard()
 
     def _refuse_kept(self):
-        """A view would keep the old values of a weight that the step changes."""
+        """Requires that step() raises if user code holds a view of a weight that the step changes."""
         changes = [name for name in self.kept if self.plain.model.get_parameter(name).grad is not None]
         if changes:
             with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
@@ -382,6 +387,7 @@ class Machine(RuleBasedStateMachine):
         self.kept.clear()
 
     def _stepped(self):
+        """Steps the twin, and requires that it agrees with the run's step."""
         committed = self.plain.step()
         self._note_commit()
         assert self.optimizer.overflowed == self.plain.overflowed
@@ -390,7 +396,7 @@ class Machine(RuleBasedStateMachine):
         if not committed:
             self.seen["overflows"] += 1
             return
-        # Factors round the gradients in memory, and no norm that is taken on storage: in 16 bits that is much.
+        # In memory a factor rounds the gradients, and so their norm (much in 16 bits); on storage it does not.
         rounds = 1e-6 if self.plain.setup.dtype == torch.float32 else 0.05
         near = {"rel": rounds if self.changed else 1e-12}
         assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
@@ -399,11 +405,11 @@ class Machine(RuleBasedStateMachine):
         if self.steps_of_life == 1 and self.life.gradients == "auto":
             self.mode = FUSE.learned.mode
             expected = {"": ("fused",), "either": ("fused", "ssd")}.get(self.habit, ("ssd",))
-            assert self.mode in expected, f"auto learned {self.mode}, and the loop {self.habit or 'changed nothing'}"
+            assert self.mode in expected, f"auto chose {self.mode}; the loop's habit is {self.habit!r}"
 
     @rule(first=SEEDS, factors=st.lists(FACTORS, min_size=1, max_size=3), count=st.sampled_from((1, 1, 1, 2)))
     def train(self, first, factors, count):
-        """Steps as most loops make them."""
+        """Makes whole steps, as most loops do."""
         for factor in factors:
             self._train(first, factor, count)
 
@@ -413,7 +419,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def train_by_an_infinite_loss(self, seed):
-        """In a loop whose norm is known before the commit."""
+        """Trains with an infinite loss if the norm is known before the commit: not with "fused" and "raise"."""
         if self.mode != "fused" or self.plain.setup.options["nonfinite"] == "skip":
             self._train(seed, float("inf"), 1)
 
@@ -443,7 +449,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.setup.model != "norms" and not self._taken)
     @rule(where=st.sampled_from(("before", "after", "backward")), seed=SEEDS)
     def fail(self, where, seed):
-        """An exception of the user's; what arrived by then is dropped."""
+        """Raises a user's exception in a forward or backward; gradients that have arrived are dropped."""
         for model, backward in ((self.model, self.optimizer.backward), (self.plain.model, self.plain.backward)):
             with failing(model.blocks[1], where):
                 backward(self.plain.setup.loss(model, seed))
@@ -475,15 +481,15 @@ class Machine(RuleBasedStateMachine):
         seed=SEEDS,
     )
     def write_past_the_doors(self, number, how, then, seed):
-        """Refused at the call, or as soon as anything looks; the model has what it had."""
+        """Writes to a weight past the doors: the call or the next use must raise, and the weight keeps its values."""
         parameters = dict(self.model.named_parameters())
         name = list(parameters)[number % len(parameters)]
         if then == "save" and self._mixes():
             then = "read"
         if name in self.kept:
-            # A copy that is held is compared before the model computes with the weight, or changes it.
+            # The library compares a copy that user code holds only when a forward uses the weight or a step changes it.
             then = "forward"
-        with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - whichever of them says so
+        with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - any of these may raise
             WRITES[how](parameters[name])
             if then == "forward":
                 self.plain.computed = True
@@ -495,7 +501,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(door=st.sampled_from(DOORS), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
     def edit(self, door, every, factor):
-        """A write through one of the doors; the factor 1 changes no bit, and so no master."""
+        """Writes through one of the doors; the factor 1 changes no bit, so the masters must stay."""
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
         mixes = self._mixes()
@@ -529,11 +535,11 @@ class Machine(RuleBasedStateMachine):
         else:
             self.model.load_state_dict(values, strict=False)
 
-    # --- the run ends, and goes on ---------------------------------------------------------------
+    # --- ends and resumes ------------------------------------------------------------------------
 
     @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
     def end(self, data, how):
-        """The process ends, and another one goes on."""
+        """Ends the process by `how`, and resumes the run in another one."""
         if how == "checkpoint" and not self._save():
             return
         life = data.draw(lives(self.waits), "life")
@@ -554,7 +560,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(calls=st.integers(1, 40), at_commits=st.booleans(), data=st.data())
     def kill_later(self, calls, at_commits, data):
-        """At one of the engine's next calls; or before or after one of the next commits."""
+        """Arms the fuse: a kill at one of the engine's next calls, or before or after one of its next commits."""
         self.next_life = data.draw(lives(self.waits), "life")
         FUSE.left, FUSE.at_commits = (1 + calls % 4 if at_commits else calls), at_commits
 
@@ -563,7 +569,7 @@ class Machine(RuleBasedStateMachine):
         self._save()
 
     def _save(self):
-        """Whether there is a checkpoint."""
+        """Saves a checkpoint, which must raise while a step is staged; True if it was written."""
         mixes = self._mixes()
         with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
             self.optimizer.save(self.folder / "saved")
@@ -573,7 +579,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(rules=st.integers(1, 5))
     def look_away(self, rules):
-        """For so many rules: looking at values makes the updates that a step left."""
+        """Skips the comparison of values for `rules` rules: reading values would write the deferred updates."""
         self.unseen = rules + 1
 
     @invariant()

@@ -1,4 +1,4 @@
-"""What the rules of the state machine do to gradients and weights; and a fuse in the calls of the engine."""
+"""Defines how rules of the state machine change gradients and use weights, and a fuse in the engine's calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = ("spill", "update", "update_spilled", "apply", "take_back", "discard", "
 
 
 class Learned(logging.Handler):
-    """How gradients wait from now on, as the log says it after the first step of "auto"."""
+    """A log handler that stores the mode of gradients that "auto" logs after its first step."""
 
     mode = None
 
@@ -32,11 +32,12 @@ class Learned(logging.Handler):
 
 
 class Fuse:
-    """Stands in the calls of every engine: kills at one of the next, or lets the next commit fail."""
+    """A patch of every engine's calls: it calls `kill` at one of the next calls, or fails the next commit."""
 
     def __init__(self):
+        # Counts down before each call and after each commit; at 0 the fuse calls `kill`. Initially 0: off.
         self.left = 0
-        # Only before and after commits.
+        # If true, only commits count.
         self.at_commits = False
         self.kill = None
         self.fails = False
@@ -80,7 +81,7 @@ class Fuse:
 
 FUSE = Fuse()
 
-# Of a parameter, to its gradient.
+# Changes of a parameter's gradient.
 CHANGES = {
     "scale": lambda p: p.grad.mul_(3.0).div_(7.0),
     "clamp": lambda p: p.grad.clamp_(-1e-3, 1e-3),
@@ -88,7 +89,7 @@ CHANGES = {
     "replace": lambda p: setattr(p, "grad", p.grad * 0.5),
 }
 
-# Of a model: what has to be the same in memory.
+# Reads of a model's weights; the results must equal those of the model in memory.
 READS = {
     "clones": lambda model: [p.detach().clone() for p in model.parameters()],
     "sums": lambda model: [p.float().sum() for p in model.parameters()],
@@ -110,7 +111,7 @@ def _saved(state):
     return torch.load(file)
 
 
-# Of a parameter: what holds memory of it, and would keep its values when it changes.
+# Views of a parameter: each holds its memory, and would keep the old values when the parameter changes.
 KEPT = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -129,7 +130,7 @@ def _storage(p):
     p.data.untyped_storage()[0] ^= 1
 
 
-# Of a parameter: what writes to it past the doors. Where torch asks the parameter, there is an error at once.
+# Writes to a parameter past the doors. torch dispatches these to the parameter's class, which raises at once.
 AT_ONCE = {
     "in place": lambda p: p.add_(1),
     "operator": lambda p: p.__iadd__(1),
@@ -141,11 +142,11 @@ AT_ONCE = {
     "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
     "init": lambda p: torch.nn.init.constant_(p, 7),
     "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
-    # No name shows these.
+    # The names of these functions do not show that they write.
     "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
     "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }
-# What gives a copy, which is compared later.
+# Writes to a copy of the parameter, which the library later compares with the original.
 COPIES = {
     "data": lambda p: p.data.add_(1),
     "detach": lambda p: p.detach().detach().view(-1)[:1].fill_(7),

@@ -1,4 +1,4 @@
-"""What the state machine trains: drawn models, optimizers and options; and the twin in memory, which is right."""
+"""Draws models, optimizers and options for the state machine; trains the twin in memory, which is the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def norms():
-    """Buffers that each forward changes, and two matrices that have enough elements for a state of 8 bits."""
+    """Returns a model with buffers that each forward changes, and two matrices large enough for 8-bit state."""
     layers = (nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
     return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
@@ -71,7 +71,7 @@ OPTIMIZERS = {
     "muon and adamw": muon_and_adamw,
     "three": three,
 }
-# Those whose moments have other formats.
+# Optimizers whose moments can have other formats.
 FORMATTED = ("adamw", "adam", "sgd")
 
 SCHEDULERS = {
@@ -84,23 +84,23 @@ SCHEDULERS = {
 
 
 def one_or_list(members):
-    """As offload() takes them."""
+    """Returns the optimizers as offload() takes them: a list, or the only one itself."""
     return members if len(members) > 1 else members[0]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all processes of a run share."""
+    """The model, optimizers, options and schedulers that all processes of a run share."""
 
     model: str
     dtype: torch.dtype
     optimizer: str
     options: dict[str, Any]
-    """Those of offload() that change the update, or say how many backwards make it."""
+    """Options of offload() that change the update or the step: also accumulation_steps and nonfinite."""
     scheduler: str | None
 
     def made(self, seed):
-        """A model and its optimizers."""
+        """Returns a new model and its optimizers."""
         torch.manual_seed(seed)
         model = MODELS[self.model][0]().to(self.dtype)
         return model, OPTIMIZERS[self.optimizer](model)
@@ -115,18 +115,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Life:
-    """What one process of a run chooses for itself."""
+    """The options that each process of a run chooses anew."""
 
     gradients: str
     budget: float | None
-    """From the smallest (0) to the one that holds all state in memory (1); None: the library chooses."""
+    """The budget, from the smallest (0) to one with all state in RAM (1); None: the library chooses."""
     durability: str
     log_steps: int | None
     settles: str | None
-    """Where updates are written that a step left to the next one; None: the library chooses."""
+    """The pass of the next step that writes deferred updates: "forward" or "backward"; None: the library chooses."""
 
     def options(self, setup, storage):
-        """The arguments of offload()."""
+        """Returns the arguments of offload()."""
         options = {"gradients": self.gradients, "durability": self.durability, "storage": storage, **setup.options}
         if self.durability == "step":
             options["log_steps"] = self.log_steps
@@ -139,7 +139,7 @@ class Life:
 
 
 def opened(setup, life, file, seed=1, **options):
-    """A process begins, or resumes, with values of its own."""
+    """Offloads a new model as one process of a run does; a resumed store replaces the initial values."""
     model, members = setup.made(seed)
     schedulers = setup.schedulers(members)
     model, optimizer = memascend.offload(model, one_or_list(members), **{**life.options(setup, file), **options})
@@ -152,7 +152,7 @@ def opened(setup, life, file, seed=1, **options):
 
 
 def formats(draw, optimizer, dtype):
-    """The state's formats, where the optimizer has others than torch's."""
+    """Draws options of the state's format; none for an optimizer that has only torch's format."""
     if optimizer not in FORMATTED or draw(st.booleans()):
         return {}
     state = draw(st.sampled_from(("bf16", "8bit")))
@@ -163,7 +163,7 @@ def formats(draw, optimizer, dtype):
 
 @st.composite
 def setups(draw, gradients):
-    """A setup whose every life has these gradients, or any (None)."""
+    """Draws a setup for lives with these `gradients` (None: any but "fused")."""
     model = draw(st.sampled_from(sorted(MODELS)))
     dtype = draw(st.sampled_from((FP32, BF16, BF16, FP16)))
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
@@ -180,7 +180,7 @@ def setups(draw, gradients):
 
 @st.composite
 def lives(draw, gradients, durabilities=("step", "step", "none")):
-    """How a process runs; with these gradients, or any (None) but "fused"."""
+    """Draws a life with these `gradients` (None: any but "fused")."""
     return Life(
         gradients or draw(st.sampled_from(GRADIENTS[1:])),
         draw(st.sampled_from((None, 0.0, 0.3, 0.7, 1.0, 1.5))),
@@ -191,11 +191,11 @@ def lives(draw, gradients, durabilities=("step", "step", "none")):
 
 
 class Plain:
-    """The same training in memory, with torch's optimizers; what it commits it has again after a kill.
+    """The twin: the same training in memory with torch's optimizers. `restore` returns to its last commit.
 
     Attributes:
-        committed: what a store would have.
-        computed: whether a forward of a step has run since.
+        committed: the snapshot of the last commit, equal to the content of a store.
+        computed: True if a forward of the next step has run since that commit.
     """
 
     def __init__(self, setup):
@@ -227,14 +227,14 @@ class Plain:
 
     @property
     def nonfinite(self):
-        """What becomes of the next step, if a gradient is not finite: it is skipped, or rejected; None if all are."""
+        """The next step's reaction to a gradient that is not finite, "skip" or "raise"; None if all are finite."""
         if all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None):
             return None
         return "skip" if self.references[0].loss_scale is not None else self.setup.options["nonfinite"]
 
     @torch.no_grad()
     def step(self):
-        """One update by all optimizers, with one norm and one scale; False where there was none to commit."""
+        """Updates by all optimizers, with one norm and one scale; False if there was nothing to commit."""
         gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         first = self.references[0]
         if not gradients:
@@ -260,7 +260,7 @@ class Plain:
 
     @torch.no_grad()
     def write(self, values):
-        """Other values of parameters: where a bit differs, the master is the value; committed with the buffers."""
+        """Writes values of parameters, also to the master of each changed one; commits them with the buffers."""
         changed = {p: value for p, value in values.items() if not same(p.detach(), value)}
         for p, value in changed.items():
             p.copy_(value)
@@ -275,13 +275,13 @@ class Plain:
     def state_of(self, p):
         return next(one.state_of(p) for one in self.references if p in one.masters)
 
-    # --- what a store has --------------------------------------------------------------
+    # --- commits and checkpoints -------------------------------------------------------
 
     def _of_references(self, get):
         return [[get(one, p) for p in one.masters] for one in self.references]
 
     def snapshot(self):
-        """A copy of all that training changes."""
+        """Returns a deep copy of everything that training changes."""
         return copy.deepcopy({
             "values": {name: p.detach() for name, p in self.model.named_parameters()},
             "buffers": dict(self.model.named_buffers()),
@@ -296,7 +296,7 @@ class Plain:
 
     @torch.no_grad()
     def restore(self):
-        """What was committed last, as a new process has it."""
+        """Returns to the last commit, as a new process does."""
         kept = copy.deepcopy(self.committed)
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             tensor.copy_(kept["values"][name] if name in kept["values"] else kept["buffers"][name])
@@ -316,17 +316,17 @@ class Plain:
         self.zero_grad()
 
     def commit_buffers(self):
-        """What close() adds to the last commit: buffers that changed since, unless a forward of a step did it."""
+        """Commits changed buffers, as close() does, unless a forward of the next step changed them."""
         if not self.computed:
             self.committed = {**self.committed, "buffers": self.snapshot()["buffers"]}
 
     def commit_options(self):
-        """What close() adds, too: options of groups that were set since."""
+        """Commits options of groups that were set since the last commit, as close() does."""
         now = self.snapshot()
         if now["options"] != self.committed["options"]:
             self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}
 
     def checkpoint(self):
-        """What save() writes: the last commit, with the present options and buffers."""
+        """Returns the content that save() writes: the last commit, with the current options and buffers."""
         now, names = self.snapshot(), ("options", "schedulers", "scale", "user_state", "buffers")
         return {**self.committed, **{name: now[name] for name in names}}

@@ -1,9 +1,9 @@
 """Trains in RAM with torch's own optimizers: the reference for offloaded training.
 
-A parameter of 16 bits has a float32 master: its gradient is upcast, the master is updated, and the parameter is the
-master rounded. Moments may be kept in other formats (`support.moments`), and 16 bits may have no master at all. torch's
-fused AdamW computes the last `numel % 16` elements by another formula than the rest, so where there are such elements
-the update runs on a copy padded to a multiple of 16: then every element is computed alike.
+A 16-bit parameter has an fp32 master weight: the gradient is converted to float32, the master is updated, and the
+parameter is the rounded master. Moments may have other formats (`support.moments`), and 16-bit parameters may have no
+master. torch's fused AdamW computes the last `numel % 16` elements by another formula than the others, so a parameter
+with such a remainder is updated in a copy padded to a multiple of 16: every element is then computed alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def threads_of_torch(count):
 
 
 def padded(values):
-    """The elements in their logical order, in float32, followed by zeros up to a multiple of what a vector holds."""
+    """Returns the elements in their logical order, in float32, padded with zeros to a multiple of `LANES`."""
     flat = values.detach().reshape(-1).float()
     return torch.cat([flat, flat.new_zeros(-flat.numel() % LANES)])
 
@@ -55,11 +55,11 @@ class Reference(torch.optim.Optimizer):
         seed=0,
         model=None,
     ):
-        """Of `model` formats ask for names, which random bits depend on, and for embeddings, which keep 32 bits."""
+        """Wraps `original`. Formats need `model`: random bits depend on its names, and its embeddings keep 32 bits."""
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         self.original = original
-        self.accumulation_steps = accumulation_steps  # changes when an update runs, never what it computes
+        self.accumulation_steps = accumulation_steps  # decides when an update runs, not its result
         self.max_grad_norm = max_grad_norm
         self.stochastic = rounding == "stochastic"
         self.formats = state in ("bf16", "8bit") or self.stochastic
@@ -113,7 +113,7 @@ class Reference(torch.optim.Optimizer):
         gradients = {p: p.grad for p in self.masters if p.grad is not None}
         if not gradients:
             return loss
-        self.original._opt_called = True  # a scheduler made for the original does not warn
+        self.original._opt_called = True  # keeps a scheduler that was made for the original from warning
         self.overflowed = self.loss_scale is not None and not all(bool(g.isfinite().all()) for g in gradients.values())
         if not self.overflowed:
             self._update(gradients, self._factor(gradients))
@@ -123,7 +123,7 @@ class Reference(torch.optim.Optimizer):
     def _factor(self, gradients):
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is not None:
-            # The sum that is not rounded before its end, which torch's in float64 is close to.
+            # The kernel's sum is exact and rounded once; torch's float64 sum is close to it.
             summed = self._squares(gradients)
             close = sum(float(g.double().square().sum()) for g in gradients.values())
             assert math.isclose(summed, close, rel_tol=1e-12), "the kernel's norm is wrong"
@@ -132,7 +132,7 @@ class Reference(torch.optim.Optimizer):
         return torch.tensor(factor, dtype=torch.float32)
 
     def _squares(self, gradients):
-        # On a device, too, they are what the CPU finds.
+        # Gradients on a device are summed on the CPU, too, for the same bits.
         return tensors.rounded(tensors.total(kernels.checked(g.cpu().reshape(-1))[1] for g in gradients.values()))
 
     def _rescale(self):
@@ -152,7 +152,7 @@ class Reference(torch.optim.Optimizer):
             if self.stochastic and p.dtype != torch.float32:
                 master.copy_(padded(p))
             master.grad = None if gradient is None else self._for_master(p, gradient, factor)
-        # More threads would each have a last few elements of their own.
+        # On several threads, the last elements of each thread's share would be computed by the other formula.
         with threads_of_torch(1):
             self.inner.step()
         for p, master in self.masters.items():
@@ -165,7 +165,7 @@ class Reference(torch.optim.Optimizer):
                 p.grad = gradients.get(p)
 
     def _draw(self, p, master):
-        """Round what the update made, where there was one."""
+        """Rounds the updated master to `p` by random bits; does nothing if `p` had no gradient."""
         if master.grad is not None:
             bits = drawn(self.inner.keys[master], self.inner.state[master]["step"], p.numel(), VALUES)
             p.copy_(rounded(master.detach()[: p.numel()], bits, p.dtype).view(p.shape))
@@ -176,7 +176,7 @@ class Reference(torch.optim.Optimizer):
             return gradient
         gradient = gradient.float() * factor
         if self.masters[p] is p or not self.adam:
-            # The fused update goes by the parameter's strides, whatever the gradient's are.
+            # The fused kernel reads the gradient with the parameter's strides.
             return torch.empty_like(self.masters[p]).copy_(gradient)
         return padded(gradient)
 
@@ -185,7 +185,7 @@ class Reference(torch.optim.Optimizer):
         return values.detach().reshape(-1)[: p.numel()].view(p.shape)
 
     def state_of(self, p):
-        """Its state under torch's names, and the master of a parameter of 16 bits."""
+        """Returns the optimizer state of `p` by torch's names, and the master of a 16-bit parameter."""
         master = self.masters[p]
         if self.formats:
             return self._state_in_formats(p, master)

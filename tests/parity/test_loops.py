@@ -1,4 +1,4 @@
-"""Tests models, loops, optimizers and formats of state: the same code in RAM and offloaded leaves the same bits."""
+"""Tests models, loops, optimizers and formats of state: the same code gives the same bits in RAM and offloaded."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 
 
-# Dynamo warns of what each version of torch finds worth it.
+# Dynamo gives different warnings in each version of torch.
 @pytest.mark.filterwarnings("ignore")
 @combined(COMPILED)
 def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
@@ -71,24 +71,24 @@ def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability
             module.register_forward_pre_hook(note)
         train(model, optimizer, tokens(torch.Generator().manual_seed(2), 3), next_token)
         report = optimizer.report()
-    assert len(seen) == len(list(model.parameters())), "each has one address for the whole run"
+    assert len(seen) == len(list(model.parameters())), "each parameter must have one address for the whole run"
     assert report.units["fetches"] == 0
     assert report.owners["records in RAM"].bytes > 0
     assert report.owners["gradients in RAM"].peak > 0
-    # Not even once: they are in RAM as they are written first.
+    # The store is never read: records stay in RAM from their first write on.
     assert {report.read[kind] for kind in ("values", "values, update", "state")} == {0}
     if durability == "none":
         assert report.written["values"] == report.written["state"] == 0
 
 
-# --- the loops with schedulers that a page shows ---------------------------------------------------
+# --- the loops with schedulers in docs/resume.md ---------------------------------------------------
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "resume.md"
 PAGE_LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def life(loop, lines=None):
-    """Runs a loop in the present folder until it printed so many lines; all that it printed."""
+    """Runs a loop in the current folder until it has printed `lines` lines (None: to its end); returns the lines."""
     printed = []
 
     def note(*words, flush):
@@ -99,12 +99,12 @@ def life(loop, lines=None):
 
     torch.manual_seed(0)
     with contextlib.suppress(KeyboardInterrupt):
-        exec(loop, {"print": note})  # noqa: S102 - it is the page's
+        exec(loop, {"print": note})  # noqa: S102 - the page's code
     return printed
 
 
 def committed(folder):
-    """The options and values that the store of a folder holds."""
+    """Returns the step, options and user state of the store in a folder, and all of its values."""
     (path,) = folder.glob("*.store")
     with Store.open(path) as store:
         values = {}

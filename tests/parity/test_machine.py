@@ -1,7 +1,7 @@
-"""Runs the state machine of training: few examples that are always the same, and with `slow` hundreds of others.
+"""Runs the state machine of training on a few fixed examples, and with `slow` on hundreds of random ones.
 
-Beside it, runs whose processes are killed by -9: between any two calls of the engine, or at any time, when its thread
-may be in the midst of a write.
+Also runs training in processes that SIGKILL ends: between any two calls of the engine, or at any time, even while the
+engine's thread writes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from parity.reference import threads_of_torch
 from support.lives import forked_life
 
 pytestmark = [
-    # The stored options win over those that a process begins with; some parameters keep a format of their own.
+    # Stored options replace those that a process starts with; some parameters keep another format than requested.
     pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning", "ignore:rounding:UserWarning"),
     pytest.mark.filterwarnings("ignore:buffers of the model changed after the last step:UserWarning"),
-    # Shrinking what failed takes its time.
+    # Shrinking a failed example takes long.
     pytest.mark.timeout(1800),
 ]
 SETTINGS = {
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def run(waits, examples, *, derandomize):
-    """What happened in all examples, by name."""
+    """Runs the state machine; returns how often each event of `Machine.seen` happened in all examples."""
     machine = type("Training", (Machine,), {"waits": waits, "seen": Counter()})
     given = settings(max_examples=examples, stateful_step_count=15, derandomize=derandomize, **SETTINGS)
     with FUSE.installed(), threads_of_torch(1):
@@ -61,7 +61,7 @@ HAPPENS = {
 def test_a_run_is_the_one_in_memory(waits):
     seen = run(waits, 15, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
-    # Where gradients may be "ssd" or "ram" too, these few examples have none on some machines.
+    # With None, gradients may be "ssd" or "ram", too: on some machines these few examples defer no update.
     assert waits != "auto" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0
 
 
@@ -71,17 +71,17 @@ def test_hundreds_of_runs_are_those_in_memory():
     seen = Counter()
     for waits in WAITS:
         seen += run(waits, 300, derandomize=False)
-    # Each way alone meets some of this too rarely.
+    # In one mode of gradients alone, some of these events are too rare.
     assert HAPPENS - seen.keys() == set()
 
 
-# --- true kills -----------------------------------------------------------------------------
+# --- real kills -----------------------------------------------------------------------------
 
 STEPS = 6
 
 
 def train(setup, model, optimizer):
-    """From the batches that were committed on to the last; two make a step, by layer in every other one."""
+    """Trains from the first uncommitted step on; each step has two micro-batches, in every other step by layer."""
     for index in range((optimizer.user_state or {"next": 0})["next"], STEPS):
         seeds = (index, index + 1)
         if isinstance(optimizer, Plain):
@@ -95,7 +95,7 @@ def train(setup, model, optimizer):
 
 
 def live(setup, life, file, when):
-    """A process that trains until it is killed, at a call of the engine or so many seconds later; whether it was."""
+    """Trains in a fork that is killed at call `when` of the engine (int) or after `when` seconds; True if killed."""
 
     def do(begun):
         model, optimizer = opened(setup, life, file, existing="resume")
@@ -111,7 +111,7 @@ def live(setup, life, file, when):
 def killed_runs(draw):
     waits = draw(st.sampled_from((None, "fused")))
     durable = lives(waits, durabilities=("step",))
-    # Calls of the engine, or seconds after it began to train.
+    # Calls of the engine, or seconds since training began.
     when = st.integers(1, 60) | st.floats(0, 0.05)
     deaths = draw(st.lists(st.tuples(durable, when), min_size=1, max_size=3))
     return draw(setups(waits)), deaths, draw(durable)
@@ -141,7 +141,7 @@ def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
                 for (name, theirs), ours in zip(plain.model.named_buffers(), model.buffers(), strict=True):
                     assert same(theirs, ours), name
 
-    # A fork has one thread, whatever pool of them its parent has.
+    # A fork has one thread: it lacks the pool threads that its parent's torch started.
     with FUSE.installed(), threads_of_torch(1):
         is_exact()
     assert kills >= examples // 2

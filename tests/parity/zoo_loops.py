@@ -1,4 +1,4 @@
-"""Cases of loops, optimizers, options, compiled blocks, formats of state and micro-batches by layer."""
+"""Defines cases of loops, optimizers, options, compiled blocks, formats of state and micro-batches by layer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from parity.zoo_transformers import TRANSFORMERS, case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# What needs its gradients before the update; "auto" finds out in its first step.
+# Gradients of loops that need all of them before the update; "auto" detects such a loop in its first step.
 WHOLE = (*KEPT, "auto")
 
 
 def both(name, loop, **options):
-    """In float32, and in bfloat16 with masters."""
+    """Returns a case in float32, and the same in bfloat16 with fp32 master weights."""
     return [stack(name, loop, **options), stack(f"{name}-bf16", loop, dtype=BF16, **options)]
 
 
 def smooth():
-    """What has a second derivative everywhere."""
+    """Returns a model with a second derivative everywhere."""
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
 
@@ -67,7 +67,7 @@ LOOPS = [
 
 
 def grouped(model):
-    """Two groups with everything their own, and one that is frozen until somebody gives it a rate."""
+    """Returns AdamW with two groups that differ in their options, and a third with the learning rate 0."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors_ = [p for p in model.parameters() if p.dim() == 1]
     groups = [
@@ -154,13 +154,13 @@ COMPILED = [
 ]
 
 
-# --- moments of 16 and 8 bits, and parameters that are rounded by chance -----------------------
+# --- moments of 16 and 8 bits, and stochastic rounding of parameters ---------------------------
 
 WIDTH, WIDE = 320, 313
 
 
 class Mixed(nn.Module):
-    """Parameters of more than one chunk, of blocks in part, of fewer elements than are quantised, and an embedding."""
+    """Parameters larger than a chunk, with a partial block, or too small to be quantised, and an embedding."""
 
     def __init__(self):
         super().__init__()
@@ -206,16 +206,16 @@ FORMATS = [
 ]  # fmt: skip
 
 
-# --- micro-batches that are computed by layer; in RAM one is computed after the other ----------
+# --- micro-batches by layer; in RAM one is computed after the other ----------------------------
 
-# Micro-batches of each step; the first step learns the order of units.
+# The number of micro-batches in each step; the first step records the order of units.
 COUNTS = (3, 2, 1, 5, 8)
-# The micro-batch of those in the middle whose loss overflows, in cases with a loss scale.
+# The index of the micro-batch, in the fourth step, whose loss overflows in cases with a loss scale.
 OVERFLOWS = 7
 
 
 def one_after_the_other(optimizer, loss_of, batches, scale):
-    """What `accumulate()` is to compute, in RAM."""
+    """Computes in RAM the losses and gradients that `accumulate()` must give; returns the losses."""
     losses = []
     seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in batches]
     for seed, batch in zip(seeds, batches, strict=True):
@@ -227,7 +227,7 @@ def one_after_the_other(optimizer, loss_of, batches, scale):
 
 
 def accumulates(run, *, overflows=None, says=lambda _: ()):
-    """`says` gives what is recorded of the optimizer after each step."""
+    """Trains on steps of `COUNTS` micro-batches; records the losses and, after each step, `says(optimizer)`."""
     taken = 0
     for count in COUNTS:
         batches = range(taken, taken + count)
@@ -259,7 +259,7 @@ def overflows(run):
 
 
 def of(case, **changes):
-    """A case of another zoo, with this loop."""
+    """Returns a case of another zoo with the loop `accumulates`."""
     return replace(case, name=f"by-layer-{case.name}", loop=accumulates, **changes)
 
 
@@ -275,7 +275,7 @@ BY_LAYER = [
     mixed("by-layer-8bit", "8bit", accumulates, dtype=BF16),
     mixed("by-layer-bf16-state", "bf16", accumulates),
 ]
-# What other zoos have is slow here: one way to keep gradients is in the tests of `accumulate()` itself.
+# Cases of the other zoos are slow here; tests/grads/test_by_layer.py runs `accumulate()` on models of its own.
 OTHERS_BY_LAYER = [
     of(case, marks=(*case.marks, pytest.mark.slow), everywhere=False)
     for case in (*PLAIN, *TRANSFORMERS, *COMPILED)

@@ -1,4 +1,4 @@
-"""Cases of small models, each with one thing that is hard for offloading."""
+"""Defines cases of small models, each with one feature that is hard to offload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY, WIDTH = 64, 32
 
 
 def vectors(width=WIDTH, count=6):
-    """Batches of six vectors, each with the one that is to be predicted."""
+    """Returns a function that makes batches of `count` input vectors with their target vectors."""
 
     def make(generator, batches=4):
         return [tuple(torch.randn(count, width, generator=generator) for _ in range(2)) for _ in range(batches)]
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, blocks, a head: what most loops are tried on."""
+    """An embedding, blocks and an LM head, tied on request; most loops train this model."""
 
     def __init__(self, depth=3, *, tied=False, dropout=0.0):
         super().__init__()
@@ -71,12 +71,12 @@ class Stack(nn.Module):
 
 
 def odd_mlp():
-    """No size is a multiple of anything: padding, chunks with tails, and parameters smaller than a block."""
+    """Returns an MLP of odd sizes: it needs padding, partial chunks, and parameters smaller than a block."""
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 7))
 
 
 class Repeated(nn.Module):
-    """One layer called three times, another twice with something between."""
+    """A layer that forward calls three times in a row, and another that it calls twice with a tanh between."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Repeated(nn.Module):
 
 
 class IdleExperts(nn.Module):
-    """Each batch reaches two experts of eight: the others have no gradient, and are skipped."""
+    """Eight experts, two of which each batch uses: the others have no gradient, and the optimizer skips them."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class IdleExperts(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers that share nothing."""
+    """Two towers without shared parameters."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Towers(nn.Module):
 
 
 class Rooted(nn.Module):
-    """Parameters on the root, one of no dimension, one expanded in forward, one that never has a gradient."""
+    """A root module with parameters of its own: a scalar, one that forward expands, one that never has a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Rooted(nn.Module):
 
 
 class Turned(nn.Module):
-    """Dense parameters in orders that no memory format has."""
+    """A model with dense parameters whose permuted strides match no memory format."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ class Turned(nn.Module):
 
 
 class KeepsTransposed(torch.autograd.Function):
-    """Keeps a view of a weight as an attribute, where no saved-tensor hook sees it."""
+    """A function that keeps a view of a weight as an attribute, where no saved-tensor hook sees it."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -196,7 +196,7 @@ class Recurrent(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Its attention reads the weight of the output projection without calling it."""
+    """A transformer whose attention reads the weight of the output projection without calling that module."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def images(generator, batches=4):
 
 
 def convolutions():
-    """Batch norm (its statistics are buffers), a grouped and a transposed convolution."""
+    """Returns a model with batch norm (its statistics are buffers), a grouped and a transposed convolution."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False),
         nn.BatchNorm2d(16),
@@ -232,7 +232,7 @@ def convolutions():
 
 
 def channels_last():
-    """Weights whose strides are not row-major: their gradients and state must lie the same way."""
+    """Returns a model whose weights are not row-major: their gradients and state must have the same strides."""
     return convolutions().to(memory_format=torch.channels_last)
 
 
@@ -255,7 +255,7 @@ def frozen_stack():
 
 
 def stack(name, loop=usual_loop, **options):
-    """A case of a stack, unless another model of tokens is given."""
+    """Returns a case of a `Stack`; `options` may replace the model by another one that reads tokens."""
     return Case(name=name, loop=loop, **{"model": Stack, "batches": tokens, "loss": next_token, **options})
 
 

@@ -1,4 +1,4 @@
-"""Cases of small transformers and peft models, made from configurations; nothing is downloaded."""
+"""Defines cases of small transformers and peft models, made from configurations without downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA = {**TEXT, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "max
 
 @contextlib.contextmanager
 def old_names():
-    """Transformers warns of names that it will drop in version 6, and that every version 5 has."""
+    """Ignores transformers' warnings of names that version 6 will drop; every version 5 has these names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

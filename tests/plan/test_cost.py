@@ -8,7 +8,7 @@ from memascend.plan.cost import Drive, Host, Work, drive_days, fastest, seconds,
 from memascend.plan.units import Unit
 
 GB = 10**9
-# As if eight blocks of 1 GB and a small pinned unit were trained; two blocks stay from the forward to the backward.
+# Eight blocks of 1 GB and a small pinned unit; two blocks stay in memory from the forward to the backward.
 UNITS = [
     *(Unit(f"block{index}", (f"block{index}.weight",), GB, f"block{index}", pinned=False, elements=GB // 2)
       for index in range(8)),
@@ -36,7 +36,7 @@ KEPT = plan(
     read_bytes={"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB, "gradients": 8 * GB},
     written_bytes={"values": 8 * GB, "state": 40 * GB, "gradients": 8 * GB},
 )
-# A quarter in RAM, whose gradients are logged.
+# The bytes written with a quarter of the model in RAM, whose gradients go to the log.
 LOGGED = {"values": 6 * GB, "state": 30 * GB, "log": 2 * GB}
 DRIVE = Drive(read=5 * GB, write=4 * GB)
 IDLE = Host(update=0.0, check=0.0, shared=False)
@@ -73,9 +73,9 @@ def test_kept_gradients_make_a_phase_of_their_own():
     assert update.parts["compute"] == 0
 
 
-# --- updates that wait for the next step ------------------------------------------------
+# --- deferred and early updates ---------------------------------------------------------
 
-# As KEPT, whose updates start from the values, too: 6 of 8 GB are read again in the backward.
+# Like KEPT, but updates also read the values. The backward reads 6 of the 8 GB of values again.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},
@@ -102,12 +102,12 @@ def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
     assert [phase.name for phase in found] == ["forward and last step's values", "backward and last step's update"]
     assert found[0].parts == pytest.approx({"compute": 2, "disk": UPDATE / 5, "update": 6})
     assert found[1].parts == pytest.approx({"compute": 4, "disk": UPDATE / 5 + 56 / 4, "update": 6})
-    # The forward waits for its first unit, whose gradient is the last one: an eighth of all.
+    # The forward waits for its first unit, an eighth of the model, whose gradient arrives last in the backward.
     assert [phase.tail for phase in found] == pytest.approx([UPDATE / 5 / 8, (UPDATE / 5 + 48 / 4) / 8], rel=1e-5)
 
 
 def test_frozen_values_are_read_beside_the_last_update():
-    # 3 GB more are frozen, of which 2 are read again.
+    # 3 GB of frozen values are added; the backward reads 2 GB of them again.
     read = {**DEFERRED.read_bytes, "values, forward": 11 * GB, "values, backward": 8 * GB}
     found = ways(plan(**{**vars(DEFERRED), "read_bytes": read}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert found["next forward"][0].parts["disk"] == pytest.approx((3 + UPDATE) / 5 + 48 / 4)
@@ -121,7 +121,7 @@ def test_early_updates_store_their_gradient_and_do_not_read_it():
     assert [phase.name for phase in early] == [phase.name for phase in fused]
     assert early[0] == fused[0]
     assert early[1].parts["disk"] == pytest.approx(fused[1].parts["disk"] + 8 / 4)
-    # In a small window the values are gone when the update needs them.
+    # With a window of one unit, values are evicted before the update needs them.
     small = ways(plan(**{**vars(DEFERRED), "window": 1}), work, DRIVE, IDLE)["early"]
     assert small[1].parts["disk"] == pytest.approx(early[1].parts["disk"] + 8 / 5)
 
@@ -144,7 +144,7 @@ def test_the_first_of_several_micro_batches_waits_for_the_last_update():
     assert [phase.parts["PCIe"] for phase in (update, back)] == pytest.approx([(6 + 10) / 2, (18 + 30) / 2])
     assert values.parts["disk"] == pytest.approx(UPDATE / 5 + 5 / 4)
     assert update.parts["disk"] == pytest.approx((UPDATE + 5) / 5 + 56 / 4)
-    # Each of the others reads the gradients that are there, and adds to them.
+    # Each further micro-batch reads the spilled gradients, and adds to them.
     assert back.parts["disk"] == pytest.approx((3 * 6 + 3 * 8 + 15) / 5 + 3 * 8 / 4)
     _, back, last = found["early"]
     assert [back.parts["compute"], last.parts["compute"]] == [12, 4]
@@ -160,7 +160,8 @@ def test_micro_batches_by_layer_wait_for_it_together():
 
 
 def test_the_log_of_kept_gradients_is_written_in_step():
-    # A quarter is in RAM: what streams is three quarters, and the log has its gradients and a part of the rest.
+    # A quarter of the model is in RAM, and the rest streams. The log has the quarter's gradients; a part of its values
+    # and state is written as well.
     read = {"values, forward": 6 * GB, "values, update": 6 * GB, "state": 30 * GB, "gradients": 6 * GB}
     written = {"values": 7 * GB, "state": 32 * GB, "gradients": 6 * GB, "log": 2 * GB}
     quarter = {**vars(DEFERRED), "read_bytes": read, "ram_tier_part": 0.25, "spared": (6 * GB, 0)}
@@ -171,7 +172,7 @@ def test_the_log_of_kept_gradients_is_written_in_step():
         assert sum(phase.parts.get("disk", 0) * 4 for phase in found) == pytest.approx(
             sum(written.values()) / GB + 4 / 5 * {"next forward": 42, "next backward": 84, "early": 36}[way]
         )
-    # Without a log the values and the state themselves are.
+    # Without a log, step() writes the values and the state of the quarter.
     whole = {"values": 8 * GB, "state": 40 * GB, "gradients": 6 * GB}
     *_, step = ways(plan(**{**quarter, "written_bytes": whole}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)["early"]
     assert step.parts["disk"] == pytest.approx(12 / 4)
@@ -184,14 +185,14 @@ def test_the_fastest_way_is_taken():
         assert fastest(found) == way, compute
         assert phases(DEFERRED, work, DRIVE, IDLE) == found[way]
         assert seconds(found[way]) <= seconds(phases(KEPT, work, DRIVE, IDLE))
-    # Whether early ones stand depends on the gradients.
+    # "early" is faster, but is not chosen: the gradients decide whether early updates are kept.
     assert seconds(found["early"]) < seconds(found["next backward"])
 
 
 def test_each_backward_after_the_first_adds_to_what_is_spilled():
     forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 6, "disk": 24 / 5, "update": 0})
-    # Values three times; gradients are written three times, and read twice to be added to.
+    # The backwards read values three times, write gradients three times, and read gradients twice to add to them.
     assert backward.parts["disk"] == pytest.approx((18 + 16) / 5 + 24 / 4)
     assert backward.parts["compute"] == pytest.approx(12)
     assert update.parts["disk"] == pytest.approx(48 / 5 + 48 / 4)
@@ -202,7 +203,7 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
-    # An eighth is the first block's, whose gradient comes when the model has ended.
+    # An eighth of the update is the first block's, whose gradient arrives at the end of the backward.
     assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
     assert "update" not in last.parts
 
@@ -212,13 +213,13 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     compute = Work(forward=2.0, backward=30.0)
     _, last = phases(plan(), compute, DRIVE, IDLE)
     assert last.tail == pytest.approx(one, rel=1e-6)
-    # A small unit that computes first has the last gradient, whatever the size of the others.
+    # The gradient of the unit that computes first arrives last: here a small unit, so its update is short.
     assert phases(plan(units=UNITS[::-1]), compute, DRIVE, IDLE)[1].tail < one / 1000
     assert (last.seconds, last.bound) == (pytest.approx(30 + one, rel=1e-6), "compute")
-    # Where storage is slower than all else, it is busy until the end anyway.
+    # If storage is the slowest part, it is busy until the end, and the last update adds no time.
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
-    # What is in RAM has nothing to stream; kept gradients are all there before the first update.
+    # A unit in RAM streams no bytes; under "ssd", all gradients are spilled before the first update.
     assert phases(plan(ram_tier=("block0.weight",), ram_tier_part=0.125), compute, DRIVE, IDLE)[1].tail == 0
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
@@ -235,7 +236,7 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
     host = Host(update=8.0, check=1e-10, shared=False, ram_tier_threads=4)
     logs = plan(ram_tier_part=0.25, written_bytes=LOGGED)
     *_, last, step = phases(logs, Work(forward=2.0, backward=4.0), DRIVE, host)
-    # Values of a quarter have their checksums read before it and renewed after it.
+    # For the quarter in RAM, the checksums of the values are verified before the update and renewed after it.
     checked = 2 * (8 * GB + 4096) / 4 * 1e-10
     assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})
     streamed = (6 + 40 + 38) * GB * 1e-10
@@ -245,7 +246,7 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
 def test_a_device_is_beside_the_update_and_behind_a_link():
     host = Host(update=6.0, check=0.1 / GB, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
-    # Pinned units stay there; those that stay until the backward come once; gradients go the other way meanwhile.
+    # Pinned units stay on the device, and resident ones arrive once; gradients use the link's other direction.
     assert forward.parts["PCIe"] == pytest.approx(8 / 2)
     assert last.parts["PCIe"] == pytest.approx((8 + 4096 / GB) / 2)
     assert last.parts["update"] == pytest.approx(6 + 0.1 * 94)
@@ -270,7 +271,7 @@ def test_checkpointed_activations_pass_through_link_and_drive():
     for model in (plan(), KEPT):
         still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link)
         forward, last, *_ = phases(model, away, DRIVE, link)
-        # Out of the device beside the units that come in, and back after them.
+        # Activations leave the device while units arrive, and return in the direction of the units.
         assert forward.parts["PCIe"] == pytest.approx(50)
         assert last.parts["PCIe"] == pytest.approx(53)
         assert forward.parts["disk"] == pytest.approx(still[0].parts["disk"] + 60 / 4)

@@ -1,4 +1,4 @@
-"""Tests the options of offload(): what is accepted, what is refused, and what the refusal says."""
+"""Tests the options of offload(): accepted values, their converted form, and the errors of rejected ones."""
 
 import dataclasses
 import inspect
@@ -79,7 +79,7 @@ def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
     ],
 )
 def test_what_goes_together(good):
-    """Beside what whole runs are given."""
+    """These combinations are valid, besides the options that other tests pass to whole runs."""
     Options(**good)
 
 
@@ -139,6 +139,6 @@ def test_offload_has_an_argument_for_each_option_and_no_other():
     arguments = dict(inspect.signature(offload).parameters)
     assert [arguments.pop("model").name, arguments.pop("optimizer").name] == ["model", "optimizer"]
     options = {option.name: option.default for option in dataclasses.fields(Options)}
-    # Options are also made without torch.
+    # `Options` also exists without torch, so its `master_dtype` is the name of a dtype.
     options["master_dtype"] = getattr(torch, options["master_dtype"])
     assert {name: argument.default for name, argument in arguments.items()} == options

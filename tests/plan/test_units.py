@@ -1,4 +1,4 @@
-"""Tests units found from module trees: every parameter once, blocks as blocks, small things together."""
+"""Tests the search for units in module trees: each parameter once, a unit for each block, small modules together."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_a_bound_divides_blocks_by_module():
     sizes = {name: sum(model.get_parameter(each).nbytes for each in unit.parameters) for name, unit in units.items()}
     assert max(sizes.values()) <= bound
     assert units["0.attention"].module == "0.attention"
-    # The experts are not one unit, and none is in a unit with those of another block.
+    # Several units share the experts of a block; no unit has parameters of two blocks.
     assert len([name for name in units if ".experts." in name]) > 4
     assert all(len({name.split(".")[0] for name in unit.parameters}) == 1 for unit in units.values())
 
@@ -207,7 +207,7 @@ def test_parameters_on_meta_and_empty_ones():
 
 
 class Head(nn.Module):
-    """A head that is called as one, and whose last module is the embedding's."""
+    """A head whose last layer has the weight of the embedding."""
 
     def __init__(self, width, vocabulary, embedding):
         super().__init__()
@@ -218,7 +218,7 @@ class Head(nn.Module):
 
 
 def test_what_is_bound_around_what():
-    """A module's call binds what it owns until it returns, by whichever name; a tied parameter has two places."""
+    """A module's parameters stay materialized during its call, tied ones too: `around` lists the enclosing units."""
     model = Language()
     model.head = Head(32, 256, model.embedding)
     units = holds_each_once(model, find_units(model, units=["embedding", "head"]))
@@ -230,12 +230,12 @@ def test_what_is_bound_around_what():
     model.lists[0].scales = nn.ParameterList([nn.Parameter(torch.zeros(64, 64))])
     units = holds_each_once(model, find_units(model, units=["lists.0.up", "lists.0.down"]))
     assert "lists.0.scales" in units
-    # Who holds a list of parameters binds them.
+    # The call of the module that owns a ParameterList materializes the list's parameters.
     assert units["lists.0.up"].around == units["lists.0.down"].around == ("lists.0.scales",)
     assert units["lists.0.scales"].around == ()
 
 
 def test_a_list_of_parameters_alone_is_one_unit():
-    # It looked for ever for a module around it.
+    # The list is the root, so no module encloses it: the search for one must end.
     model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
     assert [unit.parameters for unit in find_units(model)] == [("0", "1")]

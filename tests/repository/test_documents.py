@@ -1,4 +1,4 @@
-"""Tests that what README and docs show is so: snippets run, commands and messages exist, links lead somewhere."""
+"""Tests README and docs: snippets run, commands and examples work, links have targets, and drawings are up to date."""
 
 import ast
 import importlib
@@ -24,15 +24,15 @@ DOCUMENTS = [
     *PAGES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
 ]
-# What a fence may say, which GitHub and the site's renderer know: a second word makes text of all that follows.
+# Words that may follow a fence, by use. GitHub and the site's renderer know them; a second word would break the block.
 KINDS = {
-    "python": "run here, but README's, which has a test of its own",
-    "diff": "what a program gets and loses, run by the tests of RUN_ELSEWHERE",
+    "python": "run by this file; README's block has a test of its own",
+    "diff": "changes of a program, run by the tests of RUN_ELSEWHERE",
     "py": "run by the tests of RUN_ELSEWHERE",
-    "console": "what a reader types, run here",
+    "console": "commands that a reader types, run by this file",
     "bash": "run by tests/distributed/test_hosts_page.py",
-    "": "commands and code that cannot run here",
-    "text": "what a program prints",
+    "": "commands and code that tests cannot run",
+    "text": "output of a program",
     "yaml": "settings of a program",
 }
 RUN_ELSEWHERE = {
@@ -49,7 +49,7 @@ def name(path):
 
 
 def blocks(path, kind):
-    """What stands between ``` of a kind."""
+    """Returns the contents of a page's fenced blocks of a kind."""
     return [body for found, body in BLOCK.findall(path.read_text()) if found == kind]
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_run_here_runs_elsewhere():
     assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
 
 
-# README's has a test of its own.
+# Leaves out README, whose snippet has a test of its own.
 SNIPPETS = [
     pytest.param(body, id=f"{name(path)}-{number}")
     for path in PAGES[1:]
@@ -82,7 +82,7 @@ def test_a_snippet_runs(snippet, loaded, tmp_path, monkeypatch):
 
 
 def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
-    """With a small model in place of the reader's; started again, it has nothing left to do."""
+    """Runs the loop with a small model; the second start finds all steps done."""
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen2Config(vocab_size=1000, num_hidden_layers=2, **shape)
@@ -102,7 +102,7 @@ def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
 
 
 def lines(path):
-    """What a reader would type: commands in sentences, and lines of blocks that begin with a program, joined."""
+    """Yields the commands of a page: `memascend` commands in sentences, and commands in blocks, each as one line."""
     for span in re.findall(r"`(memascend [^`]* --\w[^`]* [^`]+)`", BLOCK.sub("", path.read_text())):
         yield " ".join(span.split())
     for kind in ("console", ""):
@@ -129,7 +129,7 @@ def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
 
 
 def typed(path):
-    """What a reader can type here: lines of "console" blocks but for set-up."""
+    """Returns the commands of a page's "console" blocks, without those for set-up."""
     console = [line for body in blocks(path, "console") for line in body.replace("\\\n", " ").splitlines()]
     return [line for line in console if not line.startswith(("make ", "pip "))]
 
@@ -138,7 +138,7 @@ def typed(path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", [page for page in PAGES if typed(page)], ids=name)
 def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
-    """One page's after the other, from a copy of examples/ alone; nothing is downloaded."""
+    """Runs a page's commands in order, in a folder with a copy of examples/ alone; no command downloads a file."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for line in typed(path):
         program, *words = shlex.split(line, comments=True)
@@ -150,7 +150,7 @@ def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_every_example_runs_as_it_says(example, tmp_path):
-    """The lines of its first paragraphs, in a fresh folder; what it warns of is an error."""
+    """Runs the commands in an example's docstring, in a fresh folder; a warning of the example is an error."""
     if example == "lora.py":
         pytest.importorskip("peft")
     said = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
@@ -165,7 +165,7 @@ def test_every_example_runs_as_it_says(example, tmp_path):
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr
         told = [line for line in done.stderr.splitlines() if "Warning: " in line]
-        # What other packages tell each other is not the example's.
+        # Warnings from other packages are allowed.
         assert all("/site-packages/" in line for line in told), done.stderr
 
 
@@ -181,7 +181,7 @@ def test_every_make_command_exists(document):
 
 
 def anchors(path):
-    """Of the headings of a page, as GitHub and the site name them."""
+    """Returns the anchors of a page's headings, as GitHub and the site name them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
@@ -207,7 +207,7 @@ def test_readmes_links_work_from_a_package_index():
 
 
 def test_no_two_pages_name_the_same_storage():
-    """A reader tries several pages in one folder, and a store of another page's model is rejected."""
+    """A reader may try several pages in one folder, where the store of another page's model would be rejected."""
     path = re.compile(r"""(?:\bstorage(?:=|: )|--storage |Store\.create\()["']?([\w/{][\w./{}-]*[a-z}/])\b""")
     pages = {}
     for page in PAGES:
@@ -230,7 +230,7 @@ def test_the_drawings_are_those_of_their_script(tmp_path):
 
 
 def test_the_recorded_terminal_is_of_its_script():
-    """Whoever changes what is typed records it again."""
+    """If you change the commands in docs/drawings/terminal.py, record the terminal again."""
     script = runpy.run_path(str(ROOT / "docs/drawings/terminal.py"))
     drawing = (ROOT / "docs/drawings/terminal.svg").read_text()
     shown = [unescape(re.sub("<.*?>", "", text)) for text in re.findall("<text.*?</text>", drawing)]

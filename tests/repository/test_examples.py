@@ -1,4 +1,4 @@
-"""Tests that the examples run, and that what they say of themselves is so."""
+"""Tests that the examples run, resume, and write the files that their docstrings name."""
 
 import json
 import re
@@ -12,13 +12,13 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ("--layers", "2", "--width", "64")
 
-# What libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
+# These tests allow warnings of libraries, and the warning of a resume that it keeps the stored options.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Runs an example in this process, which has what it imports, and returns what it printed."""
+    """Returns a function that runs an example in this process, which has loaded its imports, and returns its output."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -44,7 +44,7 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
 
 
 def test_plain_loop_on_a_file(run, tmp_path):
-    """A path that is not there becomes a file, beside which the weights lie."""
+    """If the storage path does not exist, the store is a file, and the weights are written beside it."""
     store = tmp_path / "store"
     out = run("plain_loop.py", *TINY, "--steps", 1, "--storage", store)
     assert len(losses(out)) == 1
@@ -62,12 +62,12 @@ def test_trainer(run, small, tmp_path):
     assert len(re.findall(r"'loss': '?([^',]+)", out)) == 4
     assert "_bytes'" not in out
     assert "4 steps" in out
-    # Started again, it trains nothing, and writes no line of its log again.
+    # A second start takes no step, and logs no loss.
     again = run("hf_trainer.py", *options)
     assert not re.findall(r"'loss': '?([^',]+)", again)
     assert "'train_runtime'" in again
     assert (tmp_path / "trained/tokenizer.json").is_file()
-    # What was written are real values, which load as any others do, and others than the first.
+    # The saved model loads like any other, its values are finite, and they differ from the first values.
     trained, first = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("trained", "model")
     )
@@ -84,11 +84,11 @@ def test_lora(run, small, tmp_path):
     out = run("lora.py", *small[:2], "--data", data, "--steps", 3, "--output", tmp_path / "adapters")
     assert [step for step, _ in losses(out)] == list("123")
     adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
-    # Two modules in each of two layers, and two factors; the second ones begin as zeros, and were trained.
+    # Two modules in each of two layers have two factors. The second factors start as zeros, so training changed them.
     assert len(adapters) == 8
     assert all(tensor.isfinite().all() and tensor.any() for tensor in adapters.values())
     assert (tmp_path / "adapters/tokenizer.json").is_file()
-    # Nothing of the frozen values is written again: for each step less than a tenth of what the first write took.
+    # Frozen values are written only once: a step writes less than a tenth of the bytes of all first values.
     written = dict(re.findall(r"^written +(\S+(?: \S+)*?)  +(\S+ \S+)", out, re.MULTILINE))
     assert size(written["values"]) / 3 < size(written["first values"]) / 10
 
@@ -107,7 +107,7 @@ def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path):
     assert [step for step, _ in losses(out)] == list("123")
     assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
     assert all(float(share) > 0 for share in re.findall(r"balance (\S+),", out))
-    # The experts of a layer were one parameter, and are tensors of their own again.
+    # The experts of a layer are one parameter in training, and separate tensors again in the saved file.
     assert tensors(tmp_path / "out/model.safetensors") == tensors(tmp_path / "model/model.safetensors")
     trained, first = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "model"))
     assert not torch.equal(trained.model.layers[1].mlp.experts.down_proj, first.model.layers[1].mlp.experts.down_proj)
@@ -121,14 +121,14 @@ def tensors(file):
 
 
 def write_text(folder):
-    """What the small tokenizer has learnt, many times."""
+    """Writes a text in words that the small tokenizer knows; returns its path."""
     (folder / "text.txt").write_text("What is it? It is a test of a small model.\n" * 60, encoding="utf-8")
     return folder / "text.txt"
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A model folder, and conversations for it."""
+    """Makes a folder with a model and a file with conversations; returns the examples' options for both."""
     pytest.importorskip("transformers")
     from support.small_folder import make_model, write_rows
 
@@ -144,13 +144,13 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
     more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
     whole = losses(run("finetune.py", *small[:4], "--storage", tmp_path / "other", "--output", tmp_path / "a", *more))
     assert [step for step, _ in whole] == list("123")
-    # As if it had been killed within its second step: the schedule is that of three.
+    # Interrupts the run within its second step, as a kill would; the schedule is still that of three steps.
     stopped = iter(range(3))
     own = torch.optim.lr_scheduler.LambdaLR.step
 
     def step(self, *rest):
         own(self, *rest)
-        # The first call is the scheduler's own, when it is made.
+        # The constructor of the scheduler makes the first call.
         if next(stopped) == 2:
             raise KeyboardInterrupt
 
@@ -158,7 +158,7 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
         patched.setattr(torch.optim.lr_scheduler.LambdaLR, "step", step)
         with pytest.raises(KeyboardInterrupt):
             run("finetune.py", *small, "--output", tmp_path / "b", *more)
-    # What the first one said comes first.
+    # The output begins with that of the interrupted run.
     joined = losses(run("finetune.py", *small, "--output", tmp_path / "b", *more))
     assert joined == whole
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
@@ -167,7 +167,7 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
 
 
 def test_small_model(run, tmp_path):
-    """What README's commands run on: a folder that loads as any from the hub does, and rows of each kind."""
+    """small_model.py makes the files for README's commands: a model that loads like one from the hub, and examples."""
     transformers = pytest.importorskip("transformers")
     run("small_model.py", tmp_path, *TINY, "--vocabulary", 300, "--rows", 20)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")

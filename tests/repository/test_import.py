@@ -1,4 +1,4 @@
-"""Tests what `import memascend` loads, its public names and errors, and runs without numpy."""
+"""Tests `import memascend`: loaded modules, public names, errors; training without numpy; memory lent to tensors."""
 
 import gc
 import pickle
@@ -96,7 +96,7 @@ def test_an_error_is_what_users_catch_and_survives_pickling(error, also):
     assert [getattr(copy, name, None) for name in attributes] == [getattr(error, name, None) for name in attributes]
 
 
-# torch itself says once that there is none.
+# torch itself warns once that numpy is missing.
 WITHOUT = """
 import sys, warnings
 sys.modules["numpy"] = None
@@ -132,7 +132,7 @@ assert trained(checkpoint=folder + "/saved-4") == 6
 model = made()[0].to("meta")
 weights = folder + "/saved-6"
 memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)[1].close()
-# Memory of a device, on one that is none, as there is none; the way is the same.
+# Lends CPU memory in place of a device's, which runs the same code.
 from types import SimpleNamespace
 from memascend.device.device import Device
 there = torch.arange(64, dtype=torch.uint8)
@@ -145,7 +145,7 @@ assert sys.modules["numpy"] is None
 
 
 class Owner:
-    """Something that can be seen going."""
+    """An owner of memory; a weak reference shows when it is freed."""
 
 
 def test_the_owner_lives_as_long_as_the_last_view():
@@ -178,7 +178,7 @@ def test_an_owner_that_nobody_takes_in_goes():
 
 
 def test_a_lent_tensor_at_the_end_of_the_interpreter(loaded):
-    """Its owner is not touched any more."""
+    """When the interpreter exits, freeing the tensor does not touch its owner."""
     program = """
 import torch
 from memascend import tensors as dlpack

@@ -1,4 +1,4 @@
-"""Tests who may import whom: crates and Python modules, as ARCHITECTURE.md draws them."""
+"""Tests that crates and Python packages import only what the map in ARCHITECTURE.md allows."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
+# By crate: the crates of this repository that it may use, and the external ones. Tests and benches may use more.
 CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
@@ -22,14 +22,14 @@ CRATES = {
         {"pyo3"},
     ),
 }
-# Crates of others that belong to one layer alone.
+# External crates that only one crate may use.
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 BASE = {"errors", "memory", "nvme", "tensors", "text"}
 
 
 def rows():
-    """The rooms of python/memascend, each with the rooms that it may import, as ARCHITECTURE.md draws them."""
+    """Yields each package of python/memascend and the packages that it may import, from the map in ARCHITECTURE.md."""
     text = (ROOT / "ARCHITECTURE.md").read_text().partition("\npython/memascend/\n")[2].partition("\n```")[0]
     for room, allowed in re.findall(r"^  (\w+)/?\s[^>]*?-> (.*)$", text, re.MULTILINE):
         named = set(re.split(r",\s*", allowed.strip()))
@@ -38,7 +38,7 @@ def rows():
 
 
 ROOMS = {**dict(rows()), "__main__": {"cli"}}
-# Who may import whom in the base itself; `engine` is the public name of a room.
+# The imports that modules of the base may have; `engine` is the public name of the package `storage`.
 GROUND = {
     "errors": set(),
     "text": {"errors"},
@@ -47,7 +47,7 @@ GROUND = {
     "nvme": {"errors", "text", "_core"},
     "engine": {"storage"},
 }
-# The only ones that may import the extension.
+# The only modules and packages that may import the extension, `_core`.
 FACES = {"memory", "nvme", "tensors", "storage", "kernels"}
 
 
@@ -88,7 +88,7 @@ def python_files():
 
 
 def nodes(tree):
-    """Nodes of a file but for what stands under `if TYPE_CHECKING:`, which no program runs."""
+    """Yields the nodes of a syntax tree, except for those under `if TYPE_CHECKING:`, which no program runs."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue
@@ -97,12 +97,12 @@ def nodes(tree):
 
 
 def imports(path):
-    """Modules and names of ours that a running file imports, at its top or in a function; types alone do not count."""
+    """Yields the modules and names of memascend that a file imports at run time, at its top or in a function."""
     for node in nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.level == 0, f"{path}: imports must be absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -113,7 +113,7 @@ PYTHON = {module: path for path, module in python_files()}
 
 
 def room_of(module):
-    """The room that a module lies in; the package's own face lies in none."""
+    """Returns the package, or module of the base, that contains a module; "" for memascend/__init__.py."""
     return [*module.split("."), ""][1]
 
 
@@ -123,7 +123,7 @@ def test_a_room_imports_what_its_row_allows(module):
     if not room:
         return
     allowed = GROUND.get(room, ROOMS.get(room))
-    assert allowed is not None, f"{module} stands in no room: enter it in ARCHITECTURE.md"
+    assert allowed is not None, f"{module} is in no package of the map: enter it in ARCHITECTURE.md"
     for imported in imports(PYTHON[module]):
         other = room_of(imported)
         if other == "_core":
@@ -134,19 +134,19 @@ def test_a_room_imports_what_its_row_allows(module):
 
 
 def test_rooms_and_modules_have_no_cycle():
-    # Were the rows not found, nothing would have failed.
+    # If `rows` found no packages, the other tests here would pass without a check.
     assert len(ROOMS) > 12
     assert cycle({**ROOMS, **GROUND}) is None
     modules = {}
     for module, path in PYTHON.items():
         found = {name if name in PYTHON else name.rpartition(".")[0] for name in imports(path)}
-        # The package's own face names what is public, for types alone; nothing needs the face.
+        # memascend/__init__.py imports the public names for types alone, and no module needs it.
         modules[module] = {name for name in found if name in PYTHON and name not in {module, "memascend"}}
     assert cycle(modules) is None
 
 
 def cycle(arrows):
-    """A way along the arrows that comes back, if there is one."""
+    """Returns a cycle in the graph `arrows` as a list of names; None if it has none."""
     done, way = set(), []
 
     def visit(name):
@@ -170,4 +170,4 @@ def test_a_cycle_is_found():
 
 def test_no_rust_file_is_a_drawer():
     for path in [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "python").rglob("*.py")]:
-        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} says nothing of its subject"
+        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} does not name its subject"

@@ -1,4 +1,4 @@
-"""Tests that each known fault still applies, and that the tests it names are there; `make mutants` runs them."""
+"""Tests that each known fault applies to the code, and that its tests exist; `make mutants` runs the faults."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Tests that wheel and sdist hold what they should, that the wheel works with only torch, and a release has a name."""
+"""Tests the contents of wheel and sdist, the wheel with torch alone, and the version and notes of a release."""
 
 import fcntl
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def run(*words, **options):
-    """What a program prints."""
+    """Runs a program, requires that it succeeds, and returns its output."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -36,7 +36,7 @@ def maturin(*arguments):
 
 
 def built(tmp_path_factory, pattern, *arguments):
-    """What maturin made; one of the processes that share the tests makes it for all of them, one thing at a time."""
+    """Returns a file that maturin built. One of the test processes builds it for all, under a lock."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -51,7 +51,7 @@ def built(tmp_path_factory, pattern, *arguments):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    # Of what set-up compiled: nothing is compiled again.
+    # The wheel has the extension that set-up compiled: cargo compiles no code again.
     return built(tmp_path_factory, "*.whl", "build", "--profile", "release", "--compatibility", "linux")
 
 
@@ -62,12 +62,12 @@ def sdist(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
-    """As `make wheel` makes it, with a compiler of its own."""
+    """Builds the wheel as `make wheel` does, with zig as the compiler."""
     maturin("build", "--zig", "--compatibility", "manylinux_2_28", "--out", tmp_path)
     (wheel,) = tmp_path.iterdir()
     assert re.fullmatch(r"memascend-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
-        # With another unwinder than the system's, a thread that waits while Python ends crashes the process.
+        # The extension needs the system's unwinder: with another one, a thread that waits while Python exits crashes.
         assert b"libgcc_s.so.1\0" in archive.read("memascend/_core.abi3.so")
 
 
@@ -108,7 +108,7 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def requirements(text, seen):
-    """The distributions that a requirement brings in here, its own included."""
+    """Adds to `seen` the distributions that a requirement installs in this environment, including its own."""
     wanted = Requirement(text)
     if wanted.name in seen and not wanted.extras:
         return
@@ -122,7 +122,7 @@ def requirements(text, seen):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """A new environment with the wheel, and torch linked in from this one instead of installed again."""
+    """Makes an environment with the wheel, and with torch linked from this environment; returns its interpreter."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
@@ -138,7 +138,7 @@ def bare(wheel, tmp_path_factory):
                 (linked / top).symlink_to(metadata.distribution(name).locate_file(top))
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     (Path(site.strip()) / "linked.pth").write_text(f"{linked}\n")
-    # No index: what the wheel asks for beyond torch and safetensors would fail here.
+    # pip has no index, so a requirement of the wheel beyond torch and safetensors would fail here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", wheel, env=environment)
     return python
@@ -182,7 +182,7 @@ def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
 
 
 def test_a_release_is_called_as_the_wheel_is_and_has_notes():
-    """A tag must be that version, and the newest section of the changelog its."""
+    """`make version` is the wheel's version, and `make notes` the newest section of the changelog."""
     version, notes = (run("make", "--silent", word, cwd=ROOT, timeout=60) for word in ("version", "notes"))
     version = version.strip()
     assert version == metadata.version("memascend")
@@ -193,7 +193,7 @@ def test_a_release_is_called_as_the_wheel_is_and_has_notes():
 
 
 def test_workflows_and_forms_are_yaml():
-    """Schemas of workflows are zizmor's to check, in `make lint`."""
+    """Tests the syntax alone: in `make lint`, zizmor checks the schemas of workflows."""
     yaml = pytest.importorskip("yaml")
     files = sorted((ROOT / ".github").rglob("*.yml"))
     scripts = set()

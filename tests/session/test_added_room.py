@@ -1,4 +1,4 @@
-"""Tests that a step which needs more room than a plan can know gets it, where nobody gave a budget."""
+"""Tests that a step gets more memory for units than planned if no budget was given, and a BudgetError if one was."""
 
 import re
 from functools import partial
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Segments(nn.Module):
-    """One checkpoint for four blocks: its recomputation holds them together."""
+    """A model with a checkpoint around every four blocks: recomputing a segment needs four units at once."""
 
     def __init__(self):
         super().__init__()
@@ -47,13 +47,13 @@ train = partial(chains.train, seeds=range(STEPS), of=loss_of)
 
 
 def made(storage, **options):
-    # What a simulated device computes is whatever memory had.
+    # A simulated device computes arbitrary values, which may not be finite.
     return offloaded(storage, Segments(), FUSED, nonfinite="commit", **{"gradients": "ssd", **options})
 
 
 @pytest.fixture(scope="module")
 def wanted():
-    """What training in memory leaves."""
+    """Trains in memory, and returns the state dict."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Segments()
@@ -63,7 +63,7 @@ def wanted():
 
 
 def test_room_is_made_where_nobody_gave_a_budget(tmp_path, caplog, wanted):
-    """It is logged, and a part of the plan."""
+    """The added memory is logged, and the plan includes it."""
     model, optimizer = made(tmp_path)
     with optimizer, caplog.at_level("WARNING", logger="memascend"):
         before = optimizer.plan
@@ -96,7 +96,7 @@ def test_room_is_made_on_a_device(tmp_path, caplog):
 
 @pytest.mark.gpu
 def test_a_device_that_is_full_says_so(tmp_path, monkeypatch):
-    """What has no room there is an error, and the step can be done anew where room was made."""
+    """A device without memory for a unit raises an error; once memory is free, the step can be repeated."""
 
     def full(_device, nbytes):
         raise torch.OutOfMemoryError(f"{nbytes} bytes are not there")
@@ -133,7 +133,7 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         assert (optimizer.steps, optimizer.plan.budget) == (0, budget)
     named = re.search(r'host_memory="(\S+)" has a place for every unit', str(error.value))[1]
     assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
-    # The number, or what the message says instead.
+    # Tests the budget in the error's `smallest`, or the one in its message.
     larger = error.value.smallest if gradients == "ssd" else named
     model, optimizer = made(tmp_path / "three", gradients=gradients, host_memory=larger)
     with optimizer:

@@ -1,4 +1,4 @@
-"""Tests what reaches weights and optimizer state before offload(): refused by name, or right afterwards."""
+"""Tests aliases of weights and of optimizer state that exist at offload(): rejected by name, or correct afterwards."""
 
 import copy
 import gc
@@ -52,12 +52,12 @@ ALIASES = {
     "looked at by numpy": lambda model: model[0].weight.detach().numpy().sum(),
     "loaded by torch": loaded,
 }
-# Nobody counts who holds these, or torch cannot tell them from those.
+# torch does not count the holders of such memory: after the alias is deleted, only copies of the weights are accepted.
 UNCOUNTED = ("buffer below", "other processes", "looked at by numpy", "loaded by torch")
 
 
 def refused(model, optimizer, folder, words):
-    """The call names what is held; nothing has changed, and nothing is left."""
+    """Requires that `offload()` raises an error with `words`, changes nothing and leaves no file."""
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     with pytest.raises(memascend.ConfigError, match=words):
         memascend.offload(model, optimizer, storage=folder / "run.store")
@@ -68,7 +68,7 @@ def refused(model, optimizer, folder, words):
 
 
 def accepted(model, optimizer, folder):
-    """It trains as it would in memory, bit for bit."""
+    """Requires that `offload()` succeeds, and that the model trains with the bits of in-memory training."""
     plain = copy.deepcopy(model)
     theirs = type(optimizer)(plain.parameters(), **optimizer.defaults)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -81,7 +81,7 @@ def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
     model = chain(3)
     kept = ALIASES[way](model)
     optimizer = sgd(model)
-    # The first layer's input has no gradient: its graph needs no weight.
+    # The first layer's input needs no gradient, so the graph does not save that layer's weight.
     name = "1" if way == "graph" else "0"
     refused(model, optimizer, tmp_path, rf"{name}\.weight.*(shares memory|may not have alone)")
     del kept
@@ -124,7 +124,7 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
 def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
-    """DLPack holds the very tensor, not another one on its memory."""
+    """DLPack keeps the parameter itself alive, not another tensor on its memory."""
     model = chain(3)
     model[0].requires_grad_(False)
     kept, optimizer = export(model[0].weight), sgd(model[1:])
@@ -202,7 +202,7 @@ def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tm
         else:
             model = chain()
             model.load_state_dict(first.state_dict(), assign=True)
-            # What was loaded is detached from the state dict, and not tracked.
+            # `assign=True` gives the model detached tensors, which require no gradient.
             model.requires_grad_(True)
     kept = model[1].weight.data
     refused(model, sgd(model), tmp_path / "second", r"1\.weight shares memory")

@@ -1,4 +1,4 @@
-"""Tests what a commit holds, close() keeps of later changes, and failed or interrupted steps leave: a whole step."""
+"""Tests the contents of a commit, changes that close() commits after it, and steps that fail or are interrupted."""
 
 import ast
 import functools
@@ -18,7 +18,8 @@ import memascend
 from memascend.optim import rules
 
 WIDTH = 16
-# A buffer that is written only where it was seen to change; the state machine has small ones, which always are.
+# The size of a buffer that a step writes only if it has changed. The state machine tests small buffers, which every
+# step writes.
 LARGE = 600_000
 
 
@@ -37,7 +38,7 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """As `vector_quantize_pytorch` and others keep theirs: by `.data`, which counts no writes."""
+    """Tests write to its buffer through `.data`, as `vector_quantize_pytorch` does: torch increments no version."""
 
     def forward(self, x):
         return self.layer(x)
@@ -71,7 +72,7 @@ def test_a_buffer_of_a_step_that_failed_is_committed_with_the_next_one(tmp_path)
     step(model, optimizer)
     before = sum(optimizer.report().written.values())
     step(model, optimizer)
-    assert sum(optimizer.report().written.values()) - before < LARGE, "it did not change again"
+    assert sum(optimizer.report().written.values()) - before < LARGE, "the step wrote an unchanged buffer"
     optimizer.close()
     model, optimizer = offloaded(tmp_path / "s", Codebook(), existing="resume")
     with optimizer:
@@ -84,7 +85,7 @@ def normed():
 
 
 def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path):
-    """As pruning's mask, once pruning is made permanent: steps, loads and close() go on."""
+    """Steps, loads and close() work without the buffer; for example, permanent pruning deletes its mask."""
 
     def made(**options):
         model = normed()
@@ -124,7 +125,7 @@ def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_pa
         assert not torch.equal(model[0].weight, before)
 
 
-# --- buffers that change after the last step: the state machine has forwards alone ----------------
+# --- buffers that code assigns after the last step (the state machine only runs forwards) ---------
 
 
 def assigned(model):
@@ -156,7 +157,7 @@ def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, du
 
 
 def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
-    """A resume repeats it; the state machine has more of them."""
+    """A resume repeats the step that was not committed. The state machine tests more such steps."""
     model, optimizer = offloaded(tmp_path / "s", normed())
     step(model, optimizer)
     wanted = statistics(model)
@@ -170,7 +171,7 @@ def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
 
 
 def test_close_keeps_the_way_back_from_a_step_that_is_not_finite(tmp_path):
-    """Another commit would take the place of the step before it."""
+    """close() makes no commit here: it would replace step 1, which "previous" opens."""
     options = {"gradients": "fused", "storage": tmp_path / "s"}
     model, optimizer = offloaded(model=normed(), **options)
     step(model, optimizer)
@@ -254,7 +255,7 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
         assert scale.state() == before
         optimizer.zero_grad()
         edited(model, optimizer)
-        # A Trainer's resume runs both blocks again.
+        # `blocks` counts the edits since the last step; a Trainer's resume repeats both.
         assert optimizer._session.run.resources.store.hyperparameters["blocks"] == 2
         step(model, optimizer)
         assert scale.state() != before
@@ -263,22 +264,23 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
 # --- Ctrl-C at any line of a forward and a backward ------------------------------------------------
 
 PACKAGE = os.path.dirname(memascend.__file__)
-# Lines between two interrupts. Odd, and each way has its own first one, so that together they come to most lines.
+# Lines between two interrupts. The number is odd and each case starts at another line, so the cases cover most lines.
 STRIDE = 97
 
 
 @functools.cache
 def with_lines(file):
-    """The lines of a file on which a `with` begins, and ends."""
+    """Returns the lines of all `with` statements in a file, without their bodies."""
     statements = (node for node in ast.walk(ast.parse(pathlib.Path(file).read_text())) if isinstance(node, ast.With))
     return {line for one in statements for line in range(one.lineno, one.body[0].lineno)}
 
 
 def interrupted(run, line, functions=None):
-    """Whether `run` was interrupted at this line of the package, or of these functions, counted as they come.
+    """Calls `run` and raises KeyboardInterrupt in it; True if execution came to that line.
 
-    At a `with` it comes one line later: a trace function is called there between the end of the block and its
-    `__exit__`, where no signal is, and what it raises would leave out the exit.
+    `line` counts executed lines of the package, or of `functions`. At a `with`, the interrupt comes one line later:
+    Python calls a trace function between the end of the block and its `__exit__`, where no signal can arrive, and an
+    exception there would skip `__exit__`.
     """
     lines = itertools.count(1)
     due = False
@@ -304,12 +306,15 @@ def interrupted(run, line, functions=None):
         return True
     finally:
         sys.settrace(before)
-    # One in a callback that torch or Python calls is told and goes on.
+    # torch and Python only report an interrupt in some of their callbacks, and continue.
     return next(lines) > line
 
 
 def goes_on(tmp_path, way, gradients, lines, functions=None):
-    """Interrupts a backward at each of some lines; a way back to the last step later, training goes on as in memory."""
+    """Interrupts a backward at each of `lines`, drops the gradients, and requires that the next step is as in memory.
+
+    `way` says how the gradients are dropped. Returns the number of interrupts.
+    """
     plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(bias=True))
     ways = {
         "optimizer": ours.zero_grad,
@@ -327,7 +332,7 @@ def goes_on(tmp_path, way, gradients, lines, functions=None):
             if not more:
                 break
             count += 1
-    # Else every later test of this process would compute past the parameters' class.
+    # A disabled `__torch_function__` would spoil every later test in this process.
     assert torch._C._is_torch_function_enabled()
     return count
 

@@ -1,4 +1,4 @@
-"""Tests forked children of a run: refused by name, at once; what they write and their end cost the parent nothing."""
+"""Tests forked children of a run: calls in them raise errors at once, and their writes do not reach the parent."""
 
 import copy
 import ctypes
@@ -36,15 +36,15 @@ ASKED = {
 def begun(folder, host_memory: str | None = "64MiB"):
     model, optimizer = offloaded(folder / "run.store", host_memory=host_memory)
     step(model, optimizer)
-    # A unit that was read lies in memory, which is wiped in a child.
+    # After the read, the unit's values are in memory, which the kernel wipes in a forked child.
     model[0].weight.norm()
     return model, optimizer
 
 
 def asked(model, optimizer, folder):
-    """What a child hears of everything that is no refusal, for all that it may ask."""
+    """Makes all calls of `ASKED` in a child; returns the calls that did not raise the error for forks."""
     wrong = {}
-    # Nothing may ask the store, whose locks may be held by a thread that the child does not have.
+    # No call may use the store: a thread that the child does not have may hold its locks.
     run = optimizer._session.run
     run.metadata._store = run.resources.store = None
     for name, ask in ASKED.items():
@@ -57,7 +57,7 @@ def asked(model, optimizer, folder):
     offloaded(folder / "of a child", existing="replace")[1].close()
     with pytest.raises(StorageError, match="in use by pid"):
         offloaded(folder / "run.store", existing="resume")
-    # What it ends with, it ends with.
+    # A child may call close().
     optimizer.close()
     return wrong
 
@@ -85,7 +85,7 @@ def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
 
 
 def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
-    """Locks may be held as it is forked, by threads that it does not have."""
+    """At the fork, a thread that the child does not have may hold locks."""
     model, optimizer = begun(tmp_path)
     ended = threading.Event()
 
@@ -106,7 +106,7 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
 
 
 def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
-    """It says nothing, and commits nothing: what it would close is its parent's."""
+    """A child that exits prints nothing and commits nothing: the run belongs to its parent."""
     program = """if True:
         import os, sys, torch, memascend
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
     assert said.splitlines() == ["steps 2"]
 
 
-# --- memory of weights: how a program comes to have it, and a child's writes --------------------------
+# --- a child's writes to memory of weights, by the way in which the program got it --------------------
 
 WAYS = {
     "state dict": lambda model: model.state_dict()["1.weight"],
@@ -148,7 +148,7 @@ def test_what_a_child_writes_is_its_own(tmp_path, way):
     def write():
         read = same_bits(reached, before)
         reached.fill_(7)
-        # What a child of the child writes is not the child's.
+        # The writes of a grandchild do not reach the child.
         in_child(lambda: reached.fill_(9))
         return read and bool((reached == 7).all())
 

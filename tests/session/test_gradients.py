@@ -1,6 +1,6 @@
-"""Tests gradients that users hold, alias and give, or that come in pieces: none is lost, doubled or another's.
+"""Tests gradients that users keep, alias and pass in, or that arrive in pieces: none is lost, doubled or mixed up.
 
-The state machine assigns, drops and changes them.
+The state machine tests gradients that code assigns, drops and changes.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def test_a_gradient_that_was_dropped_never_reads_as_the_next_one(tmp_path):
         for use in (saved.clone, lambda: model[0].weight.grad.add_(saved)):
             with pytest.raises(UsageError, match="clone"):
                 use()
-        # They are dropped like this, too, so that none is missing in a checkpoint.
+        # `model.zero_grad()` drops gradients, too: `save()` then finds no staged step.
         model.zero_grad()
         optimizer.save(tmp_path / "saved")
 
@@ -63,7 +63,7 @@ def test_a_gradient_with_a_graph_is_exact_in_memory_and_else_refused(tmp_path, g
 
 
 def flat_views(model, flat):
-    """Let each gradient be a view of one buffer."""
+    """Makes all gradients views of one buffer."""
     for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
         p.grad = part.view_as(p)
 
@@ -73,7 +73,7 @@ def flat_views(model, flat):
     [("ssd", "scaled"), ("fused", "accumulated"), ("auto", "accumulated"), ("ram", "scaled"), ("ssd", "assigned anew")],
 )
 def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
-    """What is read of the buffer before step() has the gradients, and what is written to it is stepped with."""
+    """Before step(), reads of the buffer return the gradients, and step() uses values that are written to it."""
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
 
     def run(one, opt):
@@ -100,7 +100,7 @@ def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradie
 
 
 class Flat(torch.nn.Module):
-    """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
+    """Returns its weight as a flat view, so that autograd uses the `gradient` of backward() without a copy."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class Flat(torch.nn.Module):
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
 def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
-    """In memory the gradient is a view of it."""
+    """In memory, the weight's gradient is a view of the tensor that backward() was given."""
     model, optimizer = offloaded(tmp_path / "s", Flat(), torch.optim.SGD, gradients=gradients)
     with optimizer:
         mine = torch.ones(WIDTH * WIDTH)
@@ -130,7 +130,7 @@ def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_
 
 
 def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
-    """What the first hook returns torch hands to the next one, which may be ours."""
+    """Torch passes the result of the first hook to the next hook, which may be memascend's."""
     model = chain()
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
     model, optimizer = offloaded(tmp_path / "s", model, torch.optim.SGD)
@@ -138,7 +138,7 @@ def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
         loss_of(model).backward()
 
 
-# --- gradients that come in several pieces ----------------------------------------------------
+# --- gradients that arrive in several pieces --------------------------------------------------
 
 
 def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
@@ -160,7 +160,7 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
      ("touched", "fused"), ("touched", "ssd")],
 )  # fmt: skip
 def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way, gradients):
-    """Its gradient comes in pieces, of which the outer may be the first; "own" is a checkpoint that is not torch's."""
+    """Both backwards contribute to the gradient, in either order; "own" is a checkpoint that is not torch's."""
 
     def forward(model, seed):
         def inside(y):

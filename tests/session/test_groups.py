@@ -1,4 +1,4 @@
-"""Tests what becomes of changes to an optimizer object: its groups' parameters, its hooks, its step, its state."""
+"""Tests changes to an optimizer object: its groups' parameters, its hooks, its step, its state."""
 
 from functools import partial
 
@@ -81,7 +81,7 @@ def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
 def test_a_step_that_was_replaced_on_the_object_is_refused(tmp_path):
     model = chain(4, bias=True)
     original = torch.optim.AdamW(model.parameters())
-    # A scheduler replaces it, too, by one that goes on to the class's.
+    # A scheduler also replaces `step`, by a wrapper that calls the class's `step`: offload() accepts that.
     torch.optim.lr_scheduler.StepLR(original, 1)
     taken = original.step
 
@@ -168,7 +168,7 @@ def test_another_order_within_the_groups_is_taken(tmp_path):
             step(model, optimizer)
 
 
-# --- its state is on storage, and a state dict has the position of a run --------------------------
+# --- optimizer state is on storage, and a state dict has the position of a run --------------------
 
 
 def begun(folder, steps=1, **options):
@@ -230,7 +230,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     optimizer.close()
     with pytest.raises(UsageError, match="has been closed"):
         optimizer.load_state_dict(state)
-    # As a process that goes on reads it from a file.
+    # A process that resumes reads the state dict from a file.
     torch.save(state, tmp_path / "state.pt")
     model, optimizer, _ = begun(tmp_path, 0, existing="resume")
     with optimizer:

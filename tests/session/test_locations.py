@@ -1,4 +1,4 @@
-"""Tests where a store lies: whose file it is, who may read it, what its path means, its loss, and who has it open."""
+"""Tests the file of a store: its owner and mode, the meaning of its path, its loss, and runs that have it open."""
 
 import errno
 import gc
@@ -25,11 +25,11 @@ def mode_of(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- what is there, and where -------------------------------------------------------------------------------
+# --- empty files, and places without files ------------------------------------------------------------------
 
 
 def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
-    """A run's store that was emptied or zeroed, and places where no file can be."""
+    """Also tests file systems of the kernel, in which no store can be created."""
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path)
     step(model, optimizer)
@@ -51,7 +51,7 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
             offloaded(place)
 
 
-# --- until it is filled ------------------------------------------------------------------------------------
+# --- a store before its first commit -----------------------------------------------------------------------
 
 
 def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypa
     assert not folder.exists()
 
 
-# --- private ---------------------------------------------------------------------------------------------
+# --- owner and permissions -------------------------------------------------------------------------------
 
 
 def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
@@ -82,7 +82,7 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
     target.chmod(0o604)
     with engine.Store.open(target):
         assert mode_of(target) == 0o600
-    # Less than that is the owner's own wish; a volume is nobody's store.
+    # A store keeps narrower permissions that its owner has set. A volume is not a store and keeps its permissions.
     target.chmod(0o400)
     engine.Store.open(target).close() if os.geteuid() == 0 else None
     assert mode_of(target) == 0o400
@@ -97,7 +97,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
     path = tmp_path / "store"
     filled(path, records()).close()
     os.chown(path, 1000, 1000)
-    # To look at it, root may; to put something of its own in its place is another thing.
+    # root may read another user's store, but may not replace it.
     with engine.Store.open(path) as store:
         content = store.read("weight")[0].clone()
     for length in (path.stat().st_size, 0):
@@ -114,7 +114,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_what_is_no_file_is_refused_by_name(tmp_path):
-    # Opening a pipe waits for its other end.
+    # An open() of a pipe would block until its other end is open.
     os.mkfifo(tmp_path / "pipe")
     for opening in (
         lambda: engine.Store.create(tmp_path / "pipe", records()),
@@ -128,7 +128,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-# --- what a path means -------------------------------------------------------------------------------------
+# --- the meaning of a path ---------------------------------------------------------------------------------
 
 
 def test_a_path_that_ends_in_a_slash_is_a_folder_that_is_made(tmp_path):
@@ -165,7 +165,7 @@ def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["again", "run", "saved", "store", "third", "volume"]
 
 
-# --- what becomes of it ---------------------------------------------------------------------------------------
+# --- files that are deleted, moved, replaced or truncated -----------------------------------------------------
 
 
 def open_files():
@@ -195,9 +195,9 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     before = open_files()
     model, optimizer = offloaded("run", durability=durability)
-    # A warning is an error here.
+    # A warning would fail the test.
     step(model, optimizer)
-    # Where the process is does not matter.
+    # The check of the path does not depend on the working directory.
     os.chdir("/")
     step(model, optimizer)
     what = happen(tmp_path / "run")
@@ -209,7 +209,7 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
     with pytest.raises(StorageError, match=what) as error:
         optimizer.close()
     assert error.value.path == "run"
-    assert open_files() <= before, "let go of all the same"
+    assert open_files() <= before, "close() left a file open"
     optimizer.close()
     if happen is replace:
         assert (tmp_path / "run").read_bytes() == b"somebody else's"
@@ -230,7 +230,7 @@ def test_a_file_that_was_truncated_is_told_at_the_end(tmp_path):
     os.truncate(tmp_path / "run", 4096)
     with pytest.raises(StorageError, match="was truncated while its store was in use"):
         optimizer.close()
-    assert open_files() <= before, "let go of all the same"
+    assert open_files() <= before, "close() left a file open"
     optimizer.close()
 
 
@@ -251,7 +251,7 @@ def test_a_second_of_several_files_is_missed_too_and_a_temporary_one_has_no_name
         optimizer.close()
 
 
-# --- a store that a run of this process has open, as a notebook's cell that runs again meets it --------------
+# --- a store that another run of this process has open, as when a notebook cell runs twice -------------------
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_resume_or_replacement_by_another_model_or_optimizer_leaves_the_run(tm
         offloaded(tmp_path / "run.store", make(), kind, existing="resume")
     with pytest.raises(ConfigError, match=rf"run\.store.*open at step {steps} .*optimizer\.close\(\)"):
         offloaded(tmp_path / "run.store", make(), kind, existing="replace")
-    # Without resume or replace the error names close().
+    # With "previous", too, the error names close().
     with pytest.raises(StorageError, match=r"optimizer\.close\(\)") as refused:
         offloaded(tmp_path / "run.store", existing="previous")
     assert refused.value.errno == errno.EBUSY
@@ -324,7 +324,7 @@ def test_a_run_that_nothing_refers_to_is_collected_without_a_word(tmp_path):
         model, optimizer = offloaded(tmp_path)
         step(model, optimizer)
         del model, optimizer
-        # No warning: each is an error here.
+        # A warning would fail the test.
         _, optimizer = offloaded(tmp_path, existing="resume")
     finally:
         gc.enable()

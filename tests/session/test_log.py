@@ -1,4 +1,4 @@
-"""Tests the log of gradients of a run: what it writes, what a kill leaves, who reads that; and close() without one."""
+"""Tests a run's write-ahead log of gradients: bytes written, resuming after a kill; also close() without a log."""
 
 import logging
 import shutil
@@ -23,7 +23,7 @@ def begun(store, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, bias=True, **o
 
 
 class Interrupting(run.Progress):
-    """Sends Ctrl-C the first times that it hears of something."""
+    """Sends Ctrl-C on the first `times` calls of `reached`."""
 
     times, heard = 0, []
 
@@ -80,7 +80,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
     assert cli.main(["store", "info", str(left)]) == 0
     assert "log" in capsys.readouterr().out
     assert cli.main(["store", "verify", str(left)]) == 0
-    assert left.read_bytes() == before, "whoever looks writes nothing"
+    assert left.read_bytes() == before, "reading a store wrote to it"
     shutil.copy(left, tmp_path / "other")
     shutil.copy(left, tmp_path / "last")
     ends = []
@@ -93,7 +93,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
             train(model, optimizer, range(7, 9))
             ends.append(everything(model, optimizer))
         with engine.Store.open(place) as store:
-            assert store.info()["log_steps"] == 0, "a store that was closed has no log"
+            assert store.info()["log_steps"] == 0, "close() left steps in the log"
     assert all(same_states(ends[0], other) for other in ends[1:])
 
 
@@ -113,7 +113,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
     assert same_states(everything(model, optimizer), expected)
     train(model, optimizer, [4])
     expected = everything(model, optimizer)
-    # What close() then leaves out the log has.
+    # An interrupted close() leaves its steps in the log.
     with monkeypatch.context() as patched:
         patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "heard": []}))
         with pytest.raises(KeyboardInterrupt):
@@ -131,7 +131,7 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         train(model, optimizer, range(3))
         assert optimizer.report().written["log"] == 0
         expected = everything(model, optimizer)
-    # The device has no room for it, which is found as it is begun.
+    # The device has no room for a log, which the opening detects.
     monkeypatch.setattr(engine.Store, "keep_log", lambda *_: 0)
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
@@ -146,11 +146,11 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         assert written >= optimizer.plan.written_bytes["values"] + optimizer.plan.written_bytes["state"]
 
 
-# --- the end of a run of which memory has the only copy -------------------------------------------
+# --- close() of a run whose only copy is in memory ------------------------------------------------
 
 
 def undurable(store, **options):
-    # Enough records that close() is heard of more than once.
+    # So many records that close() reports its progress more than once.
     return offloaded(store, chain(16, bias=True, width=24), durability="none", host_memory=ALL, **options)
 
 
@@ -183,7 +183,7 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
     with caplog.at_level(logging.WARNING, "memascend"), pytest.raises(KeyboardInterrupt):
         optimizer.close()
     assert "another Ctrl-C drops them" in caplog.text
-    # It went on where it was.
+    # After the interrupt, close() continued instead of starting again.
     done = [one[0] for one in progress.heard]
     assert done[1] >= done[0]
     optimizer.close()

@@ -1,4 +1,4 @@
-"""Tests the room of the log of gradients and of their second places: what is asked for, what there is, what is told."""
+"""Tests disk space for the gradient log and second places of gradients: a lack is reported, and changes no bit."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from memascend.plan import decision
 
 
 def sizes(tmp_path):
-    """Bytes of a store, and of a log of 16 steps and of one."""
+    """Returns the bytes of a store, and of its log by number of steps (16 and 1)."""
     found = {}
     for steps in (16, 1):
         with begun(tmp_path / f"sizes-{steps}", log_steps=steps)[1] as optimizer:
@@ -29,7 +29,7 @@ def sizes(tmp_path):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Says how many bytes storage has beside a store."""
+    """Returns a function that sets the number of bytes that storage has free beside a store."""
     return lambda nbytes: monkeypatch.setattr(decision, "room_beside", lambda *_: nbytes)
 
 
@@ -48,7 +48,7 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypa
     with optimizer:
         train(model, optimizer, [0])
         steps, report = optimizer.plan.log_steps, optimizer.report()
-        assert steps in ([0] if is_none else [6, 7, 8]), "half of what is free is others'"
+        assert steps in ([0] if is_none else [6, 7, 8]), "the log takes at most half of the free space"
         assert optimizer.plan.log_bytes <= half
         is_told = "none" if is_none else f"one of {steps} steps"
         assert f"no disk space for a gradient log of 16 steps: it is {is_told}" in caplog.text
@@ -75,7 +75,7 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
 
 
 def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
-    """A gradient that is dropped by itself keeps its place to the commit: a loop that drops it often fills the log."""
+    """A gradient that is set to None keeps its bytes in the log until the commit, so a loop can fill the log."""
     ends = []
     for drops in (0, 5):
         model, optimizer = begun(tmp_path / f"dropped-{drops}", log_steps=1, gradients="fused")
@@ -110,7 +110,7 @@ def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
             core = optimizer._session.run.resources.store
             counted = core.counters()["written_bytes"]
             optimizer._session.run.resources.values_read()
-        assert (core.counters()["written_bytes"] - counted > 1 << 16) == (store is not None), "closing wrote it"
+        assert (core.counters()["written_bytes"] - counted > 1 << 16) == (store is not None), "bytes that close() wrote"
     assert same_states(*ends)
 
 
@@ -136,7 +136,7 @@ def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes loop devices")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root makes loop devices")
 def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_path, loop, caplog):  # noqa: F811
     store, logs = sizes(tmp_path)
     each = (logs[16] - logs[1]) // 15
@@ -149,7 +149,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         assert ("no disk space for a gradient log" in caplog.text) == (steps < 16)
         train(model, optimizer, range(5))
         expected = everything(model, optimizer)
-        # As a kill leaves it.
+        # Copies the device in the state that a kill would leave.
         with open(device, "rb") as left, open(tmp_path / "left", "wb") as copy:
             shutil.copyfileobj(left, copy)
         optimizer.close()
@@ -161,7 +161,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
 
 @pytest.mark.root
 def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
-    """A store without second places, on a file system that has no room for them until something else is removed."""
+    """Resumes a store without second places on a full file system; once a file is removed, updates are deferred."""
     store, filler, scratch = small_ext4 / "s", small_ext4 / "filler", {"scratch": tmp_path}
     deferred_run(store, "ram", steps=2, durability="none", **scratch)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as full:

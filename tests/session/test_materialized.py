@@ -1,4 +1,4 @@
-"""Tests real parameters for a while: changes without `modify`, and memory that a program gives to weights."""
+"""Tests `materialized()`: changes without `modify=True`, parameters that are replaced, memory given to weights."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
 
 @pytest.mark.parametrize("modify", [False, True])
 def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
-    """Of a real weight it would follow the steps; what is discarded in any case is a snapshot."""
+    """With `modify`, step() rejects memory that code kept of a weight; without it, that memory is a snapshot."""
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         with memascend.materialized(model, modify=modify):
@@ -79,7 +79,7 @@ def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
         assert optimizer.steps == 1
 
 
-# --- parameters that are replaced within ------------------------------------------------------------
+# --- parameters that are replaced inside materialized() ---------------------------------------------
 
 
 @pytest.mark.parametrize("replace", [assigned, exchanged])
@@ -103,7 +103,7 @@ def test_parameters_that_replace_others_are_written(tmp_path, replace):
 
 
 def put(name, **options):
-    """Another parameter, which differs from the first in this."""
+    """Returns a function that replaces a parameter of layer 1; `options` say how the new one differs."""
 
     def replace(model):
         given = torch.ones(options.pop("shape", (WIDTH, WIDTH)), dtype=options.pop("dtype", None))
@@ -150,14 +150,14 @@ def test_a_tied_parameter_stays_one(tmp_path):
         with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one parameter"):
             inside(model, new)
         assert same_states(values(model), before)
-        # Two parameters, as torch makes of it.
+        # A load with `assign=True` makes two parameters of the tied one.
         inside(model, assigned)
         assert model[0].weight is model[1].weight is own
         assert same_bits(model[0].weight, before["0.weight"] * 2)
         step(model, optimizer)
 
 
-# --- memory that is given to weights within: it is watched, or refused ------------------------------
+# --- memory that is given to weights inside materialized(): watched, or rejected --------------------
 
 
 def vector(model):

@@ -1,4 +1,4 @@
-"""Tests that process-wide hooks come with the first run and go with the last, and refuse other optimizers."""
+"""Tests process-wide hooks: the first run installs them, the last run removes them; they reject other optimizers."""
 
 import gc
 
@@ -18,7 +18,7 @@ def hooks():
     return (
         len(torch.nn.modules.module._global_module_registration_hooks),
         len(_global_optimizer_pre_hooks),
-        # Other parts of torch add to it, too.
+        # Other parts of torch add types to this list, too.
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
         hasattr(nn.Module, "__deepcopy__"),
         sorted(vars(nn.Parameter)),
@@ -78,7 +78,7 @@ def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_
 NEW = r"new trainable .* offload\(\) anew"
 
 
-# Into the model, and into a module that came itself after offload().
+# Adds a module to the model itself, or to a module that was added after offload().
 @pytest.mark.parametrize(
     "adds", [lambda model, new: setattr(model, "new", new), lambda model, new: model.later.append(new)]
 )
@@ -96,7 +96,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
         assert optimizer.steps == 0
         now = model.state_dict()
         assert same_states({name: now[name] for name in before}, before)
-        # As peft does it with a second adapter: frozen, it is a plain part of the model.
+        # A frozen module is a plain part of the model; peft freezes a second adapter like this.
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
 
 
 def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
-    """Another adapter is switched on for a while, under no_grad(), as preference training does it."""
+    """Preference training switches another adapter on for a forward under no_grad()."""
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.other = nn.Linear(WIDTH, WIDTH)

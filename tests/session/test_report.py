@@ -1,4 +1,4 @@
-"""Tests that `optimizer.report()` says what the engine did, within the budget."""
+"""Tests `optimizer.report()`: bytes, seconds and memory of a run, its advice; and progress lines of long operations."""
 
 import dataclasses
 import io
@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         assert set(report) == {"host", "beside", "read", "written", "seconds", "steps"}
         assert report["beside"] == {"Python objects": optimizer.plan.object_bytes}
         assert report["steps"] == 3
-        # Values, and two moments; each parameter is rounded to blocks of the device.
+        # "state" has two moments, "values" the values; the store rounds each parameter up to blocks of the device.
         assert 3 * 2 * of_model <= report["read"]["state"] <= 3 * 2.1 * of_model
         assert 3 * 2 * of_model <= report["written"]["state"] <= 3 * 2.1 * of_model
         assert 3 * of_model <= report["written"]["values"] <= 3 * 1.1 * of_model
@@ -56,7 +56,7 @@ def test_training_in_memory_has_whole_masters_and_those_that_are_added_are_logge
     model, optimizer = offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
     with optimizer:
         held = optimizer.report().in_memory
-        # Values and gradients of 16 bits; master and two moments of 32.
+        # Values and gradients have 2 bytes an element; the master weight and two moments have 4 each.
         assert (held.values, held.gradients, held.state) == (2 * count, 2 * count, 12 * count)
     assert caplog.text.count("master_dtype=None adds none") == 1
 
@@ -83,7 +83,7 @@ def test_the_table_names_everything_and_the_picture_needs_matplotlib(tmp_path, m
         shown = str(report)
     for word in ("units", "update staging", "gradients", "budget", "In memory", "first values", "step()", "3 steps"):
         assert word in shown
-    # It can be asked for afterwards.
+    # `report()` also works after `close()`.
     assert "3 steps" in str(optimizer.report())
 
 
@@ -122,7 +122,7 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
         clock[0] += 16
         lines.add(1)
     assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
-    # What replays, verifies or reads records in RAM says how much there is with its first call.
+    # Replaying, verifying and reading records into RAM give the total with their first call.
     with Progress("reading", 0, log) as lines:
         clock[0] += 20.0
         lines.reached(10 << 20, 40 << 20)
@@ -146,7 +146,7 @@ def test_tqdm_draws_in_a_terminal_what_takes_long(monkeypatch):
         bar.add(25 << 20)
         time.sleep(0.11)
         bar.add(25 << 20)
-    # Whatever it looks like, it says how much, and it is gone at the end.
+    # The bar names the work and the bytes, and is erased at the end.
     assert "writing" in terminal.getvalue()
     assert "50.0M/100M" in terminal.getvalue()
     assert terminal.getvalue().rstrip(" ").endswith("\r")
@@ -166,7 +166,7 @@ def test_a_run_that_the_drive_bounds_says_what_to_change(tmp_path):
     assert "training waited for it 60% of the time" in str(bound)
     for words in ("by_layer=True", "gradient_accumulation_steps", "host_memory="):
         assert words in bound.advice
-    # Where the waits are short, where updates compute for longer than the drive takes, and before the first step.
+    # No advice if the waits are short, if updates compute for longer than the drive is busy, or before the first step.
     for other in ({"wall": 100.0}, {"update, computing": 8.0}):
         assert dataclasses.replace(report, seconds={**stages, **other}).advice == ""
     assert dataclasses.replace(bound, steps=0).advice == ""

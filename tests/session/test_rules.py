@@ -1,4 +1,4 @@
-"""Tests rules of residency one by one: saved tensors, module hooks, units in use, and copies that autocast holds."""
+"""Tests residency of units: saved tensors, module hooks, units in use, and 16-bit copies that autocast keeps."""
 
 import threading
 
@@ -21,7 +21,7 @@ def blocks():
 
 
 def offloaded(tmp_path, model=None, **options):
-    """Every block is a unit, of which few are in memory."""
+    """Offloads a model of blocks, each a unit; the window is smaller than the number of blocks."""
     units = [str(index) for index in range(DEPTH)]
     return chains.offloaded(tmp_path / "run.store", model or blocks(), torch.optim.SGD, 0.1, units=units, **options)
 
@@ -47,25 +47,25 @@ def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
             seen.append(packed.copy())
         weight = (WIDTH, WIDTH)
         assert weight in seen[0]
-        assert weight not in seen[1], "a unit's bytes were handed on"
+        assert weight not in seen[1], "the user's hook got a weight of a unit"
         assert (4, WIDTH) in seen[1]
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         optimizer.step()
         require_same(plain, model)
 
 
-# --- gates -------------------------------------------------------------------------------------
+# --- module hooks ------------------------------------------------------------------------------
 
 
 def test_hooks_from_before_offload_see_real_parameters(tmp_path):
-    """A parametrization, or any other pre-hook, computes with the weights that the module is about to use."""
+    """A user's pre-hook, such as that of a parametrization, can read the weights before the module computes."""
     model = blocks()
     seen = []
 
     def looks(*_):
         seen.append(float(model[2][0].weight.data.sum()))
 
-    # The unit as a whole, which is entered first, and the module that owns the weight.
+    # One hook on the unit's outer module, which runs first, and one on the module that owns the weight.
     model[2].register_forward_pre_hook(looks)
     model[2][0].register_forward_pre_hook(looks)
     expected = float(model[2][0].weight.detach().sum())
@@ -76,7 +76,7 @@ def test_hooks_from_before_offload_see_real_parameters(tmp_path):
 
 
 def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
-    """As some checkpointing does, in the backward: blocks are computed again, and no gate of theirs is passed."""
+    """Some checkpointing calls `block.forward` in the backward, which skips the block's module hooks."""
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
     kinds = []
     model[1][0].register_forward_pre_hook(lambda module, *_: kinds.append(type(module.weight)))
@@ -91,7 +91,7 @@ def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
 
 def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, monkeypatch):
     model = chain(bias=True)
-    model[1].weight = model[0].weight  # so that the second needs both units
+    model[1].weight = model[0].weight  # so that layer 1 needs both units
     model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])
     residency = optimizer._session.run.residency
     materialize, done = residency.materialize, []
@@ -113,7 +113,7 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
         assert torch.equal(model[1](x()), expected)
 
 
-# --- hooks ----------------------------------------------------------------------------------------
+# --- users' gradient hooks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -139,7 +139,7 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
 
 
 def turns():
-    """Two modules in one unit, which different threads are in at one time."""
+    """Returns a model whose two layers share parameters, and so one unit; two threads use the layers at once."""
     model = chain(bias=True)
     model[1].weight, model[1].bias = model[0].weight, model[0].bias
     return model
@@ -152,7 +152,7 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
 
     def second():
         with torch.no_grad():
-            # Each thread is known from its first forward of the whole model.
+            # A thread is registered by its first forward of the whole model.
             model(x())
             known.set()
             found.append(model[1](x()))
@@ -178,11 +178,11 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
         model[0](x())
         left.set()
         other.join(20)
-        assert found[0] is True, "the unit was taken away while another thread computed with it"
+        assert found[0] is True, "the unit was evicted while another thread computed with it"
         assert torch.equal(found[1], plain[1](x()))
 
 
-# --- 16-bit copies that autocast holds --------------------------------------------------------------
+# --- 16-bit copies that autocast keeps --------------------------------------------------------------
 
 
 def autocast(model, dtype):
@@ -199,9 +199,9 @@ def test_copies_of_autocast_are_said_at_the_first_forward_that_sees_them(tmp_pat
             autocast(model, torch.float32)
         optimizer.step()
         optimizer.zero_grad()
-        # A warning is an error here.
+        # A second warning would fail the test.
         autocast(model, torch.float32)
-    # Small parts in 32 bits.
+    # A model with only some small layers in fp32 gets no warning.
     model = nn.Sequential(nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
     model, optimizer = chains.offloaded(tmp_path / "small.store", model)
     with optimizer:

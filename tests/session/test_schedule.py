@@ -1,4 +1,4 @@
-"""Tests optimizer.schedule(): what step() advances, commits, restores, takes back and refuses."""
+"""Tests `optimizer.schedule()`: schedulers that step() advances and commits, and that a resume restores or rejects."""
 
 import functools
 from unittest import mock
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 class Warmup:
-    """A callable object, whose state schedulers keep."""
+    """A callable object with attributes, which LambdaLR puts into its state dict."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -61,7 +61,7 @@ def made(rate=1e-3):
 
 
 def turn(model, optimizer, step):
-    """A step of a loop; returns the options that its update had."""
+    """Takes one step; returns the learning rate and betas of each group in that step."""
     had = [(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
     chains.step(model, optimizer, step)
     return had
@@ -81,7 +81,7 @@ def scheduled(path, kind="cosine", *, before=False, existing="resume", rate=1e-3
 
 
 def lived(path, kind="cosine", until=1, **options):
-    """Run a life until a step; returns the options that its updates had."""
+    """Starts or resumes a run and trains to step `until`; returns the result of `turn` for each step."""
     model, optimizer, _ = scheduled(path, kind, **options)
     with optimizer:
         return [turn(model, optimizer, step) for step in range(optimizer.steps, until)]
@@ -110,11 +110,11 @@ WAYS = {
 }
 
 
-# OneCycleLR sets betas where it is made, before the stored ones are known to be a scheduler's.
+# OneCycleLR's constructor sets betas, before offload() knows that the stored betas are a scheduler's.
 @pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
 @pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
 def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
-    """A life after the other makes the scheduler before and after offload()."""
+    """The three runs create the scheduler before offload() and after it, in turn."""
     kind = list(SCHEDULERS)[number]
     way = WAYS[list(WAYS)[number % len(WAYS)]]
     memory, rates, last = in_memory(kind)
@@ -143,7 +143,7 @@ def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_p
         chains.require_same(memory, model)
 
 
-# --- steps that are none ------------------------------------------------------------------------
+# --- steps that fail ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential", "object"])
@@ -171,7 +171,7 @@ def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, kind):
         with fails, warns, pytest.raises(memascend.StorageError):
             turn(model, optimizer, 2)
         optimizer.zero_grad()
-        # This run has not made a step, so that a scheduler goes on where the last one was.
+        # This run has committed no step, so the scheduler resumes where the last run's scheduler stopped.
         scheduler = SCHEDULERS[kind](optimizer)
         optimizer.schedule(scheduler)
         assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
@@ -188,7 +188,7 @@ def test_a_scheduler_that_fails_commits_nothing(tmp_path):
         assert (optimizer.steps, scheduler.last_epoch) == (STEPS, STEPS)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- schedulers that are rejected ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["cosine", "chained"])
@@ -201,7 +201,7 @@ def test_a_scheduler_that_the_loop_advances_too_is_refused(tmp_path, gradients, 
         with pytest.raises(UsageError, match=r"was changed since the last step .*delete the line scheduler.step\(\)"):
             turn(model, optimizer, 1)
         assert optimizer.steps == 1
-    # close() commits no rate of it.
+    # close() does not commit the rate that the loop's scheduler.step() set.
     assert stored(tmp_path / "s")["groups"][0]["lr"] == in_memory(kind, 1)[2][0]
 
 
@@ -283,7 +283,7 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         with pytest.raises(ConfigError, match=words):
             optimizer.schedule(given)
         assert given.get_last_lr() == before == [group["lr"] for group in optimizer.param_groups]
-        # The way that the message names, which the next start leaves out.
+        # The message names `restore=False`; the next start does not need it.
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
     _, optimizer = opened(tmp_path / "s")
@@ -323,7 +323,7 @@ def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
 
 
 def rewritten(path, change):
-    """Let the last commit have another entry of its schedule."""
+    """Changes the schedule in the store's last commit by `change`."""
     with memascend.engine.Store.open(path) as store:
         hyperparameters = store.hyperparameters
         change(hyperparameters["schedule"])
@@ -331,7 +331,7 @@ def rewritten(path, change):
 
 
 def as_earlier(schedule):
-    """The form of versions that kept no fresh state, and named the entries that steps changed."""
+    """Converts a stored schedule to an earlier format: no fresh state, only names of the entries that steps changed."""
     del schedule["rates"]
     for one in schedule["schedulers"]:
         one["moved"] = [*one.pop("fresh")]
@@ -354,7 +354,7 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
         if way == "saved":
             optimizer.save(tmp_path / "saved")
         else:
-            # That it is made sets the rates.
+            # OneCycleLR's constructor sets the rates of the groups.
             with pytest.raises(ConfigError, match="base_lrs"):
                 optimizer.schedule(OTHERS["maximum"][1](optimizer))
     assert stored(tmp_path / "s") == before
@@ -363,11 +363,11 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
 
 
 class Rate(float):
-    """As those of numpy, a float of another class."""
+    """A subclass of float, such as numpy's floats are."""
 
 
 class Adaptive(torchs.LRScheduler):
-    """Changes an attribute of its own at some steps."""
+    """A scheduler that changes its own attribute `halved` at step 2."""
 
     def __init__(self, optimizer):
         self.halved = 0
@@ -388,7 +388,7 @@ def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
         with optimizer:
             for step in range(optimizer.steps, until):
                 if step == 3:
-                    # As a Trainer does whose train() is called again.
+                    # A Trainer does so when train() is called again.
                     optimizer.schedule(scheduler, restore=False)
                 rates.append(turn(model, optimizer, step)[0][0])
             assert scheduler.halved == 1
@@ -422,7 +422,7 @@ def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
         assert (given.last_epoch, [group["lr"] for group in optimizer.param_groups]) == (0, before)
 
 
-# --- schedulers that are not given --------------------------------------------------------------
+# --- schedulers that were not given to schedule() -----------------------------------------------
 
 
 @pytest.mark.parametrize("of", ["original", "returned"])
@@ -438,7 +438,7 @@ def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, o
         scheduler = SCHEDULERS["cosine"](original if of == "original" else optimizer)
         with pytest.warns(UserWarning, match=r"not given to optimizer\.schedule\(\).*docs/resume\.md") as warned:
             turn(model, optimizer, 1)
-        assert [warning.filename for warning in warned] == [chains.__file__], "where step() is called"
+        assert [warning.filename for warning in warned] == [chains.__file__], "the warning names another line"
         turn(model, optimizer, 2)
 
 
@@ -465,14 +465,14 @@ def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durabi
         values = chains.values(model)
         optimizer.user_state = "of the next step"
         optimizer.param_groups[1]["lr"] = 0.5
-        # A staged step is dropped.
+        # close() drops this staged step.
         chains.loss_of(model, 1).backward()
     found = stored(tmp_path / "s")
     assert [group["lr"] for group in found["groups"]] == [1e-3, 0.5]
     with pytest.warns(UserWarning, match=r"group 1: lr 0\.003 -> 0\.5"):
         model, optimizer = opened(**options)
     with optimizer:
-        # It is that of the step that was dropped.
+        # close() did not commit the `user_state` of the dropped step.
         assert (optimizer.steps, optimizer.user_state) == (1, None)
         assert same_states(chains.values(model), values)
 

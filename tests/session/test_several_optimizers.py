@@ -1,6 +1,7 @@
-"""Tests several optimizers of one model, beside the same optimizers in memory, bit for bit.
+"""Tests several optimizers of one model against the same optimizers in memory, bit for bit.
 
-The state machine has those of torch; here are classes whose parameters go together, or take zeros for a gradient.
+The state machine tests torch's classes; this file tests classes that update several parameters together, or that take
+zeros for a missing gradient.
 """
 
 import copy
@@ -23,7 +24,7 @@ def made(dtype=torch.float32):
 
 
 def parts(parameters):
-    """The matrices, and the rest."""
+    """Returns the parameters that are matrices, and the rest."""
     parameters = list(parameters)
     return [one for one in parameters if one.dim() == 2], [one for one in parameters if one.dim() != 2]
 
@@ -59,7 +60,7 @@ def in_batches(parameters, **_):
 
 
 def turn(model, members, index, missing=()):
-    """A step of all of them, without the gradients of these parameters."""
+    """Takes a step of all `members`; the parameters `missing` have no gradient in it."""
     loss_of(model, index).backward()
     for name in missing:
         model.get_parameter(name).grad = None
@@ -69,7 +70,7 @@ def turn(model, members, index, missing=()):
 
 
 def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
-    """Train in memory and offloaded, closed and opened again before the third step; the bits are the same."""
+    """Trains in memory and offloaded, with a resume before the third step; requires the same bits."""
     plain = made(dtype)
     theirs = optimizers(plain.parameters())
     if dtype != torch.float32:
@@ -92,7 +93,7 @@ def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
 
 
 BF16, NONE = {"dtype": torch.bfloat16}, {"durability": "none", "host_memory": "64MiB"}
-# Gradients that some steps lack, which these members take for zeros.
+# Parameters without a gradient in some steps; these optimizers take zeros instead.
 MISSING = {"missing": ("1.weight", "1.bias")}
 
 

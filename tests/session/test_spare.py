@@ -1,4 +1,4 @@
-"""Tests the budget that is taken where none is given: of the machine, beside other runs and ranks, and at a resume."""
+"""Tests the budget of `host_memory="auto"`: on a machine, beside other runs and ranks, and at a resume."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from memascend.plan.spare import HostMemory, Spare, faster
 from memascend.session.spare import Turn, agreed
 
 GIB = 1 << 30
-# Budgets of tests are whole MiB, and no machine is too small for them.
+# Makes `spare` compute budgets in whole MiB, without a minimum of free memory, in programs that tests start.
 SMALL = """
 from memascend.plan import spare
 spare._GIB, spare._MARGIN_MIN, spare.IMPORTS = 1 << 20, 0, 200 << 20
@@ -35,12 +35,12 @@ def machine(total, available=None):
 @pytest.mark.parametrize(
     ("of", "options", "on_host", "budget"),
     [
-        # An eighth stays free, and on a GPU a fifth is not registered.
+        # An eighth of the memory stays free; with a GPU, a fifth stays unregistered.
         (machine(64), {}, False, 51),
         (machine(128), {"taken": 10 * GIB}, False, 92),
         (machine(64, 30), {}, False, 28),
         (machine(64), {"processes": 2}, False, 25),
-        # torch computes in the same memory: half, or what it does not need.
+        # torch computes in host memory: the budget is half of the rest, or all that `torch_bytes` leaves.
         (machine(64), {}, True, 27),
         (machine(64), {"torch_bytes": 20 * GIB}, True, 35),
         # At least 2 GiB stay free.
@@ -64,7 +64,7 @@ def test_a_cgroup_is_a_smaller_machine(monkeypatch):
 
 @pytest.fixture
 def whole_mib(monkeypatch):
-    """Budgets are whole MiB, of 100 MiB that are free beside imports."""
+    """Makes budgets whole MiB; returns a function that sets the MiB that are free beside imports, at first 100."""
     monkeypatch.setattr(spare, "_GIB", 1 << 20)
     monkeypatch.setattr(spare, "_MARGIN_MIN", 0)
 
@@ -85,8 +85,8 @@ def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
         assert plan.host_peak <= plan.budget < plan.host_peak + (1 << 20)
         assert not plan.larger
         assert len(plan.ram_tier) == sum(len(unit.parameters) for unit in plan.units)
-    assert "of what this machine can spare" in caplog.text
-    # Less than the smallest good budget is not taken.
+    assert "which this machine can spare" in caplog.text
+    # The budget is at least the plan's `comfortable` one.
     whole_mib(1)
     _, optimizer = offloaded(tmp_path / "b.store", host_memory="auto")
     with optimizer:
@@ -94,7 +94,7 @@ def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
 
 
 def trained_once(path, **options):
-    # With its state and gradients, it has more than all budgets here.
+    # The model's training state is larger than all budgets in this test.
     model, optimizer = offloaded(path, chain(16, width=512), existing="resume", **options)
     model(torch.randn(4, next(model.parameters()).shape[-1])).square().mean().backward()
     optimizer.step()
@@ -109,16 +109,16 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
     whole_mib(60)
     first = trained_once(path, host_memory="auto")
     assert first == 30 << 20
-    # Now more is free, or less: the budget of the store stands while it is to be had.
+    # With more or less free memory, a resume keeps the store's budget while that much is free.
     for free, kept in ((100, True), (32, True), (28, False)):
         whole_mib(free)
         caplog.clear()
         assert (trained_once(path, host_memory="auto") == first) == kept
         assert ("as this run had before" in caplog.text) == kept
     whole_mib(100)
-    # That a moment was busy changes no preference.
+    # A smaller budget that a resume was forced to take does not replace the store's budget.
     assert trained_once(path, host_memory="auto") == first
-    # A given one is a new preference, and the smallest good one is none.
+    # A budget that the user gives becomes the store's; the default budget leaves the store without one.
     given = trained_once(path, host_memory="31MiB")
     assert trained_once(path) < given
     assert trained_once(path, host_memory="auto") != given
@@ -128,7 +128,7 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path, chain(16, width=512), host_memory="auto")
     budget = optimizer.plan.budget
-    # What it has is not free, until the store is opened again.
+    # The run's memory is not free until a second offload() of its store closes the run.
     whole_mib(10)
     with pytest.warns(UserWarning, match="had this store open"):
         again = offloaded(path, chain(16, width=512), existing="resume", host_memory="auto")[1]
@@ -138,12 +138,12 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
 
 
 def test_runs_look_one_after_the_other():
-    """Each waits for the other's memory, at most as long as it is told."""
+    """Each `Turn.wait` waits until the other run has allocated its memory, but only as long as its timeout."""
     first, second, third = Turn(), Turn(), Turn()
     first.wait(1)
     waiting = threading.Thread(target=second.wait, args=(60,))
     waiting.start()
-    # One that takes too long is not waited for.
+    # The third run continues after its timeout, although the first one still has the turn.
     third.wait(0.2)
     third.end()
     assert waiting.is_alive()
@@ -154,7 +154,7 @@ def test_runs_look_one_after_the_other():
 
 
 def test_ranks_take_what_all_of_them_have(monkeypatch):
-    """Two ranks on this host and one on another, which has little."""
+    """Two ranks are on this host, and one is on another host with less memory."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     said = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
 
@@ -167,7 +167,7 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
     turn.end()
     assert options.spare == Spare(processes=2, agreed=7 << 20)
-    # All say first whether they are given a budget.
+    # Ranks first exchange whether a budget was given.
     given = Options(host_memory="8MiB")
     exchange.everyone = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given
@@ -196,7 +196,7 @@ def test_a_larger_budget_saves_what_the_drive_takes():
     plan = SimpleNamespace(larger=moves, moved_bytes=100)
     assert faster(plan, 9, 10.0, 8.0) is None
     assert faster(plan, 25, 10.0, 8.0) == (20, 3.0)
-    # Compute bounds it from there on.
+    # With this budget, compute bounds the step.
     assert faster(plan, 40, 10.0, 6.0) == (40, 4.0)
     assert faster(plan, 40, 10.0, 0.5) is None
 
@@ -231,7 +231,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
-    """All of it goes to the first, were it alone; the kernel would kill one of two that both take it."""
+    """A single run would take the whole cgroup; if both runs did so, the kernel would kill one of them."""
     first = cgroup / "memory.limit_in_bytes"
     limit = 2000 << 20
     (first if first.exists() else cgroup / "memory.max").write_text(str(limit))
@@ -251,7 +251,7 @@ def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
                 line = run.stdout.readline()
                 assert line.startswith(words), (words, line, [one.poll() for one in runs])
                 budgets += [int(line.split()[1])] if words == "budget" else []
-            # Both go on at the same time.
+            # Lets both runs continue at the same time.
             for run in runs if words != "done" else ():
                 print(file=run.stdin, flush=True)
         assert [run.wait(60) for run in runs] == [0, 0]
@@ -279,7 +279,7 @@ torch.distributed.destroy_process_group()
 """
     )
     output = life(command(program), cwd=tmp_path)
-    # 700 MiB for both, without 200 of imports for each; half of it is torch's.
+    # The ranks share 700 MiB, of which imports take 200 each and torch half of the rest: 75 MiB are left for each.
     assert re.findall(r"budget (\d+)", output) == ["75", "75"], output
 
 

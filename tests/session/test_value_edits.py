@@ -1,4 +1,4 @@
-"""Tests the doors for writing to weights: `optimizer.edit()` and loads commit what was changed, or change nothing."""
+"""Tests writes to weights by `optimizer.edit()` and `load_state_dict()`: they commit the changes, or change nothing."""
 
 from functools import partial
 
@@ -80,7 +80,7 @@ def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
-        # Values that were not written to are nobody's change.
+        # An edit that wrote nothing has no changes to commit over the step.
         edited(optimizer, model[0].weight, lambda _: step(model, optimizer))
         with pytest.raises(UsageError, match=r"0\.weight.* within edit\(\)"):
             edited(optimizer, model[0].weight, lambda values: (values.zero_(), step(model, optimizer)))
@@ -113,7 +113,7 @@ def test_a_frozen_weight_that_was_edited_thaws_with_the_edited_values(tmp_path, 
 
 
 def stack():
-    """Equal layers, statistics that are a buffer, and a buffer that is a part of a larger tensor."""
+    """Returns equal layers, a batch norm with buffers, and a buffer that is a strided part of a larger tensor."""
     model = nn.Sequential(*chain(bias=True), nn.BatchNorm1d(32))
     model.register_buffer("table", torch.zeros(2, 4)[:, :2])
     return model
@@ -134,7 +134,7 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
     with pytest.raises(RuntimeError, match="Error"):
         model.load_state_dict(loaded)
     assert same_states(values(model), before)
-    # A load that fits takes nothing of the other with it, and nothing of what lies between a buffer's elements.
+    # A load that fits commits no values of the failed one, and not the elements between those of a strided buffer.
     before |= {"1.bias": before["1.bias"] + 2, "table": torch.tensor([[0.0, 0.0], [0.0, 5.0]])}
     model.load_state_dict({name: before[name] for name in ("1.bias", "table")}, strict=False)
     optimizer.close()
@@ -157,7 +157,7 @@ def test_a_state_dict_that_was_changed_is_loaded(tmp_path):
 
 
 class Shift(nn.Module):
-    """What no graph saves a weight of."""
+    """A module whose graph saves no weight."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests stores, first values, updates, spilled gradients and formats of state from Python: refusals, bits, damage."""
+"""Tests stores, first values, updates, spilled gradients and formats of state from Python: errors, bits, damage."""
 
 import re
 from functools import partial
@@ -208,7 +208,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
             with pytest.raises(UsageError, match="only be discarded"):
                 updates.commit(1)
             updates.discard()
-        # The sum that failed half-way is gone; others are not.
+        # The failed sum is dropped; the gradient of `other` is not.
         with pytest.raises(UsageError, match="no gradient of"):
             updates.spilled(name)
         assert updates.spilled(other) == (False, 2049 << 298)
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
 
 # --- formats of state --------------------------------------------------------------------------------
 
-# Format, dtype of the values.
+# Pairs of a format and the dtype of the values.
 FORMATS = [
     ("bf16", torch.float32),
     ("8bit", torch.float32),
@@ -269,7 +269,7 @@ def test_fill_takes_float32(tmp_path, form, dtype):
             _, state = store.read("weight")
             updates.fill("weight", values, {}, step=0)
             updates.commit(2)
-            # As it lies on storage it may be given, too.
+            # `fill` also takes state in the stored format.
             updates.fill("weight", values, state, step=4)
             updates.commit(3)
         found, kept = store.read("weight")

@@ -36,7 +36,7 @@ def made(path, *, spill=None, **options):
 
 
 def arithmetic(values, gradient, state, *, first, last):
-    """What every test applies: elementwise, but for what happens at the first and the last call."""
+    """Updates a chunk in place: elementwise, but the first and last call also change "step" and "rows"."""
     if first:
         state["step"] += 1
     state["moment"].mul_(0.9).add_(gradient.float())
@@ -77,7 +77,8 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             stored, state = store.read(name)
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
-        # The ring, two sets of other state, and the room for whole ones: nothing else, whatever the records' number.
+        # Staging has the ring's chunks, two sets of state of other shapes, and the memory for whole parameters. It does
+        # not grow with the number of records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (
@@ -127,7 +128,7 @@ def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
                 chunk.values.fill_(7)
 
             says = r"the function applied to .float32.*failed.*mine"
-            with pytest.raises(UsageError, match=says) as error:  # noqa: PT012 - whichever call hears of it
+            with pytest.raises(UsageError, match=says) as error:  # noqa: PT012 - either call may raise
                 for name in names:
                     applying.apply(name, function, step=1, gradient=torch.zeros(held[name].shape), whole=whole)
                 applying.finish()
@@ -175,7 +176,7 @@ def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
 
 @pytest.fixture
 def openmp():
-    """The library that torch's operations divide their work with."""
+    """Yields the OpenMP library with which torch divides operations among threads."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = sorted({line.split(maxsplit=5)[5] for line in maps if line.endswith((".so", ".1")) and "omp" in line})
     (path,) = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp"))]
@@ -190,7 +191,8 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
     seen = []
     (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
     with store, engine.Engine(store, chunks=2, queue=100_000, whole=1 << 16) as applying:
-        # Where a new thread would have as many as there are processors, and what it had before.
+        # OpenMP keeps this number for each thread: without the caller's, the engine's thread would have the number of
+        # processors at first, and later its last number.
         for step, threads in enumerate((1, 3, 1), 1):
             torch.set_num_threads(threads)
             applying.apply(
@@ -239,7 +241,7 @@ def test_ctrl_c_does_not_split_what_is_called_after_the_commit(tmp_path):
         for name, gradient in gradients.items():
             applying.apply(name, interrupted, step=1, gradient=gradient, after_commit=True)
             arithmetic(held[name], gradient, states[name], first=True, last=True)
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes in either
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - either line may raise
             applying.commit(1)
             time.sleep(1)
         assert store.info()["step"] == 1

@@ -1,4 +1,4 @@
-"""Tests stores around updates: sizes, dtypes, orders of dimensions, fetched units and parts, copies of labels."""
+"""Tests stores apart from updates: sizes, dtypes, orders of dimensions, fetched units and parts, copies of labels."""
 
 import gc
 import json
@@ -128,7 +128,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
         assert raised.value.path == str(path)
     del fetch
     gc.collect()
-    # One that is open when the store closes is done first.
+    # close() waits for a fetch that is in flight.
     late = updates.fetch("two", pages(sizes.unit_bytes["two"]))
     store.close()
     late.wait()

@@ -8,12 +8,12 @@ def randoms(numel, dtype=torch.float32, seed=0, scale=1.0):
 
 
 def as_bytes(tensor):
-    """The bytes of its elements, in the order of its dimensions."""
+    """Returns the bytes of a tensor's elements, in the order of its dimensions."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same_bits(one, other, *, any_nan=False):
-    """Whether dtype, shape and bits are the same; with `any_nan`, a NaN equals a NaN of any payload."""
+    """True if dtype, shape and bits are equal; with `any_nan`, a NaN equals a NaN of any payload."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if any_nan and one.is_floating_point():
@@ -25,12 +25,12 @@ def same_bits(one, other, *, any_nan=False):
 
 
 def same_states(one, other):
-    """Whether two dicts of tensors have the same names and bits."""
+    """True if two dicts of tensors have the same names and bits."""
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
 def files(folder):
-    """The bytes of a checkpoint, but for the manifest, which names the store."""
+    """Returns the bytes of each file of a checkpoint, without the manifest, which names the store."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

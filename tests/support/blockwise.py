@@ -13,7 +13,7 @@ _POINTS = 1 << 16
 
 
 def dynamic_map(*, signed: bool) -> torch.Tensor:
-    """The 256 numbers, in order: decades of middles of equal distances, with twice as many in each."""
+    """Returns the 256 code values, sorted: midpoints in seven decades, twice as many as in the decade below."""
     numbers = [0.0, 1.0]
     for decade in range(7):
         items = 2**decade if signed else 2 ** (decade + 1)
@@ -26,7 +26,7 @@ def dynamic_map(*, signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-# Not computed when this is loaded: a process from which children are forked must not have begun torch's threads.
+# Computed at the first call, not at import: a process that forks children must not have started torch's threads.
 @functools.cache
 def _numbers(*, signed: bool) -> torch.Tensor:
     return dynamic_map(signed=signed)
@@ -38,7 +38,7 @@ def _codes_of_points(*, signed: bool) -> torch.Tensor:
     middles = 0.5 * (numbers[:-1] + numbers[1:])
     points = torch.arange(_POINTS, dtype=torch.float32)
     shares = (points + points) / float(_POINTS - 1) - 1.0
-    # How many middles are below the share.
+    # The number of midpoints below a share is the code of the nearest value.
     return torch.bucketize(shares, middles, right=False).to(torch.uint8)
 
 
@@ -48,7 +48,7 @@ def _blocks(flat: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the absolute maximum of each block."""
+    """Returns the code of each element, and the absolute maximum of each block."""
     blocks = _blocks(flat)
     magnitudes = blocks.abs()
     absmax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(1)
@@ -60,13 +60,13 @@ def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.
 
 
 def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The numbers that codes stand for."""
+    """Returns the float32 values that `codes` stand for, scaled by each block's absolute maximum."""
     numbers = _numbers(signed=signed)[codes.long()]
     return numbers * absmax.repeat_interleave(BLOCK)[: codes.numel()]
 
 
 def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """`a * b + c` rounded once: the product is exact in float64, where the sum is rounded to odd."""
+    """Returns `a * b + c` rounded once: the product is exact in float64, and the float64 sum is rounded to odd."""
     of_b, of_c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
     product = a.double() * of_b
     total = product + of_c

@@ -1,10 +1,10 @@
-"""An optimizer whose children say what becomes of one parameter, as those of users are built."""
+"""Defines a base class for optimizers that update one parameter at a time, as users write them."""
 
 import torch
 
 
 class ByParameter(torch.optim.Optimizer):
-    """Calls `one(group, parameter, state)` for each parameter with a gradient."""
+    """A base class: `step` calls the subclass's `one(group, parameter, state)` for each parameter with a gradient."""
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Provides a model of checkpointed blocks whose inputs can be watched, and a checkpoint that is not torch's."""
+"""Provides a model of checkpointed blocks with weak references to their inputs, and a checkpoint other than torch's."""
 
 import weakref
 
@@ -12,7 +12,7 @@ WIDTH = 64
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint that is not torch's, as libraries have them."""
+    """A reentrant checkpoint like those that some libraries implement instead of calling torch's."""
 
     @staticmethod
     def forward(ctx, function, tensor):
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Weak references to the blocks' inputs are left behind."""
+    """A stack of checkpointed blocks; `inputs` has weak references to the storages of the blocks' last inputs."""
 
     def __init__(self, width, blocks, *, reentrant=False):
         super().__init__()
@@ -75,13 +75,13 @@ def mean_square(model, x):
 
 
 def trained(model, optimizer, batches):
-    """Losses, and what is left."""
+    """Trains and closes a run; returns the losses and the final values."""
     with optimizer:
         return chains.train(model, optimizer, batches, mean_square), values(model)
 
 
 def require_two_backwards(model, x):
-    """A graph that is retained reads what it kept once more."""
+    """Requires that two backwards of a retained graph, which reads its saved tensors twice, give equal gradients."""
     loss = mean_square(model, x)
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)

@@ -11,7 +11,7 @@ import pytest
 
 
 class FaultyDisk:
-    """The one file of `faulty_fuse`, and the switch for its faults."""
+    """The one file of a `faulty_fuse` file system; `set` switches its faults."""
 
     def __init__(self, folder):
         self.folder = folder / "faulty"
@@ -43,7 +43,7 @@ def command(*words):
 
 
 def read(volume, nbytes, at=0):
-    """So many bytes of a volume."""
+    """Reads `nbytes` bytes of a volume from the offset `at`."""
     into = bytearray(nbytes)
     assert volume.read(into, at).wait() == nbytes
     return into
@@ -61,7 +61,7 @@ def backend(request):
 
 @pytest.fixture
 def loop(tmp_path):
-    """A function that makes a loop device of so many bytes."""
+    """Returns a function that makes a loop device of `nbytes`; the devices are detached after the test."""
     if os.geteuid() != 0:
         pytest.skip("needs root: loop devices")
     made = []
@@ -83,7 +83,7 @@ def loop(tmp_path):
 
 @pytest.fixture
 def small_ext4(tmp_path, loop):
-    """A folder on an ext4 of 64 MiB."""
+    """Mounts an ext4 file system of 64 MiB and yields its folder."""
     device = loop(64 << 20)
     command("mkfs.ext4", "-q", "-m", "0", device)
     folder = tmp_path / "small"
@@ -104,5 +104,5 @@ def faulty(tmp_path):
 
 @pytest.fixture
 def child(python):
-    """Runs an indented program in an interpreter of its own, and returns what it printed."""
+    """Returns a function that runs an indented program in a new interpreter and returns its output."""
     return lambda program, *arguments: python(textwrap.dedent(program), *arguments).strip()

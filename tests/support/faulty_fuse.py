@@ -1,8 +1,8 @@
 """A FUSE file system with one file, `disk`, that fails on command, so that faults are real to the kernel.
 
-`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed, or until the tests that began it are; these
-leave no mount behind. CONTROL is a JSON file, read before each
-request: {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
+`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. On SIGTERM, and when its parent ends, it
+unmounts the file system. CONTROL is a JSON file that it reads before each read, write and fsync:
+{"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ DIRECT_IO = 1
 MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 
-# Answers that depend on nothing.
+# Replies that do not depend on the request.
 FIXED = {
     OPEN: struct.pack("<QII", 0, DIRECT_IO, 0),
     OPENDIR: struct.pack("<QII", 0, 0, 0),
@@ -69,7 +69,7 @@ class Faulty:
             try:
                 os.write(self.device, REPLY.pack(REPLY.size + len(body), -error, unique) + body)
             except OSError as failed:
-                # The caller was interrupted and waits no more.
+                # The caller was interrupted and does not wait for this reply.
                 if failed.errno != errno.ENOENT:
                     raise
 
@@ -94,7 +94,7 @@ class Faulty:
         return self.data(opcode, body) if fixed is None else fixed
 
     def data(self, opcode: int, body: bytes) -> bytes:
-        """Reads, writes and flushes, which fail as told."""
+        """Answers a read, write or fsync, or raises the error that CONTROL sets for it."""
         faults = json.loads(self.control.read_text())
         time.sleep(faults.get("delay", 0))
         if opcode == READ:

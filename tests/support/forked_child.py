@@ -1,4 +1,4 @@
-"""Calls a function in a forked child and says what it gave or raised; fails where the child hangs or dies."""
+"""Calls a function in a forked child and returns its result or error as text; fails if the child hangs or dies."""
 
 import faulthandler
 import os
@@ -7,16 +7,16 @@ import signal
 import sys
 import time
 
-# Of a machine however busy; nothing in a child takes a second.
+# Seconds, for a busy machine; on an idle one no child takes a second.
 ENDS_WITHIN = 120
 
 
 def in_child(function, fork=os.fork):
-    """What `function` gives in a child, as text; the name of an error and its words where it raises one."""
+    """Returns the result of `function` in a child as text, or the name and message of the error that it raises."""
     reading, writing = os.pipe()
     child = fork()
     if child == 0:
-        # Says where it hangs.
+        # SIGUSR1 prints the stacks of a child that hangs.
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
         try:
             said = str(function())

@@ -1,4 +1,4 @@
-"""Chooses which cases of a grid run after every change; the others are slow."""
+"""Marks the cases of a grid as slow, except a few that run after every change."""
 
 import itertools
 
@@ -6,12 +6,12 @@ import pytest
 
 
 def usual(cases, *chosen):
-    """All cases, as parametrize takes them; those that are not chosen are slow."""
+    """Returns all cases for `parametrize`; cases that are not in `chosen` are marked slow."""
     return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def covered(*axes):
-    """Every combination; all but so many are slow that each value of each axis is there."""
+    """Returns every combination of `axes`; all are slow but a few, which together have each value of each axis."""
     axes = [list(axis) for axis in axes]
     rounds = range(max(map(len, axes)))
     chosen = {tuple(index % len(axis) for axis in axes) for index in rounds}

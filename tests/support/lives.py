@@ -1,6 +1,7 @@
-"""Runs that a test kills and starts again: a life is one process, with all that it starts, or one fork.
+"""Starts runs that a test kills and starts again: a life is one process with its child processes, or one fork.
 
-`Running` is a life that a test watches; `life` is a whole one, killed at a moment of its output or by itself.
+`Running` is a life that the test watches. `life` runs a command to its end, or kills it once its output has certain
+words.
 """
 
 import os
@@ -15,18 +16,18 @@ from pathlib import Path
 __all__ = ["Running", "environment", "forked_life", "life"]
 
 TESTS = Path(__file__).resolve().parents[1]
-# For one life, also on a machine that does ten other things.
+# The limit for one life, long enough for a busy machine.
 SECONDS_MAX = 250
 
 
 def environment():
-    """Of programs that import what tests share, and compute by one thread."""
+    """Returns the environment of programs that import `support` and compute with one thread."""
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Running:
-    """A command that runs in a session of its own, and its output so far, which is in `file`."""
+    """A command that runs in a session of its own and writes its output to `file`."""
 
     def __init__(self, command, file, *, cwd=None, **variables):
         own = {**environment(), "PYTHONUNBUFFERED": "1"}
@@ -43,41 +44,41 @@ class Running:
             )
 
     def output(self):
-        """Of all of its processes."""
+        """Returns the output of all processes of the session so far."""
         return self._file.read_text(errors="replace")
 
     def wait_for(self, words, count=1):
-        """Wait until the output has these words so many times, or the end."""
+        """Waits until the output has `words` `count` times, or the command has ended."""
         until = time.monotonic() + SECONDS_MAX
         while self.output().count(words) < count and self.process.poll() is None:
-            assert time.monotonic() < until, f"no {words!r} within {SECONDS_MAX} s\n{self.output()}"
+            assert time.monotonic() < until, f"no {words!r} in the output within {SECONDS_MAX} s\n{self.output()}"
             time.sleep(0.005)
 
     def kill(self, by=signal.SIGKILL):
-        """Send a signal to all of its processes."""
+        """Sends a signal to all processes of the session."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, by)
 
     def ended(self):
-        """The status and the output, at the end."""
+        """Waits for the command to end; returns its exit status and its output."""
         try:
             return self.process.wait(SECONDS_MAX), self.output()
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"no end within {SECONDS_MAX} s\n{self.output()}") from None
+            raise AssertionError(f"the command did not end within {SECONDS_MAX} s\n{self.output()}") from None
 
 
 def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, **variables):
-    """The output of one life of a command.
+    """Runs a command to its end, or until it is killed; returns its output.
 
     Args:
-        command: its words.
-        kill: words, and how often the output has them before the life is ended.
-        after: how many seconds later.
-        by: the signal.
-        ends: the status that the life must end with; or several, and then the status is returned before the output.
-        cwd: where it runs.
-        variables: of its environment.
+        command: the words of the command.
+        kill: words and their count: the command is killed once its output has them (None: it ends on its own).
+        after: seconds between that output and the kill.
+        by: the signal of the kill.
+        ends: the exit status that is required; or several, and then the status is returned before the output.
+        cwd: the folder that the command runs in.
+        variables: additions to its environment.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = Running(command, Path(folder, "output"), cwd=cwd, **variables)
@@ -95,7 +96,7 @@ def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, 
 
 
 def forked_life(do, seconds=None):
-    """Call `do(begun)` in a fork, which is killed so many seconds after it called `begun()`; whether it was killed."""
+    """Calls `do(begun)` in a fork and kills the fork `seconds` after it calls `begun()`; True if it was killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -108,10 +109,10 @@ def forked_life(do, seconds=None):
         finally:
             os._exit(status)
     os.close(writing)
-    # A child that failed before that closes the pipe.
+    # If the child fails before it calls `begun()`, the pipe closes and the read returns nothing.
     if os.read(reading, 1) and seconds is not None:
         time.sleep(seconds)
-        # Nobody has waited for it, so that its number is still its own.
+        # The child has not been waited for, so its pid cannot belong to another process yet.
         os.kill(child, signal.SIGKILL)
     os.close(reading)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

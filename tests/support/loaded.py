@@ -1,8 +1,8 @@
-"""Forks programs from an interpreter that has already loaded torch.
+"""Runs programs in forks of an interpreter that has already loaded torch.
 
-Loading torch and what an optimizer needs of it takes some seconds of a processor, more than most such programs.
-A program that depends on how its interpreter starts (its environment, what is imported first) needs a new one. Where a
-test asks how the interpreter ends, the program ends `whole`.
+Loading torch takes some seconds of processor time, more than most of these programs. A program that depends on how its
+interpreter starts (environment, order of imports) needs a new interpreter. A test of how the interpreter ends passes
+`whole=True`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-# The heap is as glibc has it, whatever the one who runs the tests prefers: some programs measure it.
+# Variables that configure glibc's heap. The interpreter starts without them, as some programs measure the heap.
 HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
-# What torch says once where there is none, which nothing here needs.
+# torch warns once if numpy is missing; the programs do not need numpy.
 NO_NUMPY = "ignore:Failed to initialize NumPy"
-# Loading torch takes that long on no machine, however busy.
+# Seconds; loading torch takes less even on a busy machine.
 BEGINS_WITHIN = 600
 
 
 class Done(NamedTuple):
-    """How a program ended, and what it said."""
+    """The exit status and the output of a program."""
 
     status: int
     out: str
@@ -42,12 +42,12 @@ class Done(NamedTuple):
 
 
 class Loaded:
-    """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
+    """An interpreter that forks one program at a time; after a timeout the next `run` starts a new interpreter."""
 
     def __init__(self, environment=None, modules=(), warnings=("error", NO_NUMPY)):
-        """An interpreter that begins with this environment (None: with the caller's) and loads these modules, too.
+        """Configures the interpreter: its environment (None: the caller's), and modules to import besides torch.
 
-        Its programs take warnings as these options of `python -W` say.
+        `warnings` are options of `python -W` for its programs.
         """
         self._environment = environment
         self._modules = modules
@@ -55,7 +55,7 @@ class Loaded:
         self._process = None
 
     def run(self, program, *arguments, env, timeout, whole=False):
-        """Runs a program as `python -c` would, and waits for its end; see `end` for one that is not `whole`."""
+        """Runs a program as `python -c` would; returns its `Done`. Unless `whole`, `end` replaces Python's shutdown."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
             wanted = {
@@ -72,9 +72,11 @@ class Loaded:
                 status = self._number(timeout)
             except TimeoutError:
                 self.close()
-                raise AssertionError(f"no end after {timeout} s\n{out.read_text()}\n{err.read_text()}") from None
+                raise AssertionError(
+                    f"the program did not end within {timeout} s\n{out.read_text()}\n{err.read_text()}"
+                ) from None
             except BaseException:
-                # Whoever asks next would be told of this program.
+                # Otherwise the next `run` would read this program's status.
                 self.close()
                 raise
             return Done(status, out.read_text(), err.read_text())
@@ -93,7 +95,7 @@ class Loaded:
         assert self._number(BEGINS_WITHIN) == 0
 
     def _number(self, timeout):
-        """The next number that is said."""
+        """Reads the next number that the interpreter prints; raises TimeoutError after `timeout` seconds."""
         line, until = b"", time.monotonic() + timeout
         while not line.endswith(b"\n"):
             if not select.select([self._process.stdout], [], [], max(0, until - time.monotonic()))[0]:
@@ -104,7 +106,7 @@ class Loaded:
         return int(line)
 
     def close(self):
-        """Ends it, and the program that it may be waiting for."""
+        """Kills the interpreter and the program that it may be running."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -114,17 +116,17 @@ class Loaded:
 
 
 def die_with_parent():
-    """Ends this process when the one that began it ends, however that does."""
+    """Has the kernel kill this process when its parent ends, even if the parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def forked():
-    """Forks for each program that is asked for: returns what is to be run, in the child; ends the parent at the end."""
+    """Forks a child for each request on stdin; returns the request in the child. The parent exits when stdin closes."""
     while line := sys.stdin.buffer.readline():
-        # What is not yet flushed would be said twice.
+        # The child would print unflushed output a second time.
         sys.stdout.flush()
         with warnings.catch_warnings():
-            # From 3.12 on Python warns where other threads are: those of a library that was loaded and did nothing.
+            # Python 3.12 and later warn of a fork beside other threads; these are idle threads of loaded libraries.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -135,7 +137,7 @@ def forked():
 
 
 def become(wanted):
-    """Takes the folder, the files, the environment and the arguments of a program."""
+    """Gives this process the folder, output files, environment and arguments of the program `wanted`."""
     os.chdir(wanted["folder"])
     writing = os.O_WRONLY | os.O_CREAT
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, wanted["out"], writing), (2, wanted["err"], writing)):
@@ -150,7 +152,7 @@ def become(wanted):
 
 
 def end():
-    """Ends a program as its interpreter would, but takes apart no module except the program's: half a second less."""
+    """Ends the process as Python does, but destroys only the program's module, which saves half a second."""
     threading._shutdown()
     atexit._run_exitfuncs()
     del sys.modules["__main__"]
@@ -166,7 +168,7 @@ if __name__ == "__main__":
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    # What is loaded by now is not searched for garbage, which would copy its pages in each program.
+    # Freezes the loaded objects: a garbage collection in a fork would write to their pages and so copy them.
     gc.collect()
     gc.freeze()
     wanted = forked()
@@ -177,5 +179,5 @@ if __name__ == "__main__":
         if not wanted["whole"]:
             end()
     finally:
-        # After an error, too, the interpreter takes apart what was loaded.
+        # Python's shutdown, also after an error, must be able to collect the loaded objects.
         gc.unfreeze()

@@ -1,6 +1,6 @@
 """Trains in RAM with moments of 16 or 8 bits, in plain torch: the reference of `memascend.offload(state=...)`.
 
-What a format is made of stands in `docs/budget.md` and `docs/store-format.md`; nothing of memascend is used here.
+`docs/budget.md` and `docs/store-format.md` describe the formats; this file uses no code of memascend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from support.blockwise import BLOCK, dequantized, quantized
 __all__ = ["SECOND_MOMENT", "VALUES", "MomentsInRam", "drawn", "exact_root", "rounded"]
 
 
-# -- 16 bits: to nearest, or by bits that only the parameter, its step and the element's place decide
+# -- 16 bits: rounded to nearest, or by random bits that depend on the parameter, its step and the element's index
 
 _WORD = 0xFFFFFFFF
 _LANES = BLOCK // 8
@@ -21,7 +21,7 @@ SECOND_MOMENT, VALUES = 0, 1
 
 
 def _philox(counters, key):
-    """Philox4x32-10 of four int64 tensors that hold 32 bits each."""
+    """Returns Philox4x32-10 of four counter words, as int64 tensors that hold 32 bits each."""
     a, b, c, d = counters
     low, high = key & _WORD, key >> 32
     for _ in range(10):
@@ -32,9 +32,9 @@ def _philox(counters, key):
 
 
 def drawn(key, step, count, purpose):
-    """16 bits for each of the first elements of a parameter, as int32.
+    """Returns 16 random bits for each of the first `count` elements of a parameter, as int32.
 
-    `key` is XXH3-64 of its name with the seed, `step` its own, from 1.
+    `key` is XXH3-64 of the parameter's name with the seed; `step` counts the parameter's own updates from 1.
     """
     blocks = -(-count // BLOCK)
     counter = torch.arange(blocks * _LANES)
@@ -45,17 +45,17 @@ def drawn(key, step, count, purpose):
 
 
 def rounded(values, bits, dtype=torch.bfloat16):
-    """float32 values in 16 bits, up or down: `bits` is the chance, of 65,536, that they leave to the number below."""
+    """Rounds float32 values to 16 bits, up or down in magnitude: `bits` are random numbers of 16 bits."""
     nearest = values.to(dtype)
     magnitude = values.abs()
     if dtype == torch.bfloat16:
         up = ((magnitude.view(torch.int32) + bits) >> 16).to(torch.int16).view(dtype)
     else:
         normal = (magnitude.view(torch.int32) - (112 << 23) + (bits >> 3)) >> 13
-        # Below 2**-14 numbers are multiples of 2**-24, of which there are 2**16 parts.
+        # Below 2**-14, float16 numbers are multiples of 2**-24; here a multiple is 2**16 units of 2**-40.
         small = ((torch.where(magnitude < 2.0**-14, magnitude, 0.0) * 2.0**40).to(torch.int32) + bits) >> 16
         up = torch.where(magnitude < 2.0**-14, small, normal).to(torch.int16).view(dtype)
-    # What nearest keeps finite stays finite.
+    # A value stays finite if it is finite rounded to nearest.
     up = torch.where(up.isfinite(), up, torch.finfo(dtype).max)
     return torch.where(nearest.isfinite(), torch.where(values.signbit(), -up, up), nearest)
 
@@ -64,12 +64,12 @@ def rounded(values, bits, dtype=torch.bfloat16):
 
 
 def exact_root(values):
-    # torch's own may be a library's, which is a unit off; twice the digits and one rounding are not.
+    # torch.sqrt on float32 may call a library that is off by one unit; the float64 root, rounded once, is exact.
     return torch.sqrt(values.double()).float()
 
 
 def adam_of_bitsandbytes(p, g, m, v, group, step):
-    """Bitsandbytes' update with moments of 8 bits, on float32 tensors, in place."""
+    """Updates float32 tensors in place as bitsandbytes does with moments of 8 bits."""
     beta1, beta2 = group["betas"]
     m.mul_(beta1).add_(g, alpha=1.0 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -82,7 +82,7 @@ def adam_of_bitsandbytes(p, g, m, v, group, step):
 
 
 def adam_of_torch(p, g, m, v, group, step, *, decoupled):
-    """Torch's fused update on float32 tensors, in place; sizes are multiples of 16, and torch has one thread."""
+    """Updates float32 tensors in place by torch's fused kernel; needs sizes of multiples of 16, and one thread."""
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(
         [p], [g], [m], [v], [], [torch.tensor(float(step - 1)).add_(1)],
@@ -92,7 +92,7 @@ def adam_of_torch(p, g, m, v, group, step, *, decoupled):
 
 
 def momentum_of_torch(p, g, buffer, group, step):
-    """Torch's SGD with momentum on float32 tensors; the direction is added to `p`, and `buffer` is changed in place."""
+    """Updates the float32 tensors `p` and `buffer` in place as torch's SGD with momentum does."""
     if group["weight_decay"]:
         g = g.add(p, alpha=group["weight_decay"])
     if step == 1:
@@ -109,14 +109,14 @@ class MomentsInRam(torch.optim.Optimizer):
     """Adam, AdamW or SGD whose moments are kept in another format between steps, on flat float32 parameters."""
 
     def __init__(self, groups, *, widths, keys, rule="adamw", second="stochastic"):
-        """Keeps what it is told.
+        """Stores the formats, keys and rule.
 
         Args:
-            groups: with all options of torch's optimizer.
-            widths: by parameter, "fp32", "bf16" or "8bit".
-            keys: by parameter, of what is drawn.
+            groups: parameter groups, with all options of torch's optimizer.
+            widths: the format of each parameter's moments: "fp32", "bf16" or "8bit".
+            keys: the key of each parameter's random bits, see `drawn`.
             rule: "adamw", "adam" or "momentum".
-            second: "nearest" rounds the second moment of bf16 to nearest, too.
+            second: how a bf16 second moment is rounded: "stochastic", or "nearest" like the first moment.
         """
         super().__init__(groups, {})
         self.widths, self.keys, self.rule, self.second = widths, keys, rule, second
@@ -156,7 +156,7 @@ class MomentsInRam(torch.optim.Optimizer):
             state[name] = moment.to(torch.bfloat16 if self.widths[p] == "bf16" else torch.float32)
 
     def moments(self, p):
-        """Them in float32."""
+        """Returns the moments of `p` in float32; zeros before the first step."""
         state = self.state[p]
         return [self._moment(p, state, name) for name in _NAMES[self.rule]]
 
@@ -168,7 +168,7 @@ class MomentsInRam(torch.optim.Optimizer):
         return state[name].float()
 
     def moments_by_name(self, p):
-        """Them in float32, by torch's names; none before the first step."""
+        """Returns the moments of `p` in float32 by torch's names; an empty dict before the first step."""
         if "step" not in self.state.get(p, {}):
             return {}
         return dict(zip(_NAMES[self.rule], self.moments(p), strict=True))

@@ -1,11 +1,11 @@
-"""Optimizers that make matrices orthogonal, built as those of others are: one at a time, in batches, in stacks."""
+"""Defines optimizers that orthogonalize matrices one at a time, in batches or in stacks, as published ones do."""
 
 import torch
 from support.by_parameter import ByParameter
 
 
 def orthogonal(matrices, steps=5):
-    """Newton-Schulz iterations in bfloat16, of one matrix or a stack of them."""
+    """Orthogonalizes one matrix, or a stack of matrices, by Newton-Schulz iterations in bfloat16."""
     found = matrices.bfloat16()
     tall = matrices.size(-2) > matrices.size(-1)
     found = found.mT if tall else found
@@ -17,7 +17,7 @@ def orthogonal(matrices, steps=5):
 
 
 def gradient_of(parameter):
-    """Its gradient; zeros where it has none."""
+    """Returns the parameter's gradient; sets it to zeros if the parameter has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -46,7 +46,7 @@ def adam_step(parameter, gradient, state, group):
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """As KellerJordan's SingleDeviceMuonWithAuxAdam: groups say which rule is theirs; no gradient means zeros."""
+    """Like KellerJordan's SingleDeviceMuonWithAuxAdam: `use_muon` chooses a group's rule; no gradient means zeros."""
 
     def __init__(self, groups):
         common = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
@@ -61,7 +61,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 class MuonOfRanks(MuonWithAdam):
-    """As KellerJordan's MuonWithAuxAdam: each rank updates its share and gathers the others'."""
+    """Like KellerJordan's MuonWithAuxAdam: each rank updates its share of the matrices and gathers the others."""
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
@@ -81,7 +81,7 @@ class MuonOfRanks(MuonWithAdam):
 
 
 class StackedMuonWithAdam(torch.optim.Optimizer):
-    """As nanochat's MuonAdamW: groups of equal shapes are stacked, with one state, and numbers pass through tensors."""
+    """Like nanochat's MuonAdamW: a group of equal shapes is stacked and has one state; options pass through tensors."""
 
     def __init__(self, groups):
         super().__init__(groups, {})
@@ -123,7 +123,7 @@ class StackedMuonWithAdam(torch.optim.Optimizer):
 
 
 class CoupledStack(StackedMuonWithAdam):
-    """A stack whose parameters share one norm, so that one of them alone is another."""
+    """A stack whose parameters share one norm, so that updating one parameter alone gives other values."""
 
     def stacked(self, group):
         norm = torch.stack([parameter.grad for parameter in group["params"]]).norm()
@@ -132,7 +132,7 @@ class CoupledStack(StackedMuonWithAdam):
 
 
 class BatchedMuon(torch.optim.Optimizer):
-    """As Dion's own Muon: batches of equal shapes by foreach operations, which do not take an empty list."""
+    """Like the Muon of Dion's package: foreach operations on batches of equal shapes, which reject an empty list."""
 
     def __init__(self, parameters, lr=0.02, momentum=0.95):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -152,7 +152,7 @@ class BatchedMuon(torch.optim.Optimizer):
 
 
 class LowRank(ByParameter):
-    """As Dion: the first step draws a matrix of low rank for each parameter."""
+    """Like Dion: the first step draws a random low-rank matrix for each parameter."""
 
     def __init__(self, parameters, lr=0.02):
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Asks `memascend plan`, of a small Llama among others; and measures what was allocated."""
+"""Runs `memascend plan`, provides a small Llama's config for it, and measures the peak of allocated bytes."""
 
 import json
 
@@ -22,18 +22,19 @@ def config(tmp_path):
 
 
 def told(capsys, *words, status=0):
+    """Runs `memascend plan --json`; returns the parsed output."""
     assert main(["plan", *map(str, words), "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
 def shown(capsys, *words, status=0):
-    """All that it prints, with --verbose."""
+    """Runs `memascend plan --verbose`; returns its output and errors."""
     assert main(["plan", *map(str, words), "--verbose"]) == status
     return "".join(capsys.readouterr())
 
 
 def peak_of(profile):
-    """The most bytes that the CPU's allocator gave at once, beside what was there before."""
+    """Returns the peak of bytes allocated on the CPU during a profile; older allocations do not count."""
     events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda one: one.start_ns()):

@@ -1,4 +1,4 @@
-"""Makes checkpoints quantised, in the layouts that are published."""
+"""Quantises checkpoints, in the layouts of published checkpoints."""
 
 import json
 
@@ -9,7 +9,7 @@ __all__ = ["in_mxfp4", "quantize"]
 
 
 def quantize(folder, stored, method):
-    """Write what `stored(name, tensor)` makes of each tensor of a checkpoint; its config says the method."""
+    """Replaces each tensor of a checkpoint by the tensors of `stored(name, tensor)`; writes `method` to its config."""
     for path in folder.glob("*.safetensors"):
         tensors = {}
         for name, tensor in load_file(path).items():
@@ -20,7 +20,7 @@ def quantize(folder, stored, method):
 
 
 def in_mxfp4(name, tensor, exponents=(122, 123)):
-    """As gpt-oss has its experts: the matrices transposed, in groups of 32; codes and exponents are drawn."""
+    """Returns an expert tensor in gpt-oss's MXFP4 layout, with random codes and exponents; other tensors unchanged."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: tensor}
     experts, columns, rows = tensor.shape

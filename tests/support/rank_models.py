@@ -1,4 +1,4 @@
-"""Defines small models for several ranks, their batches and their optimizer, and a run of them."""
+"""Defines small models, batches and an optimizer for several ranks; trains them offloaded, or on one process."""
 
 import math
 
@@ -11,7 +11,7 @@ import memascend
 
 
 class Odd(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, an embedding that is the head."""
+    """A model with row counts that no rank count divides, fewer rows than ranks, a frozen block and a tied head."""
 
     def __init__(self, narrow=3):
         super().__init__()
@@ -29,14 +29,14 @@ class Odd(nn.Module):
 
 
 class Checkpointed(nn.Sequential):
-    """Recomputed in the backward."""
+    """A block whose activations the backward recomputes."""
 
     def forward(self, values):
         return checkpoint(super().forward, values, use_reentrant=False)
 
 
 def model(dtype, kind="plain"):
-    """A model of a kind, or of a class."""
+    """Returns a seeded model; `kind` is "plain", "checkpointed", "odd" or a class."""
     torch.manual_seed(0)
     if kind == "odd" or isinstance(kind, type):
         return (Odd if kind == "odd" else kind)().to(dtype)
@@ -46,7 +46,7 @@ def model(dtype, kind="plain"):
 
 
 def batch(step, micro):
-    """Micro-batch `micro` of a step, of whatever rank."""
+    """Returns the inputs and targets of micro-batch `micro` of a step, equal on all ranks."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
     tokens = torch.randint(0, 32, (4, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -66,7 +66,7 @@ def trainable(trained):
 
 
 def shard(trained, mesh=None):
-    """Shard the blocks of a model that one can iterate over, and the rest of it."""
+    """Shards each block that iteration over the model yields, then the model itself; returns the model."""
     for block in (*trained, trained):
         fully_shard(block, mesh=mesh)
     return trained
@@ -77,14 +77,14 @@ def sharded(dtype, kind="plain"):
 
 
 def divide_gradients(trained, by=1.0):
-    """Have FSDP2 divide the sum of gradients; by default it adds them alone, as a mean over three is no exact one."""
+    """Sets the divisor of FSDP2's gradient sums; the default 1 keeps the sum: a mean over three ranks is not exact."""
     for module in trained.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(by)
 
 
 def said(call):
-    """The class and the text of an error of ours that a call raises; "" if it raises none."""
+    """Returns the class and the text of the MemascendError that `call` raises; "" if it raises none."""
     try:
         call()
     except memascend.MemascendError as error:
@@ -93,9 +93,9 @@ def said(call):
 
 
 def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", shards=True, mesh=None, **options):
-    """A run of a model `of` a kind; its losses have to be divided by the micro-batches of all ranks.
+    """Offloads a model of kind `of`; the caller divides each loss by the number of micro-batches on all ranks.
 
-    Without `shards` offload() shards it, if there are ranks.
+    With `shards=False` offload() itself shards the model if there are several ranks.
     """
     with torch.device("meta" if "checkpoint" in options else "cpu"):
         trained = model(dtype, of)
@@ -108,12 +108,12 @@ def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain
 
 
 def position():
-    """This rank, and the number of ranks; of one process 0 and 1."""
+    """Returns this rank and the number of ranks; (0, 1) without a process group."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def backward(trained, step, micros=None):
-    """This rank's share of the micro-batches of a step; `micros` on all ranks, None: one on each."""
+    """Runs this rank's share of a step's backwards; all ranks together run `micros` (None: one on each)."""
     rank, count = position()
     for micro in range(rank, micros or count, count):
         (loss_of(trained, step, micro) / (micros or count)).backward()
@@ -127,19 +127,23 @@ def step(trained, optimizer, micros=None):
 
 
 def whole(trained):
-    """The gathered values."""
+    """Returns copies of all parameters, gathered from the ranks."""
     return [getattr(one, "full_tensor", lambda one=one: one)().detach().clone() for one in trained.parameters()]
 
 
 def train(trained, optimizer, until, micros=None):
-    """Train on to a step; the gathered values."""
+    """Trains up to step `until`; returns the gathered parameters."""
     while optimizer.steps < until:
         step(trained, optimizer, micros)
     return whole(trained)
 
 
 def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, steps=3):
-    """What one process does: it accumulates micro-batches, and takes their mean, or divides the sum of all."""
+    """Trains in memory on one process; returns the losses, the final values and, as one tensor, the gradient norms.
+
+    The gradient of a step is the mean over its `micros` micro-batches or, with another `divisor` than 1, their sum
+    divided by it.
+    """
     trained = model(dtype, kind)
     masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
     optimizer = adamw(masters)
@@ -159,8 +163,8 @@ def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, step
 
 
 def _norm(parameters):
-    """Of all gradients: of the sum of squares that is rounded once, whatever the order."""
-    # A square of fp32 has a float64, and fsum rounds at its end.
+    """Returns the norm of all gradients; the sum of squares is rounded once, so its order does not matter."""
+    # float64 holds the square of a float32 exactly, and fsum rounds only its result.
     return math.sqrt(math.fsum(square for p in parameters for square in p.grad.double().square().flatten().tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Trains on several ranks, with a fault on one of them, and returns what each rank met."""
+"""Trains on several ranks, with a fault on some of them; returns each rank's steps, values and error."""
 
 import ctypes
 import hashlib
@@ -34,37 +34,39 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # The ranks that have the fault: a signal that ends or stops them, "raise", "hang", or "full", that of a drive; the
-    # step and where in it, or so many seconds after the life began ("time").
+    # The ranks in `faulty` get `fault`: a signal number, "raise", "hang" or "full" (no space on the drive). It strikes
+    # in step `at`, at the `point` of the step; with the point "time", `at` seconds after `life` began.
     "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
-    # Micro-batches of a step on all ranks; None: one on each.
+    # The number of micro-batches in a step, on all ranks together; None: one on each.
     "micro": None,
-    # Where all ranks save at the end; within "hidden" the first rank alone can write, and the others send their rows.
+    # The folder that all ranks save to at the end. Only the first rank can write to "hidden": the others send
+    # their rows to it.
     "save": None,
-    # More options of `offload()`.
+    # Further options of `offload()`.
     "given": {},
-    # Replicas of a mesh of replicas and shards, which may be a slice of one of more dimensions; None: no mesh.
+    # The number of replicas in a mesh of replicas and shards; None: no mesh. With `slice` the mesh is a slice of one
+    # with four dimensions.
     "replicas": None,
     "slice": False,
     "dtype": torch.bfloat16,
     "kind": "plain",
-    # A rank with another learning rate in the last step.
+    # The rank that doubles its learning rate in the last step; None: no rank.
     "other": None,
-    # Seconds that each message takes by which a store is filled.
+    # Seconds of delay before each message that refills a store.
     "fill_seconds": 0,
 }
 
 
 def make_hidden(folder):
-    """Make a folder `hidden` that the first rank alone sees; others have an empty one there. Needs root."""
+    """Makes a folder `hidden` that only the first rank shares; the other ranks see an empty one. Needs root."""
     path = Path(folder, "hidden")
     path.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     if distributed.get_rank():
-        # Of this thread, and of the commands that it starts.
+        # A mount namespace of this thread, which the commands that it starts inherit.
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "unshare")
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -73,12 +75,12 @@ def make_hidden(folder):
 
 
 def lives(tmp_path, world, name="run", **options):
-    """What each rank of a run in a folder met, see `life`; None where one was killed."""
+    """Runs `life` on `world` ranks; returns the result of each rank's `life`, None for a rank that was killed."""
     return on_ranks(world, life, tmp_path, name, options, ends=(0, -signal.SIGKILL))
 
 
 def require_same(ranks, opened, steps, micro=4, **options):
-    """Each rank began at a step, took the others, and has the values of one process."""
+    """Requires that each rank began at step `opened`, committed `steps`, and has the values of one process."""
     *values, _ = accumulated(options.pop("dtype", torch.bfloat16), micro, steps=steps, **options)[1]
     for rank in ranks:
         assert (rank["opened"], rank["committed"], rank["error"]) == (opened, steps, None), rank
@@ -91,12 +93,12 @@ def failing(*_, **__):
 
 
 def filled(ranks):
-    """What each rank said of its store that was filled."""
+    """Returns each rank's log message that its missing store is refilled; "" for a rank without this message."""
     return ["".join(words for words in rank["said"] if "had no store" in words) for rank in ranks]
 
 
 def life(folder, name, options):
-    """One life of a run: where it began and what it had after each step, and the error that ended it."""
+    """Trains on this rank; returns its first step, a digest after each step, and the error that ended the training."""
     options = {**DEFAULTS, "folder": folder, **options}
     rank, count = distributed.get_rank(), distributed.get_world_size()
     _watch(options)
@@ -143,13 +145,13 @@ def life(folder, name, options):
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
-    # Of the step that failed, or of the opening; without an error, of the whole life.
+    # After an error, the seconds since the failed step or the opening began; otherwise since this call began.
     told["seconds"] = time.monotonic() - (began if told["error"] else first)
     return told
 
 
 def _mesh(options):
-    """The mesh of replicas and shards that the options name; None: they name none."""
+    """Returns the mesh of replicas and shards that the options describe; None without `replicas`."""
     if options["replicas"] is None:
         return None
     shape, names = (options["replicas"], distributed.get_world_size() // options["replicas"]), ("replicate", "shard")
@@ -159,7 +161,7 @@ def _mesh(options):
 
 
 def _digest(trained, optimizer):
-    """Of every number that this rank's store has."""
+    """Returns a hash of the values, optimizer state, step and user state in this rank's store."""
     digest = hashlib.sha256(json.dumps([optimizer.steps, optimizer.user_state]).encode())
     for parameter in trained.parameters():
         state = optimizer.state_of(parameter) if parameter.requires_grad else {}
@@ -169,10 +171,10 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Have the fault happen at a moment of the clock, or of what ranks do together.
+    """Patches the calls that ranks make together, so that the fault strikes at its point; "time" takes a timer.
 
-    These are before and after they agree, and look for each other; while a rank's store is filled from a replica's,
-    and before it is verified; and in the midst of a save.
+    The points are before and after the ranks agree, and before and after they form groups; while a store is refilled
+    from a replica's, and before the refilled store is verified; and in the middle of a save.
     """
     if options["point"] == "time" and distributed.get_rank() in options["faulty"]:
         timer = threading.Timer(options["at"], _meet, [options])
@@ -181,7 +183,7 @@ def _watch(options):
     ask, all_at, end, send = Agreement._ask, Meeting._all_at, Refill._end, Refill._meet
 
     def asked(self, phase, number, remedy):
-        # The first commit made the store.
+        # The first commit creates the store, so commit `number` ends step `number - 1`.
         _fault(options, number - 1, f"before {phase}")
         ask(self, phase, number, remedy)
         _fault(options, number - 1, f"after {phase}")
@@ -214,11 +216,13 @@ def _watch(options):
 
 
 def _fault(options, step, point):
+    """Strikes with the fault, if the options choose this rank, step and point for it."""
     if distributed.get_rank() in options["faulty"] and (step, point) == (options["at"], options["point"]):
         _meet(options)
 
 
 def _meet(options):
+    """Strikes: sends this process a signal, fills the drive, hangs until the other ranks fail, or raises."""
     if isinstance(options["fault"], int):
         os.kill(os.getpid(), options["fault"])
         return
@@ -229,4 +233,4 @@ def _meet(options):
     others = distributed.get_world_size() - 1
     while options["fault"] == "hang" and len(list(Path(options["folder"]).glob("failed-*"))) < others:
         time.sleep(0.05)
-    raise ValueError("as a user's code may")
+    raise ValueError("as user code may raise")

@@ -1,7 +1,7 @@
-"""Runs a function on several gloo ranks, each a process of its own; none outlives the call, also where it fails.
+"""Runs a function on several gloo ranks, one process each; no rank outlives the call, even if the call fails.
 
-One process for all calls imports torch. For each call it forks one that imports the module of the function and forks
-the ranks: imports take longer than most of what ranks do.
+One process imports torch for all calls. For each call it forks a process that imports the function's module and forks
+the ranks: imports take longer than most of the functions.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from support.loaded import Loaded, die_with_parent
 
 __all__ = ["on_ranks", "ranks"]
 
-# How long the others may still say something when a rank has failed.
+# Seconds for which the other ranks may still run, and print, once a rank has failed.
 LAST_WORDS_SECONDS = 2.0
 PROGRAM = """
 import sys
@@ -33,15 +33,15 @@ run(Path(sys.argv[1]))
 
 
 def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
-    """What `function(str(folder), *arguments)`, of a module of tests, returned on each rank; None where one was killed.
+    """Runs `function(str(folder), *arguments)` on each rank; returns the results, None for a rank that was killed.
 
     Args:
-        count: of ranks.
-        function: is imported by its module's file and its name.
-        folder: where it may write.
-        arguments: are pickled.
-        seconds: after which all are killed, and the test fails.
-        ends: how a rank may end: its exit status, or a signal as a negative number.
+        count: number of ranks.
+        function: a function of a test module; the ranks import it by its module's file and its name.
+        folder: the folder that the ranks may write to.
+        arguments: further arguments of the function, which are pickled.
+        seconds: time limit, after which all ranks are killed and the test fails.
+        ends: how a rank may end: exit statuses, or signals as negative numbers.
     """
     place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     place.mkdir(parents=True)
@@ -54,7 +54,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     except AssertionError as error:
         words = str(error)
     finally:
-        # With all that it forked, whatever has become of the test.
+        # Kills the process that runs the ranks, and the ranks, even if the test failed.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((place / "group").read_text()), signal.SIGKILL)
     told = "\n".join([words, *(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in place.glob("words-*"))])
@@ -66,7 +66,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 
 
 def ranks(count):
-    """Has a test run by each of so many ranks; its arguments are the folder, and what it is parametrized by."""
+    """Decorates a test that each of `count` ranks runs; its arguments are the folder and the parametrized ones."""
 
     def decorate(function):
         def test(tmp_path, **given):
@@ -83,7 +83,7 @@ def ranks(count):
 
 @functools.cache
 def _loaded():
-    """The process that has what all ranks import. It ends with this one."""
+    """Returns the process that has imported the modules of all ranks; it ends with this process."""
     modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload"]
     return Loaded(environment(), modules, warnings=())
 
@@ -101,8 +101,8 @@ def _imported(source):
 
 
 def run(place):
-    """Fork the ranks and wait for them; the first that fails is the end of all."""
-    # Where the test's own process is killed, this one goes with it, and so do its children.
+    """Forks the ranks and waits for them; once one has failed, or all are stopped, kills the others."""
+    # If the test's own process is killed, the kernel kills this process and the ranks.
     die_with_parent()
     os.setpgid(0, 0)
     (place / "group").write_text(str(os.getpid()))
@@ -140,7 +140,7 @@ def _forked(place, rank, count, function, arguments):
     status = 1
     try:
         die_with_parent()
-        # Torch makes its pool anew in a fork, and fails where two threads are the first to ask for it.
+        # torch creates a new thread pool in a fork, and fails if two threads use it first at once: create it here.
         torch.set_num_threads(1)
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)

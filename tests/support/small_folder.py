@@ -1,4 +1,4 @@
-"""Makes folders of small language models, with tokenizers that are learnt on the spot."""
+"""Makes folders of small language models, with tokenizers trained on a few sentences."""
 
 import json
 
@@ -14,7 +14,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# The same, and it says itself what the assistant wrote.
+# Like CHATML, but marks the assistant's tokens with `{% generation %}`.
 GENERATION = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
@@ -24,7 +24,7 @@ GENERATION = (
 
 
 def make_tokenizer(template=CHATML, **trims):
-    """Byte pairs of a few words."""
+    """Trains a byte-pair tokenizer on `TEXT`."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **trims)
     made.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def make_tokenizer(template=CHATML, **trims):
 
 
 def make_model(folder, dtype, tokenizer=None):
-    """A Llama of two layers; its attention has dropout, so that the order of random numbers matters."""
+    """Saves a Llama of two layers and its tokenizer. Attention has dropout, so the order of random numbers matters."""
     tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
@@ -66,6 +66,6 @@ def make_model(folder, dtype, tokenizer=None):
 
 
 def write_rows(path, rows):
-    """One JSON object a line."""
+    """Writes one JSON object per line; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

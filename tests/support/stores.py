@@ -1,4 +1,4 @@
-"""Parameters of many sizes and dtypes, as the tests of stores and engines have them, and damage to a store's file."""
+"""Makes stores, and parameters of many sizes and dtypes, for tests of stores and engines; damages a store's file."""
 
 import itertools
 
@@ -13,13 +13,13 @@ NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "
 
 
 def parameters(dtypes=tuple(DTYPES), sizes=tuple(SIZES)):
-    """By names such as "float32.(3, 1741)"."""
+    """Returns a parameter of each dtype and shape, by names such as "float32.(3, 1741)"."""
     torch.manual_seed(1)
     return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype, shape in itertools.product(dtypes, sizes)}
 
 
 def filled(path, records, **options):
-    """`Store.create`, and its first commit where it is new: the values and the state of its records."""
+    """Opens or creates a store; fills a new one with the values and state of `records`, and commits them."""
     store = engine.Store.create(path, records, **options)
     store.go_back()
     if store.created:
@@ -31,7 +31,7 @@ def filled(path, records, **options):
 
 
 def two_units(folder, elements=50_000):
-    """A store of "first" and "second", two records each, in pieces of 8 KiB, so that a part has several."""
+    """Returns a store of the units "first" and "second", two records each; a part has several 8 KiB chunks."""
     records = []
     for number, unit in enumerate(("first", "second")):
         values = torch.randn(elements, generator=torch.Generator().manual_seed(number))
@@ -47,17 +47,17 @@ def pages(nbytes):
 
 
 def in_one(updates, unit):
-    """The bytes of a unit, read at once."""
+    """Returns the bytes of a unit, read by one fetch."""
     into = pages(sum(updates.parts(unit, 1 << 30).places()[-1]))
     updates.fetch(unit, into).wait()
     return into
 
 
 def damage(path, content, at=0):
-    """Flip a bit of a byte `at` in this content, wherever the file has it; returns where the first one begins."""
+    """Flips a bit of byte `at` in each occurrence of `content` in the file; returns the first occurrence's offset."""
     whole = path.read_bytes()
     first = place = whole.find(content)
-    assert place >= 0, "the file does not have it"
+    assert place >= 0, "the file does not contain the bytes to damage"
     with path.open("r+b") as file:
         while place >= 0:
             file.seek(place + at)

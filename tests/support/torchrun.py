@@ -1,4 +1,4 @@
-"""Starts ranks as users do: by torchrun, in fresh processes, on this host or on hosts that are network namespaces."""
+"""Starts ranks with torchrun in fresh processes, on this host or on several, simulated by network namespaces."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from support.lives import Running
 
 __all__ = ["CONFIG", "Hosts", "as_if_on_gpus", "command"]
 
-# As docs/gpus.md has it.
+# accelerate's configuration, as docs/gpus.md shows it.
 CONFIG = """
 distributed_type: FSDP
 fsdp_config:
@@ -24,13 +24,13 @@ fsdp_config:
 
 
 def command(*words, count=2, options=()):
-    """The command that starts a script, or `-m` and a module, on so many ranks of this host."""
+    """Returns the command that starts a script, or `-m` and a module, on `count` ranks of this host."""
     start = ("-m", "torch.distributed.run", "--standalone", *options, "--nproc-per-node", count)
     return [sys.executable, *start, *words]
 
 
 def as_if_on_gpus():
-    """Let accelerate shard on the CPU, in this process, what it shards on GPUs alone."""
+    """Patches accelerate in this process so that it shards models on the CPU; unpatched it shards on GPUs only."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -48,17 +48,16 @@ def as_if_on_gpus():
 
 
 class Hosts(contextlib.ExitStack):
-    """Hosts on one switch: network namespaces, in which they are host0, host1 and so on, each with an interface eth0.
+    """Hosts on one switch: network namespaces with the host names host0, host1 and so on, each with an interface eth0.
 
-    Each sees /mnt/shared, which is the same on all, and /mnt/nvme0 and /mnt/nvme1, which are its own. A name has the
-    host's address on all hosts.
+    All hosts share /mnt/shared; each has its own /mnt/nvme0 and /mnt/nvme1. Every host resolves the names of all hosts.
     """
 
     SHARED = "shared"
     DRIVES = ("nvme0", "nvme1")
 
     def __init__(self, folder, count=2):
-        """Needs root and iproute2; what /mnt shows is in `folder`."""
+        """Sets up the hosts, which needs root and iproute2; `folder` stores the files of their /mnt."""
         super().__init__()
         self.folder = folder
         self.count = count
@@ -85,11 +84,11 @@ class Hosts(contextlib.ExitStack):
             ip("netns", "add", name)
             undo.callback(ip, "netns", "del", name)
             undo.callback(self.kill, host)
-            # `ip netns exec` puts its files over those of /etc.
+            # `ip netns exec` mounts the files of this folder over those of /etc.
             self._etc(host).mkdir(parents=True)
             undo.callback(shutil.rmtree, self._etc(host))
             self.name_hosts(host)
-            # No name is looked up elsewhere, where nobody answers.
+            # Names are looked up in /etc/hosts only: no DNS server answers in a namespace.
             (self._etc(host) / "nsswitch.conf").write_text("hosts: files\n")
             cable = ["link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{host}"]
             ip(*cable, "netns", switch)
@@ -102,34 +101,34 @@ class Hosts(contextlib.ExitStack):
         (self.folder / self.SHARED).mkdir()
 
     def name_hosts(self, host, *, as_debian=False):
-        """Write /etc/hosts of a host; Debian gives a host's own name a loopback address."""
+        """Writes /etc/hosts of a host; `as_debian` gives the host's own name a loopback address, as Debian does."""
         lines = [f"{_address(other)} host{other}" for other in range(self.count) if other != host or not as_debian]
         own = [f"127.0.1.1 host{host}"] if as_debian else []
         (self._etc(host) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *own, *lines, ""]))
 
     def connect(self, host, state):
-        """Plug the cable of a host in ("up"), or pull it ("down")."""
+        """Plugs a host's network cable in (state "up"), or pulls it ("down")."""
         ip("-n", self._namespace(host), "link", "set", "eth0", state)
 
     def folder_of(self, host, name):
-        """What a host sees as /mnt/NAME."""
+        """Returns the folder that a host mounts at /mnt/NAME."""
         return self.folder / (name if name == self.SHARED else f"host{host}/{name}")
 
     def start(self, host, line, **more):
-        """Start a line of a shell on a host, in /mnt/shared."""
+        """Starts a shell command line on a host, in /mnt/shared; returns its `Running`."""
         mounts = [f"mount --bind {self.folder_of(host, name)} /mnt/{name}" for name in (self.SHARED, *self.DRIVES)]
         folders = " ".join(f"/mnt/{name}" for name in (self.SHARED, *self.DRIVES))
         settle = [f"hostname host{host}", "mount -t tmpfs none /mnt", f"mkdir {folders}", *mounts, "cd /mnt/shared"]
         command = ["ip", "netns", "exec", self._namespace(host), "unshare", "-um"]
         command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
-        # As a shell finds torchrun and python in an active environment.
+        # PATH begins with this interpreter's folder, as in an active environment, for torchrun and python.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         running = Running(command, self.folder / f"output-{next(self._outputs)}", **{"PATH": path, **more})
         self.callback(running.kill)
         return running
 
     def ranks(self, host):
-        """The process of each rank that runs on a host."""
+        """Returns the pids of the ranks that run on a host, by rank."""
         found = {}
         for pid in ip("netns", "pids", self._namespace(host)).split():
             with contextlib.suppress(OSError):
@@ -140,7 +139,7 @@ class Hosts(contextlib.ExitStack):
         return found
 
     def kill(self, host):
-        """Kill everything that runs on a host."""
+        """Kills every process on a host."""
         for pid in ip("netns", "pids", self._namespace(host)).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -151,5 +150,5 @@ def _address(host):
 
 
 def ip(*arguments):
-    """What iproute2's command prints."""
+    """Runs iproute2's `ip`; returns its output."""
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

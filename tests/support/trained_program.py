@@ -1,4 +1,4 @@
-"""A program of a user who trains by a Trainer, offloaded in one line; a test starts it, kills it, and starts it again.
+"""Trains with a Trainer, offloaded in one line, as a user's script does; tests start it, kill it and start it again.
 
 usage: [TRAINED_OPTIONS=JSON] [ENDS_BY=NUMBER] trained_program.py STORE LOG [MOMENT STEP]
 """
@@ -24,19 +24,19 @@ from transformers.trainer_callback import ExportableState
 import memascend.trainer
 from memascend.storage import Engine
 
-# What a log says of time and storage.
+# Parts of the names of log entries about time and storage, which differ between runs.
 NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def compared(line):
-    """What a line of a log has beside these."""
+    """Returns the entries of a log line, without those of `NOT_COMPARED`."""
     return {name: value for name, value in line.items() if not any(part in name for part in NOT_COMPARED)}
 
 
 def model(seed=0, attention_dropout=0.1):
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # Other kernels of attention draw and add in an order of their own on a GPU.
+    # On a GPU the other attention kernels draw random numbers and add in another order.
     shape["attn_implementation"] = "eager"
     config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=attention_dropout, **shape)
     return transformers.Qwen2ForCausalLM(config)
@@ -52,7 +52,7 @@ def padded(batch):
 
 
 def masked(batch):
-    """Replaces tokens, drawn from torch's generator."""
+    """Collates a batch with tokens replaced at random by torch's generator."""
     return collated(batch, lambda ids: torch.where(torch.rand(ids.shape) < 0.2, 1, ids))
 
 
@@ -66,7 +66,7 @@ def collated(batch, change):
 
 
 class Drawn(torch.utils.data.Dataset):
-    """Examples that are drawn by a generator."""
+    """A dataset that replaces tokens at random; `draw` returns each random number."""
 
     def __init__(self, draw):
         self.draw, self.rows = draw, rows()
@@ -80,7 +80,7 @@ class Drawn(torch.utils.data.Dataset):
 
 
 class OwnDice:
-    """A collator with generators of its own: one that is there, and one that it makes at its first batch."""
+    """A collator with two random generators of its own: one made in `__init__`, one made at its first batch."""
 
     def __init__(self):
         self.rare, self.lazy = random.Random(5), None
@@ -95,7 +95,7 @@ class OwnDice:
 
 
 class Habits(transformers.TrainerCallback, ExportableState):
-    """What programs do in the events around a step."""
+    """A callback that changes weights, options and frozen layers in Trainer's events, as user programs do."""
 
     def __init__(self, norms=(), seen=None):
         self.norms, self.seen = norms, seen or {}
@@ -142,7 +142,7 @@ class Habits(transformers.TrainerCallback, ExportableState):
 
 
 class Averaging(transformers.Trainer):
-    """Logs an average of its own, and what the callback has seen."""
+    """A Trainer that also logs its own mean loss, and the records of each `Habits` callback."""
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
@@ -166,7 +166,7 @@ class Averaging(transformers.Trainer):
 
 
 class Log(transformers.TrainerCallback):
-    """Writes each line of the log, and ends the process at a moment of a step."""
+    """A callback that appends each log line to `file`, and ends the process at `moment` of step `step`."""
 
     def __init__(self, file, moment=None, step=0):
         self.file, self.moment, self.step = Path(file), moment, int(step)
@@ -191,11 +191,11 @@ class Log(transformers.TrainerCallback):
 
 
 class Ended(Exception):
-    """The process is gone, as far as a test can have it."""
+    """Raised to end a training in the test's own process, where a kill would end the test, too."""
 
 
 class Ends(transformers.TrainerCallback):
-    """Ends a training after steps."""
+    """A callback that raises `Ended` after each of `steps`."""
 
     def __init__(self, *steps):
         self.steps = steps
@@ -210,6 +210,7 @@ def end_of_process():
 
 
 def kill_while_created():
+    """Has the process end before the commit of step 0, which completes a new store."""
     own = Engine.commit
 
     def commit(self, step, **options):
@@ -231,7 +232,7 @@ def made(
     compute_loss_func=None,
     **options,
 ):
-    """The Trainer: two micro-batches a step and a short last one, warm-up, dropout, an evaluation, checkpoints."""
+    """Returns a Trainer with four micro-batches a step, a shorter last step, warm-up, evaluations and checkpoints."""
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": str(output), "num_train_epochs": 2, "per_device_train_batch_size": 2,
@@ -249,7 +250,7 @@ def made(
 
 
 def started(folder, *callbacks, end=None, make=made, offloads=None, **options):
-    """The Trainer of one start in a folder: offloaded, and trained to its end or to that of its process."""
+    """Offloads a new Trainer to the store in `folder` and trains it to step `end` (None: all steps); returns it."""
     trainer = make(folder / "out", *callbacks, Ends(end), **options)
     with memascend.trainer.offload(trainer, storage=folder / "store", **(offloads or {})):
         with contextlib.suppress(Ended):
@@ -267,7 +268,7 @@ def digest_of(trained):
 
 
 def logged(file):
-    """The last line of each step and kind."""
+    """Returns the last line of a log for each step and kind."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
     return {(line["step"], line["kind"]): line for line in lines}
 

@@ -1,4 +1,4 @@
-"""Builds the simulated CUDA from its sources, once for each of them, with the headers of torch's own wheels."""
+"""Builds the simulated CUDA, once for each version of its sources, with the CUDA headers of torch's wheels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).parent
-# What its functions are declared as has changed from one major version to the next.
+# The major version of CUDA; declarations of its functions change between major versions.
 MAJOR = "13"
 
 
 class Unavailable(Exception):
-    """It cannot be built here; the message says why."""
+    """Raised if the simulated CUDA cannot be built here; the message gives the reason."""
 
 
 def headers() -> Path:
-    """The folder of CUDA's headers that belong to this torch."""
+    """Returns the folder of the CUDA headers that match this torch."""
     if torch.version.cuda is None:
         raise Unavailable(f"torch {torch.__version__} is not a build for CUDA")
     if torch.version.cuda.split(".")[0] != MAJOR:
-        raise Unavailable(f"torch is built for CUDA {torch.version.cuda}: the simulated one is of CUDA {MAJOR}")
+        raise Unavailable(f"torch is built for CUDA {torch.version.cuda}: the simulated CUDA needs a build for {MAJOR}")
     wheels = Path(torch.__file__).parents[1] / "nvidia"
     found = sorted(wheels.glob(f"cu{MAJOR}/include/cuda_runtime_api.h"))
     if not found:
@@ -36,7 +36,7 @@ def headers() -> Path:
 
 @functools.cache
 def folder() -> Path:
-    """The folder that the library is in, under the name of the driver's."""
+    """Builds the library, named like the CUDA driver's, unless it exists; returns its folder."""
     include = headers()
     if shutil.which("g++") is None:
         raise Unavailable("g++ is missing: apt-get install g++")
@@ -50,7 +50,7 @@ def folder() -> Path:
 
 
 def compiled(library: Path, *options: str) -> Path:
-    """A library that g++ makes, once for all processes."""
+    """Compiles a library with g++ unless it exists; returns its path."""
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
@@ -60,7 +60,7 @@ def compiled(library: Path, *options: str) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What a process that computes on it begins with."""
+    """Returns the environment of a process that uses the simulated CUDA."""
     there = str(folder())
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Runs functions in processes whose CUDA is the simulated one; tests/conftest.py insists in CI that none is skipped."""
+"""Runs functions in processes with simulated CUDA. In CI, tests/conftest.py fails a run that skips these tests."""
 
 import json
 
@@ -20,7 +20,7 @@ def _on_it():
 
 @pytest.fixture
 def simulated(_on_it, tmp_path):
-    """Calls `device.simulated.MODULE.FUNCTION(**arguments)` in a process of its own, and returns what it returned."""
+    """Returns a function that calls "MODULE.FUNCTION" of `device.simulated` in a fork and returns its result."""
     loaded, environment = _on_it
 
     def call(function, *, env=None, status=0, timeout=100, whole=False, **arguments):

@@ -1,4 +1,4 @@
-// Kernels, properties, the driver's calls and cuBLAS of the simulated CUDA: what computes does nothing.
+// Kernels, device properties, driver calls and cuBLAS of the simulated CUDA; all but three kernels compute nothing.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct Configuration {
     cudaStream_t stream;
 };
 thread_local std::vector<Configuration> configurations;
-// A name for what is only handed about.
+// Its address stands for every opaque object that callers only pass on.
 char something[64];
 
-// torch's kernels that sum gradients and fill with a number, in fp32, and that zero int64, do so; any other does nothing.
+// torch's kernels that add fp32 gradients, fill fp32 and fill int64 do so; every other kernel computes nothing.
 enum class Kernel { add, fill, fill_long };
 
 std::map<const void*, Kernel>& kernels() {
@@ -39,7 +39,7 @@ cudaError_t computed(const void* function, void** arguments, cudaStream_t stream
     auto at = (char**)arguments[2];
     bool is_long = found->second == Kernel::fill_long;
     if (!allocated(at[0], size_t(count) * (is_long ? 8 : 4))) {
-        fault("a kernel that writes beyond its memory");
+        fault("a kernel writes beyond its memory");
         return cudaErrorIllegalAddress;
     }
     if (is_long) {
@@ -174,7 +174,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, u
     return cudaSuccess;
 }
 
-// --- the driver: cuda.h gives its functions the names of their versions -----------------------------------------------
+// --- the driver: cuda.h maps its functions to versioned names --------------------------------------------------------
 
 namespace {
 
@@ -238,7 +238,7 @@ API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute, CUd
     return CUDA_SUCCESS;
 }
 
-// What Triton compiles is loaded, launched and counted, and does nothing.
+// Triton's kernels are loaded, launched and counted, but compute nothing.
 API CUresult cuModuleLoadData(CUmodule* out, const void*) { return *out = (CUmodule)something, CUDA_SUCCESS; }
 API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 API CUresult cuModuleGetFunction(CUfunction* out, CUmodule, const char* name) {
@@ -264,7 +264,7 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, u
     return cuLaunchKernelEx(&config, function, arguments, extra);
 }
 
-// --- cuBLAS: products that do nothing --------------------------------------------------------------------------------
+// --- cuBLAS: products compute nothing --------------------------------------------------------------------------------
 
 namespace {
 struct Blas {
@@ -297,7 +297,7 @@ FINE(cublasLtMatmulPreferenceSetAttribute) FINE(cublasLtMatrixLayoutDestroy) FIN
 FINE(cublasLtMatmulAlgoInit) FINE(cublasLtMatmulAlgoCheck) FINE(cublasLtMatmulAlgoConfigSetAttribute)
 API size_t cublasLtGetVersion() { return 130000; }
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* out) {
-    // The first of them: its algorithm is nothing, and its status fine.
+    // Gives one result, with an empty algorithm and the status success.
     return memset(results, 0, 96), *out = 1, 0;
 }
 API int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*,

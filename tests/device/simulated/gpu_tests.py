@@ -1,4 +1,4 @@
-"""Runs tests of a GPU on the simulated CUDA, in the process that asks for it."""
+"""Runs GPU tests on the simulated CUDA, in the calling process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 class Passed:
-    """Counts the tests that pass."""
+    """A pytest plugin that counts the tests that pass."""
 
     def __init__(self):
         self.count = 0
@@ -16,7 +16,7 @@ class Passed:
 
 
 def run(chosen):
-    """How many tests of these files and names passed, where none failed."""
+    """Runs the GPU tests of these files and names; requires that none fails, and returns how many passed."""
     passed = Passed()
     words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu and not slow"]
     assert pytest.main([*words, *chosen], plugins=[passed]) == pytest.ExitCode.OK

@@ -1,4 +1,4 @@
-"""What users do with CUDA beside `offload()`, on the simulated one."""
+"""Uses CUDA, accelerate and Trainer together with `offload()`, as users do, on the simulated CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memascend.device.device import Device
 
 
 def checked(*, device="cuda", middle=lambda: None, **options):
-    """Two steps with every read checked; `middle` is called between forward and backward, and between steps."""
+    """Trains two steps with every read checked; calls `middle` between forward and backward, and between steps."""
     with begun(gradients="fused", device=device, **options) as training:
         for step in range(2):
             training.check.step = step
@@ -43,13 +43,13 @@ def under_a_default_device():
 
 
 def second_device():
-    """Nothing of it takes a context, and memory with it, on the first one."""
+    """Trains on the second device, which must make no context on the first one: a context takes memory."""
     with torch.cuda.device(1):
         return checked(device="cuda:1")
 
 
 def copies_to_the_second_device(ours):
-    """Of a thread, ours or the user's, that is on the first device."""
+    """Copies to and from the second device in a thread on the first, of the library (`ours`) or of the user."""
     device, host, back = Device(torch.device("cuda", 1)), torch.arange(64, dtype=torch.uint8), torch.zeros(64).byte()
 
     def copy():
@@ -80,7 +80,7 @@ def linear(**options):
 
 
 def offloaded(model, **options):
-    # Neither the temporary store nor autocast over fp32 weights is what is tested.
+    # Warnings about a temporary store, or autocast over fp32 weights, do not matter here.
     warnings.simplefilter("ignore")
     return memascend.offload(model, made(model.parameters()), **options)
 
@@ -90,7 +90,7 @@ def usual(model):
 
 
 def trained(model, optimizer, backward=usual):
-    """Two steps; what was wrong."""
+    """Trains two steps; returns their number and the faults."""
     with optimizer:
         for _ in range(2):
             backward(model)
@@ -116,11 +116,11 @@ def refused_device():
         memascend.offload(model, made(model.parameters()), **options)
     except memascend.ConfigError as error:
         return str(error)
-    raise AssertionError("it was not refused")
+    raise AssertionError("offload() accepted a device that is not visible")
 
 
 def dispatched(where):
-    """A model that accelerate has placed, as transformers does with `device_map=`."""
+    """Trains a model that accelerate placed, as transformers does for `device_map=`, or returns offload()'s error."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     model, options = linear()
@@ -143,7 +143,7 @@ def dispatched(where):
 
 
 def prepared(before):
-    """`Accelerator.prepare()` on a CUDA device, of the model `before` the call, or of what it returned."""
+    """Trains with `Accelerator.prepare()` on a CUDA device, called `before` offload() or on its results."""
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
 
@@ -165,7 +165,7 @@ COUNT, STEPS = 4, 4
 
 
 def trainer(room):
-    """Trains by transformers' Trainer with the room that the micro-batches of a step need together, times `room`."""
+    """Trains with a Trainer in `room` times the device memory that the micro-batches of a step need together."""
     import transformers
 
     import memascend.trainer
@@ -184,7 +184,7 @@ def trainer(room):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)
-    # Its kernels need a device that computes.
+    # cuDNN's attention kernels need a device that computes.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     folder = tempfile.mkdtemp()
     config = transformers.Qwen2Config(
@@ -211,7 +211,7 @@ def trainer(room):
         transformers.Qwen2ForCausalLM(config), arguments,
         train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8 * COUNT * STEPS, callbacks=[Limit()],
     )  # fmt: skip
-    # What is computed is whatever memory had.
+    # The simulated device computes nothing, so losses may not be finite: "commit" accepts them.
     memascend.trainer.offload(made, storage=folder + "/run.store", nonfinite="commit")
     made.train()
     return {

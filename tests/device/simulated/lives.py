@@ -1,4 +1,4 @@
-"""Ends and accidents of training on the simulated CUDA: errors, Ctrl-C, several models, forks, exits."""
+"""Trains on the simulated CUDA with errors, Ctrl-C, several models, forks and exits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from device.simulated.order import ACTIVATION, Training, begun
 import memascend
 from memascend.activations.chunks import Chunks
 
-# Late enough that copies are under way whenever something ends.
+# Microseconds of delay per stream, enough that copies are in flight whenever a run or process ends.
 LATE = {"in": 3000, "out": 3000, "own": 1000}
-# How a step may fail, and what is raised then.
+# Calls that make a step fail, and the errors that they raise.
 WAYS = {
     "Ctrl-C": (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
     "memory": (lambda: torch.empty(1 << 46, device="cuda"), torch.OutOfMemoryError),
@@ -28,7 +28,7 @@ WAYS = {
 
 
 def fails(where, gradients="fused", delays=None, **options):
-    """A step that fails is dropped, and the same step is done again."""
+    """Fails a step at `where`, drops it, and makes the same step again."""
     with begun(gradients=gradients, delays=delays or LATE, **options) as training:
         training.step(0)
         training.check.step = 1
@@ -46,7 +46,7 @@ def fails(where, gradients="fused", delays=None, **options):
             block.forward = lambda *_: stops()
         try:
             torch.autograd.backward((y := training.forward()), [torch.empty_like(part) for part in y])
-            raise AssertionError("nothing failed")
+            raise AssertionError("the step did not fail")
         except expected:
             pass
         y = None
@@ -61,7 +61,7 @@ def fails(where, gradients="fused", delays=None, **options):
 
 
 def _memory_is_anothers(training):
-    """All that is let go is used anew, and what was on its way there has arrived."""
+    """Reuses all released memory, waits for copies in flight, and checks that none of them wrote to it."""
     gc.collect()
     training.optimizer._session.run.resources.activations._reap()
     check = training.check
@@ -72,7 +72,7 @@ def _memory_is_anothers(training):
 
 
 def _late(inward):
-    """Fails where copies to the device are under way, and lets them arrive a second later."""
+    """Holds the stream of copies to the device, releases it a second later, and raises meanwhile."""
     torch.cuda.current_stream().synchronize()
     runtime.hold(inward)
     threading.Timer(1, runtime.hold, (inward,), {"held": False}).start()
@@ -81,7 +81,7 @@ def _late(inward):
 
 @contextlib.contextmanager
 def _third_piece(stops):
-    """The first checkpoint that is brought back is not brought whole."""
+    """Calls `stops` instead of the third `Chunks.give`, so that the first restored checkpoint stays incomplete."""
     give, calls = Chunks.give, itertools.count(1)
 
     def failing(self, *arguments):
@@ -93,7 +93,7 @@ def _third_piece(stops):
 
 
 def several():
-    """Two models in turn, each after copies of the other were begun."""
+    """Trains two models in turn, each while copies of the other are in flight."""
     with contextlib.ExitStack() as stack:
         both = [Training(stack, gradients=mode, delays=LATE) for mode in ("fused", "ssd")]
         for step in range(2):
@@ -104,7 +104,7 @@ def several():
 
 
 def again():
-    """A graph that is retained reads what it kept once more."""
+    """Runs two backwards of a retained graph, which reads its saved tensors twice."""
     with begun("recomputed", gradients="ssd", activations="host") as training:
         check = training.check
         check.weights = training.twin.hashes()
@@ -116,11 +116,11 @@ def again():
 
 
 def narrow(**options):
-    """The device has as little memory as works, by the error's word, while the host has room for all state."""
+    """Trains with the smallest device_memory, which an error names, and a host that keeps all state in RAM."""
     options = {"host_memory": "1GiB", **options}
     try:
         with begun(device_memory=1, **options):
-            raise AssertionError("it was not refused")
+            raise AssertionError("offload() accepted device_memory=1")
     except memascend.BudgetError as error:
         smallest = error.smallest
     with begun(device_memory=smallest, **options) as training:
@@ -132,9 +132,9 @@ def narrow(**options):
 
 
 def closed(slow="in", *, backward=False, dropped=False, **options):
-    """Copies are under way when close() is called, and when the memory goes that they go to or come from.
+    """Closes a run while copies are in flight, then frees the memory that the copies use.
 
-    `dropped`: nothing is closed by hand, and the model is gone.
+    With `dropped` the model is dropped without close().
     """
     with contextlib.ExitStack() as stack:
         training = Training(stack, delays={slow: 3000}, **options)
@@ -147,13 +147,13 @@ def closed(slow="in", *, backward=False, dropped=False, **options):
         stream = training.streams[slow]
         if not dropped:
             training.optimizer.close()
-            # What close() did not wait for goes on once the memory is gone.
+            # Copies that close() did not wait for go on once the memory is freed.
             runtime.hold(stream)
         gone = threading.Event()
         thread = threading.Thread(target=_go_on_after, args=(stream, gone))
         thread.start()
         check = training.check
-        # All that holds the memory.
+        # Drops every reference to the memory.
         stack.pop_all()
         del training, found
         gc.collect()
@@ -169,14 +169,14 @@ def _go_on_after(stream, gone):
 
 
 def forked():
-    """A child that ends has no part in the parent's device."""
+    """Forks a child that ends, which must not affect the parent's device."""
     with begun(gradients="fused", delays=LATE) as training:
         training.step(0)
         training.check.step = 1
         found = training.forward()
         child = os.fork()
         if child == 0:
-            # As a data loader's worker ends: nothing is closed by hand, and nothing may hang.
+            # Ends like a data loader's worker: without close(), and without hanging.
             del training, found
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
@@ -186,11 +186,11 @@ def forked():
 
 
 def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
-    """Micro-batches by layer: each by a thread of its own from the second step on, without the block that it names."""
+    """Trains on micro-batches by layer: each skips the block it names, and has a thread from the second step on."""
     with begun(delays={"in": 1000} if delays is None else delays, **options) as training:
 
         def loss_of(but):
-            # Its backward begins with ones of its shape.
+            # The loss must be a scalar: its backward begins with a one.
             return sum(y[:1].view(()) for y in training.forward(but))
 
         for step in range(steps):
@@ -206,7 +206,7 @@ def _draws(*_):
 
 
 def random_numbers():
-    """What micro-batches draw on the model's device, which is not the current one: by layer, and one by one."""
+    """Compares random numbers that micro-batches draw on a device other than the current one, by layer and in turn."""
     with begun(gradients="fused", device="cuda:1") as training:
         for block in training.model.blocks:
             block.register_forward_pre_hook(_draws)
@@ -222,7 +222,7 @@ def random_numbers():
             return loss_of(None)
 
         found = []
-        # The first one by layer learns the course; the last one is the loop whose random numbers it has.
+        # The first step records the order of units; the second runs by layer and must draw as the third, a plain loop.
         for step, by_layer in enumerate((True, True, False)):
             training.check.step = step
             drawn.clear()
@@ -243,7 +243,7 @@ def random_numbers():
 
 
 def clipped(**options):
-    """Updates begin before step() has the norm; some are discarded, and made anew from what was written."""
+    """Trains with updates that begin before step() has the norm; `LOUD` steps discard and repeat their updates."""
     runtime.LOUD.update((2, 5))
     with begun(gradients="auto", max_grad_norm=10_000.0, **options) as training:
         for step in range(7):
@@ -252,7 +252,7 @@ def clipped(**options):
 
 
 def left(backward):
-    """Ends while copies are under way, and nothing was closed."""
+    """Returns while copies are in flight and without close(), so that the interpreter ends then."""
     training = Training(contextlib.ExitStack(), gradients="fused", delays=LATE)
     training.step(0)
     training.check.step = 1

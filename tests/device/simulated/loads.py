@@ -1,7 +1,7 @@
-"""Loads what the first launch of a Triton kernel loads, and what it computes of Triton's own files: half a second."""
+"""Does the work of a first Triton launch before programs are forked: imports, and a hash of Triton's files (0.5 s)."""
 
 import triton.experimental.gluon  # noqa: F401
 from triton.runtime import cache
 
-# Of Triton's older versions elsewhere.
+# Older versions of Triton define `triton_key` in another module.
 getattr(cache, "triton_key", lambda: None)()

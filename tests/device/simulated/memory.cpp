@@ -14,7 +14,7 @@
 
 using namespace simulated;
 
-// What is here is never destroyed: threads of streams go on while the process ends.
+// Objects of this file are never destroyed: threads of streams still run while the process ends.
 namespace {
 
 struct Counts {
@@ -38,7 +38,7 @@ std::vector<int>& visible() {
         auto* found = new std::vector<int>;
         const char* said = getenv("CUDA_VISIBLE_DEVICES");
         for (int device = 0; said == nullptr && device < DEVICES_MAX; device++) found->push_back(device);
-        // As CUDA does: up to the first that there is not.
+        // Like CUDA, stops at the first device that does not exist.
         for (const char* at = said; at != nullptr && *at;) {
             char* end;
             long device = strtol(at, &end, 10);
@@ -67,7 +67,7 @@ void simulated::fault(const std::string& what) {
     counts().faults += what + "\n";
 }
 
-// Lines of `thread's number|its name|what=how many`; how many bytes of text there are, which may be more than `size`.
+// Writes lines of `thread id|thread name|action=count`; returns the bytes that the text needs, even beyond `size`.
 API long simulated_counts(char* out, long size) {
     std::lock_guard guard(counts().lock);
     std::string text;
@@ -76,6 +76,7 @@ API long simulated_counts(char* out, long size) {
     return long(text.size()) + 1;
 }
 
+// Writes one line per fault; returns the bytes that the text needs, as above.
 API long simulated_faults(char* out, long size) {
     std::lock_guard guard(counts().lock);
     snprintf(out, size_t(size), "%s", counts().faults.c_str());
@@ -133,7 +134,7 @@ struct Memory {
         size_t bytes;
         int device;
     };
-    // Where it seems to be, and where it is.
+    // The addresses that callers get, which the CPU cannot access, and the memory behind them.
     char* shown = map(PROT_NONE);
     char* there = map(PROT_READ | PROT_WRITE);
     std::mutex lock;
@@ -206,7 +207,7 @@ API cudaError_t cudaFree(void* address) {
     ENTER();
     if (address == nullptr) return cudaSuccess;
     count("free");
-    // As CUDA does: nothing is freed under work that was begun.
+    // Like CUDA, waits for all queued work before it frees memory.
     wait_for_all();
     auto& all = memory();
     std::lock_guard guard(all.lock);
@@ -280,7 +281,7 @@ cudaError_t simulated::strike(void* address) {
     }
     if (copying(address, bytes)) {
         fault("memory was unregistered while a copy used it");
-        // So that the process lives to tell of it.
+        // Waits for the copy, so that the process survives to report the fault.
         while (copying(address, bytes)) usleep(1000);
     }
     return cudaSuccess;
@@ -317,7 +318,7 @@ API cudaError_t cudaHostUnregister(void* address) {
     return failed(strike(address));
 }
 
-// As the driver knows the same: a context has to be current.
+// The driver's calls for the same registration; they need a current context.
 API CUresult cuMemHostRegister(void* address, size_t bytes, unsigned) {
     if (enter() || !entered_) return CUDA_ERROR_INVALID_CONTEXT;
     return CUresult(enroll(address, bytes));

@@ -1,4 +1,4 @@
-"""Trains models on the simulated CUDA with every read checked in stream order, and counts what a step waits for."""
+"""Trains models on the simulated CUDA with every read checked in stream order, and counts the waits of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from memascend.device.arena import DeviceArena
 from memascend.device.device import Device
 from memascend.plan.decision import ACTIVATION_CHUNKS, GRADIENT_WINDOWS, UNIT_CHUNKS
 
-# Smaller than they are, so that models may be.
+# Makes the library's chunks and windows smaller, so that small models use several of each.
 for sizes, nbytes in ((UNIT_CHUNKS, 1 << 20), (GRADIENT_WINDOWS, 1 << 20), (ACTIVATION_CHUNKS, 1 << 18)):
     (count,) = sizes.values()
     sizes.clear()
     sizes[nbytes] = count
-# Elements of fp32: the largest gradient takes three windows, a block three chunks, and an activation three of its own.
+# Numbers of fp32 elements: the largest gradient takes three windows, a block and an activation three chunks each.
 LARGE, SMALL, ACTIVATION = 5 << 17, 3 << 13, 5 << 15
-# As a matrix.
+# The shape of a matrix of SMALL elements.
 ROWS, COLUMNS = 3 << 6, 1 << 7
 LR, MOMENTUM = 0.01, 0.9
 
@@ -34,13 +34,13 @@ LR, MOMENTUM = 0.01, 0.9
 class Block(torch.nn.Module):
     def __init__(self, name, check):
         super().__init__()
-        # Not the check itself, which keeps what it finds: micro-batches by layer refuse modules that keep values.
+        # Stores the method, not the check, which keeps values: micro-batches by layer reject modules that keep values.
         self.name, self.use = name, check.use
         shapes = [(LARGE,), (ROWS, COLUMNS)]
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def uses(self):
-        """The names of the weights that its forward uses, in order."""
+        """Returns the names of the weights that the forward uses, in order."""
         return [f"{self.name}.{name}" for name, _ in self.named_parameters(remove_duplicate=False)]
 
     def forward(self, x, before):
@@ -50,7 +50,10 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Blocks of one kind: plain, recomputed, tied, each used on two streams, or some on the other stream."""
+    """Blocks of one kind: "plain", "recomputed" (checkpointed), "tied", "streams" or "aside".
+
+    "streams" uses each block on two streams; "aside" runs every other block on the stream `side`.
+    """
 
     def __init__(self, check, kind="plain", blocks=4):
         super().__init__()
@@ -58,12 +61,12 @@ class Net(torch.nn.Module):
         if kind == "tied":
             self.blocks[-1].weights[0] = self.blocks[0].weights[0]
         self.kind = kind
-        # A gradient that comes from two streams is meant.
+        # Gradients from two streams are intended in kinds of "streams".
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch("streams" not in kind)
         self.side = torch.cuda.Stream()
 
     def uses(self, but=None):
-        """The names of the weights that a forward without block `but` uses."""
+        """Returns the names of the weights that a forward without block `but` uses, in order."""
         found = [use for index, block in enumerate(self.blocks) if index != but for use in block.uses()]
         return found * 2 if "streams" in self.kind else found
 
@@ -81,7 +84,7 @@ class Net(torch.nn.Module):
             with torch.cuda.stream(self.side if self.kind == "aside" and index % 2 else own):
                 y = self._call(block, x, before)
             if "streams" in self.kind:
-                # At once with the call before it.
+                # Runs at the same time as the call above.
                 with torch.cuda.stream(self.side):
                     found.append(self._call(block, x, before))
             x, before = y, f"output of {block.uses()[-1]}"
@@ -92,29 +95,29 @@ class Net(torch.nn.Module):
 
 
 class Twin:
-    """The same training on the CPU: what every weight is at each step."""
+    """The same training on the CPU, which gives the expected weights of each step."""
 
     def __init__(self, model, optimizer, max_grad_norm=None):
-        # By all names that a parameter has: a tied one has several.
+        # Lists all names of a parameter: a tied parameter has several.
         named = list(model.named_parameters(remove_duplicate=False))
         twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
         self.by_name = {name: twins[id(p)] for name, p in named}
         self._uses_of = model.uses
         self.optimizers = OPTIMIZERS[optimizer](twins.values())
         self._max_norm = max_grad_norm
-        # Of the last step's gradients.
+        # The norm of the last step's gradients.
         self.norm = None
 
     def hashes(self):
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """By the gradients of this step: one for each use of a weight, by each batch without the block it names."""
+        """Makes a step by this step's patterns: one per use of a weight, for each batch without the block it names."""
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
         for but in batches:
-            # As autograd does: the parts of one backward first.
+            # Adds in autograd's order: the parts of one backward first.
             sums = {}
             for name in reversed(self._uses_of(but)):
                 twin = self.by_name[name]
@@ -122,7 +125,7 @@ class Twin:
                 sums[twin] = sums[twin] + gradient if twin in sums else gradient
             for twin, gradient in sums.items():
                 twin.grad = gradient if twin.grad is None else twin.grad + gradient
-        # Each is one number everywhere.
+        # All elements of a gradient are equal, so one gives the exact sum of squares.
         self.norm = math.sqrt(sum(twin.numel() * Fraction(twin.grad.view(-1)[0].item()) ** 2 for twin in twins))
         if self._max_norm is not None:
             factor = torch.tensor(min(self._max_norm / (self.norm + 1e-6), 1.0))
@@ -137,7 +140,7 @@ def made(parameters):
 
 
 def several(parameters):
-    """Two optimizers: one runs itself on whole matrices, the other one's arithmetic is the engine's."""
+    """Returns two optimizers: Muon, whose own code runs on whole matrices, and AdamW, which the engine computes."""
     parameters = list(parameters)
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     others = [parameter for parameter in parameters if parameter.dim() != 2]
@@ -146,14 +149,14 @@ def several(parameters):
 
 OPTIMIZERS = {
     "sgd": lambda parameters: [made(parameters)],
-    # Which runs itself, chunk by chunk.
+    # RMSprop's own code runs chunk by chunk.
     "rmsprop": lambda parameters: [torch.optim.RMSprop(parameters, lr=LR, foreach=False)],
     "several": several,
 }
 
 
 class Training:
-    """A model, its twin, and a run that was begun."""
+    """A model, its twin, and its offloaded run."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class Training:
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
         self.twin = Twin(model, optimizer, options.get("max_grad_norm"))
-        # In the folder of the test, which outlives this process.
+        # In the test's folder (TMPDIR), which outlives this process.
         folder = tempfile.mkdtemp()
         model = model.to(placed)
         optimizers = OPTIMIZERS[optimizer](model.parameters())
@@ -194,7 +197,7 @@ class Training:
         return self.model(x, but)
 
     def passes(self, step):
-        """A forward and a backward."""
+        """Runs the forward and the backward of a step."""
         self.check.step = step
         found = self.forward()
         torch.autograd.backward(found, [torch.empty_like(y) for y in found])
@@ -204,7 +207,7 @@ class Training:
         self.commit(step)
 
     def commit(self, step, batches=(None,)):
-        """`step()`, here and there."""
+        """Steps the run and its twin, and compares their gradient norms."""
         self.optimizer.step()
         self.twin.step(step, batches)
         self.check.number(self.optimizer.grad_norm, self.twin.norm, "the norm of the gradients")
@@ -218,18 +221,18 @@ class Training:
 
 @contextlib.contextmanager
 def begun(*arguments, **options):
-    """A run, see `Training`, that is closed at the end."""
+    """Yields a `Training`, whose run is closed at the end of the block."""
     with contextlib.ExitStack() as stack:
         yield Training(stack, *arguments, **options)
 
 
 def train(steps=2, side=False, fresh=False, **options):
-    """Trains, and says what was checked and what was wrong.
+    """Trains, and returns the result of `Check.compare`.
 
     Args:
-        steps: how many.
-        side: each on a stream of its own.
-        fresh: the arena gets memory that is still to be written to.
+        steps: number of steps.
+        side: whether each step runs on a stream of its own.
+        fresh: whether the arena gets memory that a held stream has yet to write to.
         options: see `Training`.
     """
     with contextlib.ExitStack() as stack:
@@ -246,7 +249,7 @@ def train(steps=2, side=False, fresh=False, **options):
 
 
 def busy():
-    """Has memory that is let go but still to be written to, once copies to it were begun."""
+    """Frees memory that a held stream has yet to write to; releases the stream once copies to the device have begun."""
     block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     own = torch.cuda.current_stream()
     runtime.hold(own)
@@ -255,7 +258,7 @@ def busy():
 
     def release():
         until(lambda: runtime.total("copy host to device"))
-        # What did not wait is over by then.
+        # Copies that do not wait for the held stream have ended by then.
         time.sleep(0.3)
         runtime.hold(own, held=False)
 
@@ -265,7 +268,7 @@ def busy():
 
 
 def let_go():
-    """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew."""
+    """Closes a run while a stream of the user has yet to compute with its weights, then reuses the memory."""
     with contextlib.ExitStack() as stack:
         training = Training(stack, gradients="fused", device_memory="64MiB")
         arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
@@ -278,7 +281,7 @@ def let_go():
             training.forward()
         pieces = [piece.nbytes for piece in arena._pieces]
         training.optimizer.close()
-        assert not side.query(), "close() waited for the stream, which shows nothing"
+        assert not side.query(), "close() waited for the held stream, so this test would show nothing"
         check, inward = training.check, training.streams["in"]
         del training, arena
         stack.pop_all()
@@ -286,7 +289,7 @@ def let_go():
 
 
 def added(by):
-    """The same of an arena that got more memory, `by` the stream that was to use it ("side") or by another one."""
+    """Like `let_go`, for memory that `arena.add` got on the stream that uses it (`by="side"`) or on another."""
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
     device = Device(torch.device("cuda", 0))
@@ -305,7 +308,7 @@ def added(by):
 
     tensors = []
     if by == "own":
-        # The stream has used the first piece by now.
+        # The stream `side` has finished with the arena's first piece.
         tensors.append(leased())
         used(tensors[0])
         side.synchronize()
@@ -323,9 +326,9 @@ def added(by):
 
 
 def _used_anew(check, pieces, side, inward):
-    """Memory that is let go, of which a stream that is held has yet to read, is another's."""
+    """Reuses released memory that the held stream `side` has yet to read; returns the result of `Check.compare`."""
     gc.collect()
-    # What the memory was for, too.
+    # Copies into the memory have ended, too.
     inward.synchronize()
     for nbytes in pieces:
         check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
@@ -341,7 +344,7 @@ BLOCK_BYTES = 4 * (LARGE + SMALL)
 
 
 def counted(gradients, kind, **options):
-    """What threads did in the forward and backward of a step, and in its `step()`, when all has been used once."""
+    """Returns the counts of the third step's forward and backward, and of its `step()`, by thread and action."""
     with begun(kind, gradients=gradients, **options) as training:
         for step in range(2):
             training.step(step)
@@ -358,14 +361,14 @@ def counted(gradients, kind, **options):
 
 
 def uploads_go_on():
-    """A forward is queued behind a stream that stands still; all units arrive meanwhile."""
+    """Queues a forward on a held stream; requires that all units arrive on the device meanwhile."""
     with begun(gradients="fused", device_memory="64MiB") as training:
         own, inward = training.streams["own"], training.streams["in"]
         runtime.hold(own)
         training.ends.callback(runtime.hold, own, held=False)
         with torch.no_grad():
             training.forward()
-        # All that it ever brought.
+        # The count includes every copy since the process began.
         until(lambda: runtime.total("bytes of copy host to device") >= 4 * BLOCK_BYTES and inward.query())
         arrived = runtime.total("bytes of copy host to device")
         assert not own.query()
@@ -374,7 +377,7 @@ def uploads_go_on():
 
 
 def downloads_go_on():
-    """Before the last block's backward its stream stands still until the gradients of the others have been copied."""
+    """Holds the computing stream before the last backward of a block until a block's gradients are on the host."""
     with begun(gradients="fused") as training:
         training.step(0)
         training.check.step = 1
@@ -384,7 +387,7 @@ def downloads_go_on():
             own, outward = torch.cuda.current_stream(), training.streams["out"]
             own.synchronize()
             runtime.hold(own)
-            # Something that cannot end before it is let go.
+            # This work cannot end before the stream is released.
             training.check.fill(torch.empty(1024, device="cuda"), "nothing")
             until(lambda: runtime.total("bytes of copy device to host") >= BLOCK_BYTES and outward.query())
             arrived.append(runtime.total("bytes of copy device to host"))
@@ -406,8 +409,8 @@ def downloads_go_on():
 
 
 def until(happened):
-    """Wait for what another thread does."""
+    """Waits until `happened()` is true through the work of another thread or stream."""
     deadline = time.monotonic() + ENDS_WITHIN
     while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the awaited condition did not become true"
         time.sleep(0.005)

@@ -1,8 +1,8 @@
-"""The simulated CUDA as a process on it sees it: what it counts, its streams' delays, and operations that check.
+"""Reads the simulated CUDA's counts, delays its streams, and defines operations that check the order of reads.
 
-A `Check` follows the training of a model whose every operation is one of these: each read of a weight or of a saved
-activation is a hash of what the stream finds when it comes there, and each gradient is a pattern. What has to be found
-is known from the same training on the CPU.
+A `Check` follows the training of a model that consists of `Use` operations. Each read of a weight or of a saved
+activation hashes the bytes that the stream finds when it reaches the read; each gradient is a pattern. The same
+training on the CPU gives the expected hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ library.simulated_hold.argtypes = [_POINTER, ctypes.c_int]
 library.simulated_hash.restype = library.simulated_result.restype = ctypes.c_uint64
 
 RESULTS_MAX = 1 << 18
-# Steps whose gradients are 16 times as large.
+# Numbers of the steps whose gradients are 16 times as large.
 LOUD: set[int] = set()
 
 
@@ -41,7 +41,7 @@ def _text(function):
 
 
 def counts():
-    """How often what was done, by (thread, what): Python's threads by Python's names, others by their own."""
+    """Returns how often each thread did each action, by (thread, action); Python's threads have Python's names."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found = Counter()
     for line in _text(library.simulated_counts).splitlines():
@@ -52,55 +52,55 @@ def counts():
 
 
 def total(what):
-    """How often something was done, by all threads."""
+    """Returns how often all threads together did the action `what`."""
     return sum(number for (_, done), number in counts().items() if done == what)
 
 
 def faults():
-    """What CUDA would not have forgiven."""
+    """Returns a line for each use so far that CUDA forbids."""
     return _text(library.simulated_faults).splitlines()
 
 
 def reset():
-    """Count from here."""
+    """Clears all counts and faults."""
     library.simulated_reset()
 
 
 def delay(stream, microseconds):
-    """Let each work of a stream take so much longer."""
+    """Delays each work item of a stream by `microseconds`."""
     library.simulated_delay(stream.cuda_stream, microseconds)
 
 
 def hold(stream, held=True):
-    """Let a stream begin nothing until it is let go."""
+    """Keeps a stream from running work until `hold(stream, held=False)`."""
     library.simulated_hold(stream.cuda_stream, int(held))
 
 
 def on(tensor, function, *arguments):
-    """Queues what a function of the library does with a tensor, on the caller's stream of its device."""
-    # The handle of a device's own stream means that of the current one.
+    """Queues a function of the library on a tensor, in the caller's current stream of the tensor's device."""
+    # All devices' default streams have the same handle, which means that of the current device.
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.current_stream().cuda_stream
         function(stream, tensor.data_ptr(), tensor.nbytes, *arguments)
 
 
 def hashed(tensor):
-    """The hash of a tensor in host memory."""
+    """Returns the hash of a tensor in host memory."""
     return library.simulated_hash(tensor.data_ptr(), tensor.nbytes)
 
 
 def pattern(name, step):
-    """Two bytes that a tensor of this name has everywhere in this step; two of them are a fp32 from 1 to 1.9."""
+    """Returns the two bytes that fill a tensor of this name in this step; two such pairs are an fp32 from 1 to 1.9."""
     return 0x3F80 + zlib.crc32(f"{name} {step}".encode()) % 0x70 + (0x200 if step in LOUD else 0)
 
 
 def filled(shape, element):
-    """A tensor of fp32 in host memory that has a pattern everywhere."""
+    """Returns an fp32 tensor in host memory that is filled with a pattern."""
     return torch.full(shape, element << 16 | element, dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def begin_check(tensors, sums):
-    """The check of gradients, which begins as it does elsewhere; what the kernel would add comes in its stream."""
+    """Replaces `kernels.begin_check`: also queues the sums, which the kernel does not compute on a simulated device."""
     _begin_check(tensors, sums)
     for tensor, row in zip(tensors, sums, strict=True):
         assert tensor.dtype == torch.float32
@@ -108,7 +108,7 @@ def begin_check(tensors, sums):
 
 
 def stack(tensors):
-    """As torch's own, by copies: its kernel does nothing here."""
+    """Replaces `torch.stack` by copies, as torch's kernel does nothing on a simulated device."""
     if tensors[0].device.type == "cpu":
         return _stack(tensors)
     out = torch.empty(len(tensors), *tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -122,56 +122,59 @@ _stack, torch.stack = torch.stack, stack
 
 
 class Check:
-    """What streams found, and what they had to find."""
+    """The values that streams found, and the expected ones."""
 
     def __init__(self):
         self.step = 0
-        # (result, what it is, what it has to be)
+        # (number of the result, description, expected hash)
         self._reads = []
         self._patterns = {}
-        # Of the CPU's training, by name: hashes of the weights as the last step left them.
+        # Hashes, by name, of the weights that the last step left in the training on the CPU.
         self.weights = {}
         self.wrong = []
         self.checked = 0
-        # The operation whose backward fails, and what fails.
+        # The name of an operation whose backward fails, and the call that fails it.
         self.fails = None
 
     def use(self, x, weight, name, before):
-        """An operation with a weight on `x`, which the operation `before` made; its name as such."""
+        """Applies a `Use` of `weight` to `x`, whose pattern is `before`; returns the output and its pattern's name."""
         return Use.apply(x, weight, name, before, self), f"output of {name}"
 
     def read(self, tensor, what, expected):
+        """Queues a read of a tensor, which must find the hash `expected`."""
         number = len(self._reads)
         assert number < RESULTS_MAX
         on(tensor, library.simulated_read, number)
         self._reads.append((number, f"{what} in step {self.step}", expected))
 
     def read_pattern(self, tensor, what, name):
+        """Queues a read of a tensor, which must find the pattern `name` of this step."""
         key = tensor.nbytes, pattern(name, self.step)
         if key not in self._patterns:
             self._patterns[key] = hashed(filled((tensor.nbytes // 4,), key[1]))
         self.read(tensor, what, self._patterns[key])
 
     def fill(self, tensor, name):
+        """Queues a write of the pattern `name` of this step to a tensor."""
         on(tensor, library.simulated_fill, pattern(name, self.step))
         return tensor
 
     def equal(self, found, expected, what):
-        """Values on the host."""
+        """Compares two tensors in host memory."""
         self.checked += 1
         if not torch.equal(found, expected):
             self.wrong.append(f"{what} in step {self.step}")
 
     def number(self, found, expected, what):
-        """A number that the device has computed."""
+        """Compares a number that the device computed with the expected one."""
         self.checked += 1
         if found != expected:
             self.wrong.append(f"{what} in step {self.step}: {found}, not {expected}")
 
     def compare(self):
-        """What was checked and what was wrong of all that was read, once the devices have come there."""
+        """Waits for the devices, compares all queued reads, and returns the number of checks, the errors and faults."""
         for device in range(torch.cuda.device_count()):
-            # Which would make a context.
+            # On a device without a context, synchronize() would make one.
             if library.simulated_active(device):
                 torch.cuda.synchronize(device)
         for number, what, expected in self._reads:
@@ -183,13 +186,13 @@ class Check:
 
 
 class Use(torch.autograd.Function):
-    """An operation with one weight: reads it, and writes patterns."""
+    """An operation with one weight: reads the weight, and writes patterns as output and gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, name, before, check):
         check.read(weight, f"{name}, forward", check.weights[name])
         ctx.save_for_backward(x, weight)
-        # `before` made what came in.
+        # `before` names the pattern of `x`.
         ctx.name, ctx.before, ctx.check = name, before, check
         return check.fill(torch.empty_like(x), f"output of {name}")
 

@@ -1,7 +1,8 @@
-// A CUDA runtime and driver without a GPU: what its parts share.
+// Declares what the files of the simulated CUDA share: a CUDA runtime and driver that need no GPU.
 //
-// Memory, copies, streams and events are real and asynchronous. Kernels of torch and Triton only take their place in a
-// stream. `simulated_read` and `simulated_fill` read and write, so that what they find shows what came before what.
+// Memory, copies, streams and events are real and asynchronous. Kernels of torch and Triton are queued in a stream; all
+// but three (see driver.cpp) compute nothing. `simulated_read` and `simulated_fill` read and write in stream order, so
+// that the values that a read finds show which work ran before it.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -20,33 +21,33 @@
 namespace simulated {
 
 constexpr int DEVICES_MAX = 2;
-// Of addresses, for all allocations of a process: none is used twice.
+// Bytes of address space for all allocations of a process; no address is used twice.
 constexpr size_t ROOM = size_t(256) << 30;
 
-// --- what is counted ------------------------------------------------------------------------------------------------
+// --- counts and faults ----------------------------------------------------------------------------------------------
 
-// So many more of `what`, by the calling thread.
+// Adds `many` to the calling thread's count of the action `what`.
 void count(const char* what, long many = 1);
-// Something that CUDA forbids, or that no correct program does.
+// Records a use that CUDA forbids, or that no correct program makes.
 void fault(const std::string& what);
 
 // --- devices and contexts -------------------------------------------------------------------------------------------
 
-// Those that CUDA_VISIBLE_DEVICES leaves.
+// Returns the number of devices that CUDA_VISIBLE_DEVICES leaves visible.
 int devices();
-// The number that a visible device has among all.
+// Returns the index among all devices of a visible device.
 int physical(int device);
-// The calling thread's device.
+// The calling thread's current device.
 int& current();
-// Whether the calling thread has a context.
+// True if the calling thread has a context.
 bool& entered();
-// Whether a device has a context in this process.
+// True if a device has a context in this process.
 bool active(int device);
-// What nearly every call does first: it makes the context of the thread's device, or fails in a forked child.
+// Makes the context of the thread's device; fails in a forked child. Nearly every call begins with it.
 cudaError_t enter();
-// A context on a device, for the driver's calls.
+// Makes the context of a device, for the driver's calls.
 void activate(int device);
-// Keeps an error for cudaGetLastError.
+// Stores an error for cudaGetLastError, and returns it.
 cudaError_t failed(cudaError_t error);
 
 #define ENTER()                                           \
@@ -55,18 +56,21 @@ cudaError_t failed(cudaError_t error);
 
 // --- memory ---------------------------------------------------------------------------------------------------------
 
-// Whether an address is of a device: the CPU faults there.
+// True for an address of a device, which the CPU cannot access.
 bool on_device(const void* address);
-// Where bytes of a device are in truth; other addresses as they are.
+// Returns the memory behind an address of a device; returns other addresses unchanged.
 char* real(const void* address);
-// Whether bytes are all of one allocation of a device.
+// True if all bytes are in one live allocation of a device.
 bool allocated(const void* address, size_t bytes);
-// Whether bytes are registered, or of cudaHostAlloc.
+// True if all bytes are in one range that was registered, or allocated by cudaHostAlloc.
 bool pinned(const void* address, size_t bytes);
+// Registers a range of host memory.
 cudaError_t enroll(void* address, size_t bytes);
+// Unregisters a range of host memory; records a fault if a copy in flight uses it.
 cudaError_t strike(void* address);
+// Returns the bytes of memory that a device has.
 size_t memory_of(int device);
-// Whether a copy that was begun uses host memory.
+// True if a copy in flight uses any of these bytes of host memory.
 bool copying(const void* address, size_t bytes);
 
 // --- streams --------------------------------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ bool copying(const void* address, size_t bytes);
 class Stream {
    public:
     explicit Stream(int device) : device(device) {}
-    // Queues what the stream does; `works` where it takes the time that a test gave this stream.
+    // Queues work; with `works`, the delay that a test set for this stream precedes it.
     void put(std::function<void()> work, bool works = true);
     bool idle();
     void wait();
@@ -95,8 +99,11 @@ class Stream {
     long delay_ = 0;
 };
 
+// Returns the stream of a handle; null and CUDA's special handles mean the current device's default stream.
 Stream* stream_of(cudaStream_t stream);
+// Waits for all streams of a device, or of all devices (-1).
 void wait_for_all(int device = -1);
+// Counts a launch, and queues its work in a stream.
 cudaError_t launch(cudaStream_t stream, std::function<void()> work = [] {});
 
 }  // namespace simulated

@@ -19,7 +19,7 @@ std::vector<Stream*>& all() {
     static auto* made = new std::vector<Stream*>;
     return *made;
 }
-// The one that a device has without asking. Streams are never destroyed: what was begun on them goes on.
+// The default stream of each device. Streams are never destroyed, so that their queued work still runs.
 Stream* own[DEVICES_MAX];
 
 Stream* made(int device) {
@@ -99,9 +99,9 @@ void simulated::wait_for_all(int device) {
         if (device < 0 || stream->device == device) stream->wait();
 }
 
-// Each work of a stream takes so much longer; 0 is the device's own stream.
+// Delays each work item of a stream; 0 is the current device's default stream.
 API void simulated_delay(cudaStream_t stream, long microseconds) { stream_of(stream)->delay(microseconds); }
-// A stream begins nothing while it is held.
+// A held stream runs no work.
 API void simulated_hold(cudaStream_t stream, int held) { stream_of(stream)->hold(held != 0); }
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int) {
@@ -170,7 +170,7 @@ struct Event {
     explicit Event(bool sleeps) : sleeps(sleeps) {}
     long recorded = 0, done = 0;
     int device = current();
-    // Whether who waits for it leaves the processor to others.
+    // True if threads sleep while they wait (cudaEventBlockingSync); otherwise CUDA's threads would spin.
     const bool sleeps;
     void wait(long number) {
         std::unique_lock guard(lock);
@@ -185,7 +185,7 @@ struct Event {
         return recorded;
     }
 };
-// What streams have yet to do holds an event that its owner has let go.
+// Queued work keeps an event alive after its owner has destroyed it.
 using Shared = std::shared_ptr<Event>;
 
 Shared& event_of(cudaEvent_t event) { return *(Shared*)event; }
@@ -225,7 +225,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
     ENTER();
-    // It would end a capture that runs on any thread.
+    // In this mode the query would end a capture on any thread.
     if (capture_mode == cudaStreamCaptureModeGlobal) count("query in the global mode");
     std::lock_guard guard(event_of(event)->lock);
     return event_of(event)->done >= event_of(event)->recorded ? cudaSuccess : failed(cudaErrorNotReady);
@@ -234,7 +234,7 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     ENTER();
     Shared shared = event_of(event);
     long number = shared->number();
-    // What is over already is not waited for.
+    // Waiting for an event that was reached does not count as a wait.
     if (!shared->reached(number)) count(shared->sleeps ? "wait for an event" : "wait that spins");
     shared->wait(number);
     return cudaSuccess;
@@ -258,7 +258,7 @@ std::map<long, std::pair<uintptr_t, size_t>>& flying() {
     return *made;
 }
 
-// Notes host memory that a copy uses, until the last holder has gone.
+// Notes host memory that a copy uses, until the last reference to the result is dropped.
 std::shared_ptr<void> noted(const void* address, size_t bytes) {
     static long last = 0;
     std::lock_guard guard(flying_lock);
@@ -270,7 +270,7 @@ std::shared_ptr<void> noted(const void* address, size_t bytes) {
             }};
 }
 
-// From pageable memory CUDA takes so much at once; for more it waits until all has been read.
+// CUDA buffers this many bytes of a copy from pageable memory; a larger copy waits until all of it has been read.
 constexpr size_t PAGEABLE_AT_ONCE = 64 << 10;
 
 cudaError_t copied(void* target, const void* source, size_t bytes, cudaStream_t stream, bool waits) {
@@ -291,7 +291,7 @@ cudaError_t copied(void* target, const void* source, size_t bytes, cudaStream_t 
         waits = waits || pageable;
     }
     if (waits) {
-        // torch asks for the stream itself, too, where the caller is to wait.
+        // Counted apart from synchronisations: if the caller must wait, torch synchronises the stream itself, too.
         count("wait within a copy");
         on->wait();
     }
@@ -335,7 +335,7 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
     return launch(stream, [=] { function(data); });
 }
 
-// --- what reads and writes ------------------------------------------------------------------------------------------
+// --- operations that read and write ---------------------------------------------------------------------------------
 
 cudaError_t simulated::launch(cudaStream_t stream, std::function<void()> work) {
     ENTER();
@@ -360,21 +360,21 @@ uint64_t hashed(const char* at, size_t bytes) {
 
 }  // namespace
 
-// The hash of bytes that the stream finds when it comes to them; the same of host memory, at once.
+// Stores the hash of the bytes that the stream finds when it reaches this read; `simulated_hash` hashes host memory.
 API void simulated_read(cudaStream_t stream, const void* at, size_t bytes, int result) {
     launch(stream, [=] { results[result] = hashed(real(at), bytes); });
 }
 API uint64_t simulated_result(int result) { return results[result]; }
 API uint64_t simulated_hash(const void* at, size_t bytes) { return hashed((const char*)at, bytes); }
-// Writes the same element of two bytes everywhere.
+// Fills memory with an element of two bytes, in stream order.
 API void simulated_fill(cudaStream_t stream, void* at, size_t bytes, uint16_t element) {
     launch(stream, [=] {
         auto* out = (uint16_t*)real(at);
         std::fill(out, out + bytes / sizeof element, element);
     });
 }
-// Adds the squares of finite fp32 to a row of sums, as the check of gradients does (see memascend.kernels.sums): whole
-// numbers of units of 2^-298, in digits of 28 bits, the lower 24 bits of a square apart from the others.
+// Adds the squares of finite fp32 values to a row of sums, as the check of gradients does (see memascend.kernels.sums).
+// A sum is an integer in units of 2^-298, in digits of 28 bits; a square's lower 24 bits are added apart from the rest.
 API void simulated_check(cudaStream_t stream, const void* at, size_t bytes, void* sums) {
     launch(stream, [=] {
         auto* row = (int64_t*)real(sums);

@@ -1,4 +1,4 @@
-"""Tests that users' habits, tests of a GPU that need no numbers, and benchmarks pass on the simulated CUDA."""
+"""Tests that users' habits, GPU tests that compare no computed values, and benchmarks work on the simulated CUDA."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from device.simulated.test_order import LONG, fine
 from support.grids import usual
 
 pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
-# How many pass of each file: what looks at memory, registration, waits, launches and copies alone; others compare what
-# kernels compute.
+# By file: the number of tests that pass, and their names (an empty list: the whole file). These tests look at memory,
+# registration, waits, launches and copies only; other tests compare values that kernels compute.
 WITHOUT_NUMBERS = {
     "device/test_staging.py": (13, []),
     "device/test_device.py": (
@@ -53,18 +53,18 @@ def test_they_pass(simulated, path):
 
 
 @LONG
-def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - it is built
+def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - the fixture builds the library
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels_gpu", "--mebibytes", "1"],
         env=build.environment(), cwd=build.ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    # Three dtypes beside three peers each, one of which torch does not have for bf16.
+    # Three dtypes with three peers each, but torch lacks one of the peers for bf16.
     assert done.stdout.count("check ") == 8
 
 
-# Operations whose sizes are values of a tensor, as in TRL's loss, and cuDNN need a device that computes, and losses are
-# whatever memory had.
+# The simulated device computes nothing: accepts losses that are not finite, and disables TRL, whose loss has sizes from
+# values of a tensor, and cuDNN.
 WITHOUT_THEM = """
 import math, sys, torch
 math.isfinite = lambda _: True
@@ -75,8 +75,8 @@ sys.modules["trl"] = None
 
 @LONG
 @pytest.mark.timeout(600)
-def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
-    """Cells of ours and torch's take their steps on the device."""
+def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture builds the library
+    """The benchmark's cells of memascend and of torch make steps on the simulated device."""
     shape = {
         "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": True,
@@ -106,7 +106,7 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - it is built
 @LONG
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
 def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
-    """What is expected of a step by layer is what it takes; with less room, micro-batches go one after the other."""
+    """A step by layer takes the predicted memory; with less room, micro-batches run one after the other."""
     found = simulated("habits.trainer", room=room, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
     assert found["steps"] == 4
     assert not found["faults"]
@@ -118,7 +118,7 @@ def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fi
         assert found["peak"] < found["needed"] - 2 * found["kept"]
 
 
-# --- what users do works, or is refused with a way out -------------------------------------------
+# --- users' habits work, or raise an error with advice -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_first_device(simulated, habit):
 
 
 def test_the_second_device(simulated):
-    """No context, which is memory, is made on the first one."""
+    """The first device gets no context, which would take memory."""
     found = simulated("habits.second_device")
     fine(found)
     assert found["on"] == "cuda:1"
@@ -176,7 +176,7 @@ def test_a_model_that_accelerate_places(simulated, habit, how):
 
 @pytest.mark.parametrize("where", ["several", "offloaded"])
 def test_a_device_map_that_divides(simulated, where):
-    """Refused before anything changed: weights that accelerate keeps elsewhere would have been lost."""
+    """offload() raises before it changes anything: weights that accelerate keeps elsewhere would be lost."""
     pytest.importorskip("accelerate")
     found = simulated("habits.dispatched", where=where)
     assert found["refused"] == "ConfigError"

@@ -1,4 +1,4 @@
-"""Tests that what a stream reads is there (weights, saved activations, gradients, norms), and what a step waits for."""
+"""Tests that streams read weights, activations and gradients only after they arrive, and counts a step's waits."""
 
 import pytest
 from support.grids import covered
@@ -7,7 +7,7 @@ LONG = pytest.mark.slow
 pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# Those of `make test`; what is plain or recomputed arrives late there.
+# Cases of `make test`; its late cases, below, cover plain and recomputed models.
 SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
@@ -30,8 +30,8 @@ def test_order(simulated, kind, mode):
 
 @pytest.mark.parametrize(("mode", "activations", "slow"), covered(MODES, ["host", "ssd"], ["in", "own", "out"]))
 def test_order_of_arrival(simulated, mode, activations, slow):
-    """Each step on a stream of its own, and one kind of work late."""
-    # Of more pieces than there are chunks.
+    """Each step has a stream of its own, and one kind of work is late."""
+    # Such an activation has more pieces than there are chunks.
     larger = {"activation": 5 << 17} if activations == "ssd" else {}
     options = {"kind": "recomputed", "gradients": mode, "activations": activations, "side": True, **larger}
     fine(simulated("order.train", delays={slow: SLOW_US}, **options))
@@ -47,7 +47,7 @@ def late(what, microseconds=SLOW_US, **options):
 SHORT_LATE = {"compute", "closed with gradients"}
 
 
-# Each where one wait of the device room is all that keeps what is read right (tests/mutants/python/device.toml).
+# In each case a single wait in memascend/device keeps the reads right; tests/mutants/python/device.toml removes it.
 @pytest.mark.parametrize(
     ("life", "options"),
     [
@@ -101,7 +101,7 @@ def test_lives(simulated, life):
             for options in (
                 {"kind": "recomputed", "activations": "host", "delays": {"in": 1000}},
                 {"kind": "streams", "delays": {"side": SLOW_US}},
-                # A micro-batch that leaves a block out, whose gradients are complete on another stream.
+                # One micro-batch skips a block, whose gradients are then complete on another stream.
                 {"kind": "aside", "delays": {"side": SLOW_US}, "batches": [None, None, 1]},
                 {"kind": "aside", "delays": {"own": SLOW_US}, "batches": [None, 2, None]},
                 {"kind": "tied", "delays": {"out": SLOW_US}, "optimizer": "several"},
@@ -127,7 +127,7 @@ def test_random_numbers_of_micro_batches(simulated):
     [("fused", "in"), *(pytest.param(mode, late, marks=LONG) for mode in (*MODES, "auto") for late in ("own", "out"))],
 )
 def test_several_optimizers(simulated, gradients, slow):
-    """One runs itself on the engine's thread, on whole matrices; the arithmetic of the other one is the engine's."""
+    """Muon's own code runs on whole matrices on the engine's thread; the engine itself computes AdamW."""
     fine(
         simulated(
             "order.train", kind="aside", gradients=gradients, optimizer="several", steps=3, delays={slow: SLOW_US}
@@ -140,7 +140,7 @@ def test_several_optimizers(simulated, gradients, slow):
     [("sgd", "out"), *(pytest.param(of, late, marks=LONG) for of in ("sgd", "several") for late in ("own", "in"))],
 )
 def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
-    """Some stand, others are discarded, and made anew from the gradient that was written."""
+    """Some early updates are kept; others are discarded and repeated from the written gradient."""
     found = simulated("lives.clipped", optimizer=optimizer, kind="aside", delays={slow: 1000})
     fine(found, 150)
     assert found["early"] == {"steps": 3, "anew": 2}
@@ -163,7 +163,7 @@ def test_another_device_than_the_current_one(simulated, mode):
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
 def test_exit_without_close(simulated, backward):
-    """Copies are under way when the interpreter ends."""
+    """The interpreter ends while copies are in flight."""
     assert simulated("lives.left", backward=backward, whole=True) == "fine"
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_is_dropped(simulated, options):
     fine(simulated("lives.closed", dropped=True, gradients="fused", **options))
 
 
-# --- waits: counted, not measured; and copies go on beside what computes --------------------------
+# --- waits, counted and not timed; copies beside computation --------------------------------------
 
 WORKERS = "memascend-"
 WAITS = [
@@ -186,7 +186,7 @@ WAITS = [
 
 
 def waits(counted):
-    """What the threads that compute waited for: the device, and single events."""
+    """Returns how often threads other than the library's workers waited for a device or stream, and for an event."""
     found = [(what, number) for thread, what, number in counted if not thread.startswith(WORKERS)]
     return (
         sum(number for what, number in found if what == "synchronisation"),
@@ -196,11 +196,11 @@ def waits(counted):
 
 @pytest.mark.parametrize(("gradients", "options"), WAITS)
 def test_a_step_waits_once(simulated, gradients, options):
-    """A checkpointed model's forward and backward do not wait for the device; `step()` reads what was found, once."""
+    """A checkpointed model's forward and backward do not wait for the device; `step()` reads their results once."""
     passes, step = simulated("order.counted", gradients=gradients, kind="recomputed", **options)
     synchronised, events = waits(passes)
     assert synchronised <= 1, passes
-    # Memory of what a checkpoint saves lives until it was copied, and two of them may: the third waits for the first.
+    # At most two checkpoints may have uncopied activations on the device: the third waits for the copy of the first.
     assert events == 0 or "activations" in options, passes
     assert waits(step)[0] <= 1, step
     assert waits(step)[1] == 0, step
@@ -208,7 +208,7 @@ def test_a_step_waits_once(simulated, gradients, options):
         assert not [line for line in part if line[1] in ("registration", "free")], part
         assert not [line for line in part if line[1] == "wait that spins"], part
         assert not [line for line in part if line[0].startswith(WORKERS) and line[1] == "query in the global mode"]
-        # From pageable memory nothing goes up, and what comes down is what `step()` reads.
+        # No copy to the device uses pageable memory; only results that `step()` reads are copied to it.
         assert not [line for line in part if line[1] == "copy host to device, pageable"], part
 
 
@@ -216,7 +216,7 @@ def test_a_step_waits_once(simulated, gradients, options):
     ("gradients", "launches"), [("fused", (8, 0)), ("ram", (0, 1)), pytest.param("ssd", (0, 0), marks=LONG)]
 )
 def test_gradients_are_checked_by_few_launches(simulated, gradients, launches):
-    """One for each that is handed on, or for all that wait on the device, and none for those that storage has."""
+    """One launch checks each gradient of "fused", or all gradients of "ram" together; "ssd" needs none."""
     found = simulated("order.counted", gradients=gradients, kind="plain")
     kernels = [{what: number for _, what, number in part if what.startswith("launch of ")} for part in found]
     assert tuple(part.pop("launch of check_kernel", 0) for part in kernels) == launches

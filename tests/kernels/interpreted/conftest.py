@@ -1,4 +1,4 @@
-"""Guards tests that need TRITON_INTERPRET set before triton's import; test_triton.py starts them."""
+"""Collects the tests of this folder only if TRITON_INTERPRET=1, as in the process that test_triton.py starts."""
 
 import os
 
@@ -14,15 +14,15 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 
 def pytest_configure(config):
-    # The interpreter of the oldest supported triton does so on every load and store.
+    # The interpreter of the oldest supported triton causes this warning on every load and store.
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def _round_like_a_gpu(monkeypatch):
-    """The interpreter truncates fp32 to bf16 and loses denormals of bf16; a GPU rounds to nearest even, and has them.
+    """Makes the interpreter convert as a GPU does: rounding to nearest even, and with the denormals of bf16.
 
-    test_triton.py looks for that.
+    The interpreter itself truncates fp32 to bf16, and loses denormals. test_triton.py checks the compiled instruction.
     """
     inexact = interpreter.InterpreterBuilder.cast_impl
 
@@ -42,6 +42,6 @@ def _round_like_a_gpu(monkeypatch):
 
 
 def _fma_that_rounds_once(_builder, x, y, z):
-    """Older interpreters multiply and add with a rounding each, which no GPU does."""
+    """Rounds once, as GPUs do; older interpreters round the product and the sum."""
     total = blockwise.fma(*(torch.from_numpy(np.array(one.data)) for one in (x, y, z)))
     return interpreter.TensorHandle(total.numpy(), z.dtype.scalar)

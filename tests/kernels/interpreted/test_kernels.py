@@ -18,12 +18,12 @@ from memascend.tensors import rounded
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHUNK = check_jit.CHUNK
-# Of the largest tile: those of fp32 are half as large.
+# Elements of the largest tile; tiles of fp32 are half as large.
 TILE = check_jit.ROWS * check_jit.constants(torch.bfloat16)["COLUMNS"]
 LENGTHS = [1, 2, 15, TILE - 1, TILE, TILE + 1, CHUNK, CHUNK + 1]
 SUMS = [*covered(LENGTHS, [False], DTYPES), *covered([1, TILE + 1], [True], DTYPES)]
 MAGNITUDES = ["highest", "higher", "lowest", "rising", "falling", "alternating", "edges"]
-# The last and first elements of what is read, computed or summed at once, and of all.
+# The first and last elements of loads, tiles, chunks, and the whole tensor.
 BOUNDARIES = [0, 15, 16, TILE - 1, TILE, CHUNK - 1, CHUNK, CHUNK + 40]
 PLACES = [*((where, math.inf) for where in BOUNDARIES), (TILE, -math.inf), (CHUNK + 40, math.nan)]
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def spread(numel, dtype, seed=0):
-    """Values of all exponents of a dtype, denormals among them."""
+    """Returns random values with all exponents of a dtype, denormals too."""
     generator = torch.Generator().manual_seed(seed)
     low, high = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 14)}[dtype]
     exponents = torch.randint(low, high, (numel,), generator=generator)
@@ -40,14 +40,14 @@ def spread(numel, dtype, seed=0):
 
 
 def found(tensors, factor=1.0):
-    """What the kernel finds in each tensor, exactly."""
+    """Returns for each tensor whether the kernel found a non-finite element, and its exact sum of squares."""
     sums = new_sums(len(tensors), CPU)
     check_jit.begin(list(enumerate(tensors)), factor, sums)
     return found_in(sums)
 
 
 def folded(tensors, factor=1.0):
-    """What `check_and_unscale` returns of them."""
+    """Returns the results of `check_and_unscale` for all tensors, as Python numbers."""
     sums = new_sums(1, CPU)
     check_jit.begin([(0, tensor) for tensor in tensors], factor, sums)
     nonfinite, squares = check_jit.fold(sums)
@@ -58,7 +58,7 @@ def folded(tensors, factor=1.0):
 
 @pytest.mark.parametrize(("numel", "is_spread", "dtype"), SUMS, ids=str)
 def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
-    """And that of Python's numbers, bit for bit."""
+    """The folded sum also has the bits of Python's `fsum`."""
     tensor = (spread if is_spread else randoms)(numel, dtype)
     before = tensor.clone()
     assert found([tensor]) == [kernels.checked(tensor)]
@@ -70,16 +70,16 @@ def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
 
 
 def tiles(dtype):
-    """Chunks of tiles that do not have the magnitudes of the tiles before."""
+    """Returns tensors by name, whose tiles differ in magnitude from the tiles before."""
     limits = torch.finfo(dtype)
     full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
     least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)
     few = torch.zeros(TILE, dtype=dtype)
     few[::97] = 2.0**-12
     mixed = torch.where(torch.arange(TILE) % 5 == 0, least, full)
-    # The first tile leaves room for a factor of two: all bits of all others are at the highest places.
+    # The first tile's grid has room for a factor of two: the other tiles set its highest bits.
     highest = torch.cat([full, full.repeat(CHUNK // TILE - 1) * 2])
-    # Of every power of two the value with one bit, that with the first and the last, and that with all.
+    # For each power of two: the value with one significant bit, with the first and the last, and with all bits.
     powers = 2.0 ** -torch.arange(64.0)[:, None] * torch.tensor([1, 1 + limits.eps, 2 - limits.eps])
     edges = torch.cat([powers.reshape(-1), torch.zeros(TILE - powers.numel())]).to(dtype)
     return {
@@ -97,7 +97,7 @@ def tiles(dtype):
 def test_tiles_of_other_magnitudes(case, dtype):
     values = tiles(dtype)[case]
     assert found([values]) == [kernels.checked(values)]
-    # What is read a second time must not be multiplied again.
+    # The kernel reads some tiles a second time, and must not multiply them again.
     scaled, expected = values.clone(), values.clone()
     reference = check_and_unscale_reference([expected], 0.3, CPU)
     assert folded([scaled], 0.3) == (reference[0].item(), rounded(kernels.checked(expected)[1]))
@@ -110,7 +110,7 @@ def test_tiles_of_other_magnitudes(case, dtype):
 @pytest.mark.parametrize(("place", "dtype"), covered(PLACES, DTYPES), ids=str)
 def test_one_nonfinite_is_found(place, dtype):
     where, bad = place
-    # Zeros have no window: it is the borders that matter.
+    # All other elements are zero, so only the borders of tiles and chunks matter.
     tensor = torch.zeros(CHUNK + 41, dtype=dtype)
     tensor[where] = bad
     (exact,), rounded_once = found([tensor]), folded([tensor], 0.5)
@@ -132,10 +132,10 @@ def test_a_result_that_overflows_its_dtype_is_found():
     assert tensor.isinf().all()
 
 
-# The last but one has all bits of a window at its highest place.
+# The last magnitude but one has all bits set, at the highest place of its grid.
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
-    """Sums of a window's largest parts, whose last bits a float would lose."""
+    """The sums of squares on a grid are as large as possible here; a float would lose their last bits."""
     tensor = torch.full((2 * TILE + 5,), magnitude)
     assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
 
@@ -143,7 +143,7 @@ def test_equal_magnitudes(magnitude):
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("tiny", [0.0, 2.0**-149])
 def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, tiny):
-    # 2^80, half of the last bit of which is 2^27; with `odd` that bit is set.
+    # The squares add to 2^80 + 2^27, a tie: the last bit of 2^80 is 2^28. `odd` adds 2^28, which sets that bit.
     tie = [2.0**40, 2.0**13, 2.0**13, *([2.0**14] if odd else [])]
     values = torch.tensor([*tie, tiny])
     up = 2.0**28 * (2 if odd else 0) if not tiny else 2.0**28 * (2 if odd else 1)

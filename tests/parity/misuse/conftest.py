@@ -16,7 +16,7 @@ __all__ = ["faulty"]
 
 
 class Training:
-    """A model, its offloaded optimizer, and batches."""
+    """An offloaded model, its optimizer, and batches."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
@@ -29,13 +29,13 @@ class Training:
         step(self.model, self.optimizer, self.batches[index], next_token)
 
     def weights(self):
-        """The committed weights, copied."""
+        """Returns copies of the committed weights."""
         with memascend.materialized(self.model):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     @contextlib.contextmanager
     def keeps_weights(self):
-        """What is done inside changes no committed weight."""
+        """Requires that the block changes no committed weight."""
         before = self.weights()
         yield
         assert same_states(before, self.weights())
@@ -43,9 +43,9 @@ class Training:
 
 @pytest.fixture
 def offloaded(tmp_path):
-    """Offloads a model, by default a small stack and AdamW, to a file that has no store.
+    """Returns a function that offloads a model, by default a small stack with AdamW, to the file run.store.
 
-    The budget may be "smallest": the one that `offload()` names where it is given too little.
+    The budget may be "smallest": the smallest that works, which `offload()` names in its BudgetError.
     """
     made = []
 
@@ -71,7 +71,7 @@ def offloaded(tmp_path):
 
 @pytest.fixture
 def unchanged():
-    """A check that nothing which a refused call was given has changed, made before the call."""
+    """Returns a function that records a model, optimizer and file before a call, and returns a check for after it."""
 
     def remember(model, optimizer, storage=None):
         def picture():

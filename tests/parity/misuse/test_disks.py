@@ -1,4 +1,4 @@
-"""Tests disks that fail in any phase: the right call raises, and the last commit stands."""
+"""Tests disks that fail in any phase: the call that meets the error raises, and the last commit stays valid."""
 
 import contextlib
 import errno
@@ -20,8 +20,8 @@ EIO = {"errno": errno.EIO}
 
 @pytest.fixture
 def on_it(offloaded, faulty, tmp_path):
-    """Offloads to the disk that fails, in the smallest budget, so that each phase needs the disk."""
-    # The disk is a file of zeros, in which a resume begins nothing.
+    """Returns a function that offloads to the faulty disk in the smallest budget, so that each phase uses the disk."""
+    # The first call needs "refuse": the disk is a file of zeros, where "resume" does not create a store.
     existing = iter(["refuse"])
 
     def make(**options):
@@ -67,7 +67,8 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     training.step(0)
     before = training.weights()
     if durability == "none":
-        # Its first commit is made durable, with a flush, since the next one writes over what an unmarked root names.
+        # The first commit with durability="none" flushes a root that marks the store as unclosed: later commits
+        # overwrite data that the earlier root names.
         training.optimizer.close()
         training = on_it(gradients=gradients, durability=durability)
     with pytest.raises(StorageError) as error:
@@ -76,7 +77,7 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     assert str(faulty.path) in str(error.value)
     assert training.optimizer.steps == 1
     faulty.set()
-    with contextlib.suppress(StorageError):  # after a flush that failed, only opening it again helps
+    with contextlib.suppress(StorageError):  # after a failed flush, the store must be opened again
         training.optimizer.zero_grad()
     training.optimizer.close()
     training.optimizer.close()
@@ -105,7 +106,7 @@ def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
     training.step(1)
     training.optimizer.close()
     bytes_before = faulty.path.read_bytes()
-    # The eighty reads of the verification take sixteen seconds; the signal comes long before their end.
+    # The verification's eighty reads take sixteen seconds; SIGALRM interrupts them after three.
     faulty.set(delay=0.2)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 3)
@@ -158,7 +159,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, 
 
 
 def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
-    """A disk that others fill later stops copies of the weights, and no step."""
+    """A disk that other files fill later fails copies of the weights, but no step."""
     wide = torch.nn.Sequential(torch.nn.Embedding(64, 512), torch.nn.Linear(512, 64))
     training = offloaded(wide, storage=small_disk / "run.store", steps=1)
     fill(small_disk)
@@ -174,5 +175,5 @@ def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
     training.step(1)
     assert training.optimizer.steps == 5
     assert not torch.equal(before["1.weight"], training.weights()["1.weight"])
-    # Before the disk goes, with the store on it.
+    # Closes the run before the fixture unmounts the disk with its store.
     training.optimizer.close()

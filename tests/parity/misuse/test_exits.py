@@ -1,4 +1,4 @@
-"""Tests how a process ends after an interrupted training: with its own status and error; and what outlives a model."""
+"""Tests that a process keeps its own exit status and error after an interruption, and that nothing outlives a model."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from torch import nn
 import memascend
 from memascend.engine import Store
 
-# A part of a backward is left over in each of them, and the saved tensors that it holds are ours.
+# Each program leaves a backward unfinished; its graph holds saved tensors of memascend.
 BEGIN = """
 import sys, threading, torch, memascend
 from torch import nn
@@ -46,7 +46,7 @@ loss().backward()
 optimizer.step()
 optimizer.zero_grad()
 """
-# Two gradients for one parameter.
+# The second backward raises: "fused" takes one gradient per parameter.
 TWICE = "loss().backward()\nloss().backward()\n"
 CAUGHT = "loss().backward()\ntry:\n    loss().backward()\nexcept memascend.UsageError:\n    pass\n"
 EXIT = """
@@ -68,7 +68,7 @@ for target in (work, optimizer.close):
     thread.start()
     thread.join()
 """
-# How the blocks are computed, the program, and what is raised or the status of the process.
+# How the blocks are computed, the program, and the error that it raises or its exit status.
 ENDS = {
     "the end": ("", "", 0),
     "in the middle of a step": ("", "loss().backward()", 0),
@@ -79,7 +79,7 @@ ENDS = {
     "kept": ("kept", CAUGHT, 0),
     "exit": ("", EXIT, 3),
     "closed elsewhere": ("", CLOSED_ELSEWHERE, 0),
-    # The one that failed is still held by what it raised.
+    # The raised error still holds the failed backward.
     "held": ("", CAUGHT.replace("    pass", "    error = sys.exc_info()"), 0),
 }
 
@@ -95,7 +95,7 @@ def test_a_process_ends_as_it_would_without_us_and_keeps_what_was_committed(tmp_
         assert store.step == 1
 
 
-# `show` is called last of all that is called at exit, as it is registered first.
+# Exit functions run in reverse order: `show`, which is registered first, runs last.
 SHOW = """
 import atexit
 def show():
@@ -117,7 +117,7 @@ def handle(*_):
     raise KeyboardInterrupt
 
 def interrupts(gradient):
-    # After the first Ctrl-C the call waits for the micro-batch, and after the second it does not.
+    # After the first Ctrl-C accumulate() waits for the micro-batch; after the second it does not.
     os.kill(os.getpid(), signal.SIGINT)
     handled.wait()
     os.kill(os.getpid(), signal.SIGINT)
@@ -132,12 +132,12 @@ def loss_of(x):
     return out.square().sum()
 
 class Slow:
-    # What Python frees last takes longer than the backward.
+    # Freeing `slow`, which Python does last, takes longer than the backward.
     def __del__(self, sleep=time.sleep):
         sleep(1)
 
 slow = Slow()
-# The first call shows the order of units.
+# The first call records the order of units.
 accumulate()
 signal.signal(signal.SIGINT, handle)
 with contextlib.suppress(KeyboardInterrupt):
@@ -148,14 +148,14 @@ left.set()
 
 
 def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
-    """Those of a call that was left by a second Ctrl-C, in a backward."""
+    """After a second Ctrl-C has ended accumulate() during a backward, its threads end before Python does."""
     said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "", whole=True)
     assert "left: True" in said
     assert "alive: False" in said
 
 
 def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
-    """What was pushed within a backward has gone with it: what is on top afterwards is the user's."""
+    """The interrupted backward removes the saved-tensor hooks that it pushed; the user's hooks are on top again."""
     torch.manual_seed(0)
     model = Model(16, 3, reentrant=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="ssd")
@@ -191,7 +191,7 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
 
 
 def test_a_backward_that_failed_holds_nothing(tmp_path):
-    """Its activations would stay until the thread's next backward."""
+    """zero_grad() frees the activations of a failed backward, which torch would keep until the thread's next one."""
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="fused")
     kept = weakref.WeakSet()
@@ -210,7 +210,7 @@ def test_a_backward_that_failed_holds_nothing(tmp_path):
             y = x.sin().cos()
         z = model(y)
         model[2].weight.register_hook(fail)
-        with pytest.raises(ValueError):  # noqa: PT011 - of the hook
+        with pytest.raises(ValueError):  # noqa: PT011 - the hook raises it
             z.sum().backward()
         assert kept
         del y, z

@@ -1,4 +1,4 @@
-"""Tests what offload() refuses: options, models, optimizers; a refused call leaves everything as it was."""
+"""Tests options, models, optimizers and storage that offload() rejects; a rejected call changes nothing."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ from torch import nn
 import memascend
 from memascend import BudgetError, ConfigError, StorageError, UsageError
 
-# What `Options` refuses is in tests/plan/test_options.py, but for one, which changes nothing either.
+# tests/plan/test_options.py tests the values that `Options` rejects; one is here, too, to show that nothing changes.
 OPTIONS = {
     "gradients": "sometimes",
     "host_memory": 1,
@@ -46,7 +46,7 @@ class AdamW8bit(torch.optim.AdamW):
 
 
 NO_BITSANDBYTES = r'^AdamW8bit of bitsandbytes is rejected.*state="8bit"'
-# A model, an optimizer, the options beside them, and what the error says.
+# The model, the optimizer, further options, and a pattern of the error.
 REFUSED = {
     "bitsandbytes": (Stack, lambda model: AdamW8bit(model.parameters()), {}, NO_BITSANDBYTES),
     "bitsandbytes in 8 bits": (Stack, lambda model: AdamW8bit(model.parameters()), {"state": "8bit"}, NO_BITSANDBYTES),
@@ -91,7 +91,7 @@ def test_a_model_is_offloaded_once(offloaded, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"])
 def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, kind):
-    """Before offload() and after it: the error names FSDP2."""
+    """A wrapper raises an error that names fully_shard, both before offload() and after it."""
     wrap = {
         "DataParallel": nn.DataParallel,
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
@@ -146,7 +146,7 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
 
 
 def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged):
-    """Of names, shapes and types; some of each by name, of the others how many."""
+    """The error names some of the records, shapes and dtypes that differ, and counts the others."""
     offloaded(steps=1).optimizer.close()
     there = Stack()
 

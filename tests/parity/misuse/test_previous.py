@@ -1,4 +1,4 @@
-"""Tests returning to the commit before the newest: on request, whole, and never by itself."""
+"""Tests returning to the commit before the newest: only on request, and only as a whole."""
 
 import json
 
@@ -15,12 +15,12 @@ from memascend.cli import main
 ROOTS = (4096, 8192)
 SECTORS = (0, 4096 - 512)
 
-# How the command line says it.
+# The command line's advice on how to return to that commit.
 PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" of offload(),'
 
 
 class Noted(Stack):
-    """With a buffer that each step changes."""
+    """A stack with a buffer that each forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +32,9 @@ class Noted(Stack):
 
 
 def trained(offloaded, steps, **options):
-    """A closed run; what it was after each step."""
+    """Trains and closes a run; returns its `picture` after each step."""
     model = Noted()
-    # Closing a run that holds something commits its last step once more.
+    # The budget must keep no record in RAM: closing a run with such records commits its last step once more.
     training = offloaded(model, adamw(model), **{"host_memory": None, **options})
     pictures = []
     for index in range(steps):
@@ -47,13 +47,14 @@ def trained(offloaded, steps, **options):
 
 
 def picture(training):
+    """Returns the step, learning rate, user state and all values of a run, for comparison."""
     optimizer = training.optimizer
     values = {name: value.tolist() for name, value in everything(training.model, optimizer).items()}
     return optimizer.steps, optimizer.param_groups[0]["lr"], optimizer.user_state, values
 
 
 def again(offloaded, existing, lr=None, **options):
-    """Offloads again, with an `lr` that the store's replaces."""
+    """Offloads the run again; the store's learning rate replaces `lr`."""
     model = Noted()
     optimizer = adamw(model)
     if lr is not None:
@@ -62,7 +63,7 @@ def again(offloaded, existing, lr=None, **options):
 
 
 def damage_newest_root(path):
-    """Both copies of the root that the store says is the newest."""
+    """Damages both copies of the store's newest root."""
     with engine.look(path) as store:
         slot = store.info()["generation"] & 1
     flip(path, *(ROOTS[slot] + sector + 40 for sector in SECTORS))
@@ -88,7 +89,7 @@ def test_a_run_goes_on_from_the_commit_before(offloaded, tmp_path, damaged):
         assert error.value.offset in ROOTS
     training = again(offloaded, "previous", lr=0.03)
     assert picture(training) == pictures[2]
-    # The step that is done again has the bits that it had.
+    # Repeating the step gives the same bits.
     training.optimizer.param_groups[0]["lr"] = 0.04
     training.optimizer.user_state = {"index": 3}
     training.step(3)
@@ -143,7 +144,7 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     with pytest.raises(ConfigError, match="does not fit"):
         memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="previous")
     assert (tmp_path / "run.store").read_bytes() == before
-    # What is found wrong only when the commit before has been read.
+    # This difference shows only after the previous commit's options have been read.
     model = Noted()
     decayed, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     two_groups = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
@@ -152,11 +153,11 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     assert (tmp_path / "run.store").read_bytes() == before
 
 
-# --- the command ----------------------------------------------------------------------------
+# --- memascend store ------------------------------------------------------------------------
 
 
 def verified(path, capsys):
-    """Exit status, output, errors, and what --json says."""
+    """Runs `memascend store verify`; returns its exit status, output, errors, and the output of --json."""
     before = path.read_bytes()
     status = main(["store", "verify", "--json", str(path)])
     assert main(["store", "verify", str(path)]) == status
@@ -212,7 +213,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert status == 1
     assert f"is damaged at offset {at}" in wrong
     assert "store verify" not in wrong + str(found)
-    # What the last step did not change is of both commits; this it did.
+    # Both commits share extents that the last step did not change; it did change the damaged one.
     assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
     assert len(found["commits"][0]["damages"]) == 1
     assert found["commits"][0]["extents"] == found["commits"][1]["extents"] - 1
@@ -224,7 +225,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
 def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     model = Noted()
-    # At a budget that holds nothing: the backward writes.
+    # The budget keeps no record in RAM, so the backward writes to the store.
     training = offloaded(model, adamw(model), gradients="fused", steps=2, host_memory=None)
     training.loss(3).backward()
     training.optimizer.close()

@@ -1,4 +1,4 @@
-"""Tests that inexact steps raise and say what to do, and that training goes on afterwards."""
+"""Tests that a step which cannot be exact raises with advice, and that training continues afterwards."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from memascend import ConfigError, MemascendError, UsageError
 def fused(offloaded):
     training = offloaded(gradients="fused", steps=1)
     yield training
-    if training.optimizer.steps:  # whatever was refused, zero_grad() makes good
+    if training.optimizer.steps:  # zero_grad() recovers from every rejected call
         training.optimizer.zero_grad()
         steps = training.optimizer.steps
         training.step(2)
@@ -28,7 +28,7 @@ def fused(offloaded):
 GONE = "gradients='ssd'"
 LATE = rf"max_grad_norm= to offload\(\) \(and set the Trainer's to 0\).*{GONE}"
 ZEROED = f"set_to_none=False.*{GONE}"
-# What cannot be done to a gradient that an update has used, and the words of the error.
+# Operations that a gradient rejects after an update has used it, and patterns of their errors.
 TOO_LATE = [
     (lambda g: g.mul_(0.5), LATE),
     (lambda g: g.mul_(torch.tensor(0.5)), LATE),
@@ -77,7 +77,7 @@ def test_used_gradients_have_no_values(fused):
 
 
 def test_a_model_with_used_gradients_goes_to_where_it_is(fused):
-    """Lightning does so when training has ended: each gradient's `.data` becomes that gradient."""
+    """Lightning calls model.cpu() after training, which assigns each gradient to its own `.data`."""
     fused.loss(0).backward()
     kept = fused.model.head.weight.grad
     assert fused.model.cpu() is fused.model
@@ -189,7 +189,7 @@ def test_user_state_is_small_and_plain(offloaded):
     training.step()
     assert training.optimizer.user_state == {"epoch": 3, "seen": [1, 2.5, None, "text"]}
     for wrong in ({"rng": torch.zeros(3)}, object(), "x" * (64 << 10), {1, 2}):
-        with pytest.raises(MemascendError):  # noqa: PT012 - whichever of the two says so
+        with pytest.raises(MemascendError):  # noqa: PT012 - either line may raise
             training.optimizer.user_state = wrong
             training.step()
         training.optimizer.user_state = None
@@ -197,7 +197,7 @@ def test_user_state_is_small_and_plain(offloaded):
 
 
 def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp_path):
-    """What it says to write is run as it stands; it holds, and is what the store then has."""
+    """The line that the warning suggests runs unchanged, and the store then has the option that it sets."""
     training = offloaded(steps=1)
     training.optimizer.close()
     model = Stack()
@@ -207,7 +207,7 @@ def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp
     line = re.search(r"set them after offload\(\): (optimizer\S+ = \S+);", said)[1]
     optimizer = again.optimizer
     assert line == "optimizer.param_groups[0]['lr'] = 0.5"
-    exec(line, {"optimizer": optimizer})  # noqa: S102 - it is ours
+    exec(line, {"optimizer": optimizer})  # noqa: S102 - the library's own text
     assert "base_lrs" in said
     again.step(1)
     optimizer.close()
@@ -219,7 +219,7 @@ def scheduled(optimizer):
 
 
 def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
-    """A script that is started again gives the rate that its scheduler began with, before or after offload()."""
+    """A restarted script passes the scheduler's initial rate, before or after offload(); this must not warn."""
     training = offloaded()
     scheduler = scheduled(training.optimizer)
     training.step()
@@ -236,7 +236,7 @@ def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
         assert again.param_groups[0]["lr"] == rate
         assert again.param_groups[0]["initial_lr"] == pytest.approx(1e-2)
         again.close()
-    # It hides no rate that is another.
+    # Another learning rate than the initial one does warn.
     with pytest.warns(UserWarning, match=r"lr 0\.5 -> ") as warned:
         offloaded(model := Stack(), adamw(model, lr=0.5), existing="resume")
     assert "initial_lr" not in str(warned[0].message)

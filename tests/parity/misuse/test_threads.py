@@ -1,4 +1,4 @@
-"""Tests several threads and interrupts: no thread uses what another has loaded, nothing stays open."""
+"""Tests threads and interrupts: no thread uses memory that another materialized, and no computation stays open."""
 
 import contextlib
 import copy
@@ -17,12 +17,12 @@ from memascend import UsageError
 
 
 def in_other_thread(function):
-    """Begins a function in a thread of its own; a call of the result ends it, and gives what it gave."""
+    """Starts a function in a new thread; returns a call that waits up to 20 s and returns the function's result."""
     return functools.partial(ThreadPoolExecutor(1).submit(function).result, 20)
 
 
 def test_what_one_thread_has_bound_another_has_not(offloaded):
-    """Where threads are about, the memory that the model computes with is of those alone that compute with it."""
+    """With several threads, only the thread that computes uses the materialized memory; another thread reads a copy."""
     training = offloaded(steps=1)
     module = training.model.blocks[1].up
     expected = training.weights()["blocks.1.up.weight"]
@@ -119,7 +119,7 @@ def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypat
 
 
 def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
-    """An exit skips what ends a module's computation, as an interrupt does."""
+    """SystemExit skips the hook that ends a module's computation, as an interrupt does."""
     training = offloaded(steps=1)
 
     def ends(*_):
@@ -139,7 +139,7 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
 
 
 def test_a_module_of_the_model_may_call_the_model(offloaded):
-    """The model is entered again from inside: nothing that it needs is taken away."""
+    """A nested call of the model does not evict units that the outer call needs."""
     training = offloaded(steps=1)
     expected = training.loss(0).detach()
     seen = []
@@ -175,7 +175,7 @@ def test_what_is_pickled_while_parameters_are_real_is_a_plain_model(offloaded):
             assert type(parameter) is torch.nn.Parameter
             assert torch.equal(parameter, expected[name])
             assert not vars(parameter)
-        # What torch.load() made is in memory that numpy might have, too.
+        # offload() rejects memory from torch.load(), which numpy may share: offload a copy.
         own = copy.deepcopy(plain)
         with memascend.offload(own, torch.optim.AdamW(own.parameters()))[1]:
             pass

@@ -1,4 +1,4 @@
-"""Tests access to parameters that are on storage: what works, and what raises instead of being wrong."""
+"""Tests access to offloaded parameters: reads that work, and calls that raise instead of giving wrong values."""
 
 import ctypes
 import itertools
@@ -24,7 +24,7 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-# What gives memory has copies, and what writes is refused: `tests/params/test_doors.py`.
+# `tests/params/test_doors.py` tests calls that return memory, which is a copy, and calls that write, which raise.
 TOUCHES = {
     "another shape": lambda p: setattr(p, "data", torch.zeros(3)),
     "another dtype": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=torch.float64)),
@@ -67,7 +67,7 @@ def test_tensors_are_not_swapped(training, weight, first):
 
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
-    """Where torch asks no class, there is an error, and no NaN."""
+    """A call that torch does not dispatch to the parameter's class raises; it does not return NaN."""
     said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
     with pytest.raises(RuntimeError, match=said):
         torch.utils.dlpack.to_dlpack(weight)
@@ -80,7 +80,7 @@ def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
 
 def test_what_is_known_without_the_values(training, weight, monkeypatch):
     def reads(*_):
-        raise AssertionError("the values were brought in")
+        raise AssertionError("the values were materialized")
 
     monkeypatch.setattr(training.optimizer._session.run.residency, "materialize", reads)
     assert weight.shape == (64, 32)
@@ -113,7 +113,7 @@ MEMORY = {**WRITES, "memory": lambda weight: weight.untyped_storage().fill_(1)}
         *itertools.product(
             ["in place", "data", "numpy", "dlpack", "memory"], ["register_forward_pre_hook"], ["64MiB", "smallest"]
         ),
-        # Through a weight that the model computes with no more, or not yet.
+        # Writes after the module's forward or backward, while the model does not compute with the weight.
         *itertools.product(
             ["detach", "numpy", "dlpack", "view"], ["register_forward_hook", "register_full_backward_hook"], [None]
         ),
@@ -172,7 +172,7 @@ def test_memory_is_not_replaced_in_a_forward(training):
     training.step(1)
 
 
-# --- what takes a model apart -----------------------------------------------------
+# --- transforms of a model --------------------------------------------------------
 
 IDS, EMBEDDING = torch.zeros(1, 5, dtype=torch.long), torch.zeros(VOCABULARY, 32)
 

@@ -1,4 +1,4 @@
-/* What CUDA's headers ask of the compiler: torch's wheels leave out this file, which is nvcc's. */
+/* Defines the compiler macros that CUDA's headers need. nvcc has the original; torch's wheels leave it out. */
 #pragma once
 #define __no_return__ __attribute__((noreturn))
 #define __forceinline__ inline __attribute__((always_inline))
