@@ -1,9 +1,10 @@
-"""Measures steps of several micro-batches: by layer, one after the other, and torch's in memory.
+"""Measures steps of several micro-batches: by layer, one after the other, and by torch in memory.
 
-Each case trains in a process of its own; those of `seconds` take turns, so that all meet the same machine. Bytes are
-the kernel's counts for the process. Parts: `seconds` compares all three; `bytes` has both types and budgets, and
-clipping; `memory` recomputes blocks, and shows what M micro-batches hold beside one; `trl` (where TRL is installed, as
-in .venv-clients) has SFTTrainer and DPOTrainer take as many examples in few large micro-batches or in many small ones.
+Each case trains in a process of its own. The processes of `seconds` take turns, so that a drift of the machine affects
+all cases alike. Bytes are the kernel's counts for the process. The parts: `seconds` compares all three ways; `bytes`
+measures steps by layer with two dtypes, two budgets, and clipping; `memory` recomputes blocks, and compares the memory
+of M micro-batches with that of one; `trl` (where TRL is installed, as in .venv-clients) trains with SFTTrainer and
+DPOTrainer on the same examples in few large micro-batches or in many small ones.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from benchmarks.turns import Process, at_work, serve
 LAYERS, TURNS, MEMORY = "by layer", "one after the other", "torch in memory"
 _LENGTHS = (128, 512)
 _WARM_STEPS = 2
+# The targets: the most that each ratio may be.
 _TARGETS = {"bytes": 1.05, "disk": 0.5, "compute": 1.05, "memory": 1.1}
-# The two workloads that have a target: the drive bounds the first, compute the second.
+# Steps of `_AT` micro-batches have targets: the drive bounds steps of short micro-batches, compute steps of long ones.
 _AT = 8
 _BYTES_CASES = {
     "bf16, default": ("bfloat16", {"gradients": "fused"}),
@@ -33,19 +35,19 @@ _BYTES_CASES = {
     "fp32, smallest": ("float32", {"gradients": "fused", "host_memory": "smallest"}),
     "bf16, clipped": ("bfloat16", {"max_grad_norm": 1.0}),
 }
-# Of a step of a Trainer, and those of a micro-batch.
+# The examples of a Trainer's step, and of a micro-batch.
 _EXAMPLES, _SIZES = 16, (1, 4, 16)
 _MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd"}}
 
 
 def main() -> None:
-    """Measure every part that is asked for, print tables."""
+    """Measures the parts named by --parts and prints their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     default = [part for part in _PARTS if part != "trl" or importlib.util.find_spec("trl")]
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=default)
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (%(default)s)"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the model's dtype (%(default)s)"
     )
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 4, 8, 16], help="micro-batches of a step")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(_LENGTHS), help="tokens of a micro-batch")
@@ -53,7 +55,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="keep accumulate.json, .txt and .png there")
-    parser.add_argument("--show", action="store_true", help="measure nothing: show what --write has kept")
+    parser.add_argument(
+        "--show", action="store_true", help="measure nothing: show the results in the folder of --write"
+    )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -68,13 +72,13 @@ def main() -> None:
         for part in options.parts:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-accumulate-") as folder:
                 found[part] = _PARTS[part](options, Path(folder))
-            # Parts take long: what is measured is kept.
+            # A part takes long, so its results are kept before the next part begins.
             _write(found, options.write)
     print(_write(found, options.write))
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> str:
-    """The tables; keeps them, with the picture, where a folder is given."""
+    """Returns the tables; also writes the results, tables and picture to `folder`, if it is given."""
     text = "\n\n".join(_SHOWN[part](found[part]) for part in _PARTS if part in found)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,14 +91,14 @@ def _write(found: dict[str, Any], folder: Path | None) -> str:
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:
-    """What earlier runs have measured, part by part."""
+    """Returns the results that earlier runs wrote to `folder`, by part."""
     path = None if folder is None else folder / "accumulate.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
     return found
 
 
 def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All three, by number and length of micro-batches."""
+    """Measures all three ways, with each number and length of micro-batches."""
     common = {"parameters": options.parameters, "dtype": options.dtype, "options": {"gradients": "fused"}}
     works = {
         name: {**common, "case": name, "storage": str(folder / f"{name}.store")} for name in (LAYERS, TURNS, MEMORY)
@@ -112,7 +116,7 @@ def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all steps of all turns, and the most memory."""
+    """Returns medians over all steps of all turns, and the highest peak of memory."""
     return {
         "seconds": statistics.median(taken for turn in turns for taken in turn["seconds"]),
         "moved": statistics.median(turn["read"] + turn["written"] for turn in turns),
@@ -122,7 +126,7 @@ def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """By layer, both types and budgets."""
+    """Measures bytes of steps by layer, with each number of micro-batches in each of `_BYTES_CASES`."""
     rows = []
     for name, (dtype, given) in _BYTES_CASES.items():
         work = {"case": LAYERS, "parameters": options.parameters, "options": given, "dtype": dtype}
@@ -137,7 +141,7 @@ def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Blocks recomputed: the most that a step has in memory, each number in a process of its own."""
+    """Measures peak memory with recomputed blocks, each number of micro-batches in a process of its own."""
     rows = []
     for name, given in _MEMORY_CASES.items():
         for count in options.counts:
@@ -155,7 +159,7 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The same examples in micro-batches of several sizes, each kind in a process of its own, one after the other."""
+    """Measures TRL's Trainers on micro-batches of several sizes, each case in a process of its own, one at a time."""
     works = {
         f"{trainer}, {_EXAMPLES // size} x {size}, {way}": {
             "trainer": trainer, "size": size, "way": way, "length": min(options.lengths),
@@ -163,7 +167,7 @@ def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         }
         for trainer in ("SFT", "DPO")
         for size in _SIZES
-        # DPO's loss is none that was tested by layer, and one micro-batch is neither.
+        # DPO's loss is not tested by layer; and with one micro-batch, both ways would be equal.
         for way in ((LAYERS, TURNS) if trainer == "SFT" and size < _EXAMPLES else (TURNS,))
     }  # fmt: skip
     rows = []
@@ -181,7 +185,7 @@ def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 _PARTS = {"seconds": _seconds, "bytes": _bytes, "memory": _memory, "trl": _trl}
 
 
-# --- what was measured ------------------------------------------------------------------------
+# --- tables and picture -----------------------------------------------------------------------
 
 
 def _seconds_shown(rows: list[dict[str, Any]]) -> str:
@@ -239,7 +243,8 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         one = ones[row["case"]]
         more = row["peak"] - one["peak"]
-        # What each further micro-batch keeps between blocks, and the sums of one unit's gradients.
+        # The target: each further micro-batch may add the inputs of its blocks; more than one may add the sums of one
+        # unit's gradients.
         due = (row["count"] - 1) * row["saved"] + (row["largest"] if row["count"] > 1 else 0)
         away = "ssd" in row["case"]
         ratio = row["peak"] / one["peak"]
@@ -252,14 +257,14 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
         else:
             met = "met" if more <= due else "MISSED"
             lines.append(f"{row['count']} micro-batches: {more / 1e6:.0f} MB more (at most {due / 1e6:.0f}: {met})")
-    columns = ("what checkpoints save", "micro-batches", "MB", "beside one", "at most", "of one")
+    columns = ("checkpointed activations", "micro-batches", "MB", "beside one", "at most", "of one")
     return "\n".join([table(columns, shown), "", *lines])
 
 
 def _trl_shown(rows: list[dict[str, Any]]) -> str:
     from memascend.text import table
 
-    # Micro-batches of one example, one after the other, are what people begin with.
+    # Users begin with micro-batches of one example, one after the other, so the other cases are compared with these.
     ones = {row["trainer"]: row["seconds"] for row in rows if (row["size"], row["way"]) == (min(_SIZES), TURNS)}
     shown = [
         (
@@ -280,7 +285,7 @@ _SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_sh
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bytes and seconds by number of micro-batches, one line for each."""
+    """Draws bytes and seconds by number of micro-batches, with a line for each way."""
     from memascend.text import IN_MEMORY, OURS, open_pyplot
 
     plt = open_pyplot()
@@ -305,7 +310,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 class _Worker:
-    """Trains when it is told to."""
+    """Trains one case, and makes steps whenever the main process asks for them."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         from dataclasses import replace
@@ -338,11 +343,12 @@ class _Worker:
         return memascend.offload(self.model, optimizer, **options)[1]
 
     def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
-        """Take so many steps of `count` micro-batches with `length` tokens each."""
+        """Makes `steps` steps of `count` micro-batches with `length` tokens each; returns seconds, bytes and peak."""
         from benchmarks import counters
         from memascend.cli import process
 
-        # The first step of a turn finds more of the disk done than others do, and its memory as others left it.
+        # The first step of a turn does not count: the turns of other cases gave the disk time to finish its writes, and
+        # changed the state of the machine's memory.
         self._step(count, length)
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -358,7 +364,7 @@ class _Worker:
             "read": moved["read"] / steps / parameters,
             "written": moved["written"] / steps / parameters,
             "peak": process.resident_peak(),
-            # The input of each block, which is all that its checkpoint saves; and the largest unit.
+            # The checkpoint of a block saves the block's input alone. The largest unit is the embedding.
             "saved": self.work.layers * length * self.work.hidden * self.model.dtype.itemsize,
             "largest": self.work.vocabulary * self.work.hidden * self.model.dtype.itemsize,
         }
@@ -382,7 +388,7 @@ class _Worker:
 
 
 class _TrainersWorker:
-    """A Trainer of TRL, on texts of one length."""
+    """Trains with a Trainer of TRL, on texts of one length."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -392,7 +398,7 @@ class _TrainersWorker:
         from benchmarks.train.cell.workload import WORKLOADS, made
 
         self.work = work
-        # DPOTrainer reads its reference from the same folder.
+        # DPOTrainer reads its reference model from the same folder.
         made(WORKLOADS[f"{work['parameters']}-1x128"]).save_pretrained(f"{work['folder']}/model")
         torch.manual_seed(0)
         self.tokenizer = tokenizer()
@@ -400,7 +406,7 @@ class _TrainersWorker:
         def text(count: int) -> str:
             return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
 
-        # An answer of DPO is a half of an example: the two of them are computed.
+        # DPO computes two sequences for each example, the prompt with either answer, so each has half the length.
         length = work["length"] - 1 if work["trainer"] == "SFT" else work["length"] // 2 - 1
         half = length // 2
         texts = [text(length) for _ in range(_EXAMPLES)]
@@ -413,7 +419,7 @@ class _TrainersWorker:
         self.rows = Dataset.from_dict(rows)
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Train so many steps after the first ones, which learn the loop."""
+        """Trains; returns seconds, bytes and peak of `steps` steps, once memascend has detected what the loop does."""
         import trl
         from transformers import PrinterCallback, TrainerCallback
 
@@ -442,7 +448,7 @@ class _TrainersWorker:
                 f"{self.work['folder']}/model", args=config, train_dataset=self.rows, processing_class=self.tokenizer,
                 callbacks=[Clock()],
             )  # fmt: skip
-        # What it prints would be taken for an answer.
+        # `Process.ask` would take the lines that PrinterCallback prints for the answer.
         trainer.remove_callback(PrinterCallback)
         if self.work["way"] == TURNS and self.work["trainer"] == "SFT":
             trainer.add_callback(substeps())
@@ -450,7 +456,7 @@ class _TrainersWorker:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         trainer.train()
         optimizer.close()
-        # The last step writes what close() would, and the first ones learn.
+        # Leaves out the last step, which also writes what close() would write, and the warm-up steps.
         times = begun[_WARM_STEPS:-1]
         seconds = [after[0] - before[0] for before, after in itertools.pairwise(times)]
         moved = times[-1][1].since(times[0][1])

@@ -1,8 +1,9 @@
-"""Measures the bytes that a durable step moves at six budgets, from the default to all held, beside a line.
+"""Measures the bytes that a durable step moves at six budgets, from the default to all records in RAM, beside a line.
 
-The line falls from what a parameter moves with nothing held by what each byte of memory saves: where a parameter is
-held, a step moves its gradient and a sixteenth of its state. Bytes are the kernel's counts for the process, over the
-steps in which each held record is written whole once, so they are the same on a busy machine.
+The line begins at the bytes that a step moves with the default budget. It falls by the bytes that each byte of the RAM
+tier saves: of a parameter kept in RAM, a step moves the gradient and a sixteenth of the state. Bytes are the kernel's
+counts for the process, over the steps in which each record in RAM is written whole once, so a busy machine does not
+change them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 _LOG_STEPS, _WARM_STEPS, _PARTS = 16, 2, 5
-# Of a parameter, by its dtype: what a step moves where it is not held, what it takes where it is.
+# Bytes that a step moves for a parameter that is not kept in RAM, by its dtype.
 _MOVED = {"bfloat16": 26, "float32": 28}
+# Bytes of memory that a parameter kept in RAM takes, by its dtype.
 _TAKEN = {"bfloat16": 14, "float32": 16}
-# What a step still moves where it is: the raw gradient, and 12 bytes of values and state once in so many steps.
+# Bytes that a step moves for a parameter kept in RAM: its gradient, and once in `_LOG_STEPS` steps 12 bytes of state.
 _LOGGED = {"bfloat16": 2 + 12 / _LOG_STEPS, "float32": 4 + 12 / _LOG_STEPS}
 
 
 def main() -> None:
-    """Measure each dtype at each budget, print a table."""
+    """Measures each dtype at each budget and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(_MOVED), default=list(_MOVED))
-    parser.add_argument("--tokens", type=int, default=128, help="of a step; they change no byte")
-    parser.add_argument("--steps", type=int, default=_LOG_STEPS, help="that are counted")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a step; they change no bytes")
+    parser.add_argument("--steps", type=int, default=_LOG_STEPS, help="counted steps")
     parser.add_argument("--storage", default=".", help="a folder on the disk to use")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
     options = parser.parse_args()
@@ -43,7 +45,7 @@ def main() -> None:
         line = f"{_MOVED[dtype]} P - {(_MOVED[dtype] - _LOGGED[dtype]):.2f} (budget - default) / {_TAKEN[dtype]}"
         print(f"{count:,} parameters in {dtype}, {options.tokens} tokens, {options.steps} steps; the line is {line}\n")
         columns = (
-            "held",
+            "kept in RAM",
             "budget, MB",
             "read B/param",
             "written B/param",
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, Any]:
-    """One budget."""
+    """Measures the budget that keeps `part` fifths of the parameters in RAM; adds the line, and its distance."""
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-line-") as folder:
         row = _trained(options, dtype, part, str(Path(folder, "run.store")))
     moved = _MOVED[dtype] * row["parameters"]

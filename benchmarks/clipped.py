@@ -1,9 +1,10 @@
 """Measures steps that are clipped by the norm of all gradients, beside unclipped ones and torch's in memory.
 
-Three tables. "habits": never, always and every other step; "auto" begins updates before the norm is known, "ssd" waits
-for it. "memory": always, beside the same training in memory. "first": the first steps of fresh processes, beside later
-ones. Each case trains in a process of its own; the processes take turns. The loss of a step that is to be clipped is
-large, of any other small, and the limit is between.
+There are three tables. "habits" clips no step, each step, or every other step; with "auto" memascend begins updates
+before the norm is known, with "ssd" it waits for the norm. "memory" clips each step, beside the same training in
+memory. "first" compares the first steps of fresh processes with later ones. Each case trains in a process of its own;
+except for "first", the processes take turns. A large factor of the loss puts the norm of a step above the limit, a
+small factor puts it below.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from benchmarks.turns import Process, at_work, serve
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-# Which steps are clipped, by their number.
+# Decides by a step's number whether the step is clipped.
 _HABITS: dict[str, Callable[[int], bool]] = {
     "never": lambda _: False,
     "always": lambda _: True,
     "every other": lambda step: step % 2 == 1,
 }
-# What clips: an option of `offload()`, or torch's function in the loop.
+# Two ways to clip: an option of `offload()`, or torch's function in the loop.
 _OPTION, _FUNCTION = "max_grad_norm", "clip_grad_norm_"
 _IN_MEMORY, _UNCLIPPED = "torch in memory, clipped", "unclipped"
 _BY_OPTION, _BY_FUNCTION = f"clipped by {_OPTION}", f"clipped by {_FUNCTION}"
 _BESIDE: dict[str, dict[str, Any]] = {
     _IN_MEMORY: {"in_memory": True, "habit": "always", "clip": _FUNCTION},
-    # Its loss is as large as the others'.
+    # With "always" the loss is as large as in the other cases; without "clip" nothing clips.
     _UNCLIPPED: {"habit": "always"},
     _BY_OPTION: {"habit": "always", "clip": _OPTION},
 }
-# The loss is multiplied by one of them, for gradients far below the limit of the norm, or far above.
+# Factors of the loss: `_SMALL` puts the norm of the gradients far below its limit, `_LARGE` far above.
 _SMALL, _LARGE = 1e-3, 1e3
-# "auto" has seen enough of the loop after these.
+# The steps in which "auto" detects what the loop does.
 _WARM_STEPS = 6
-# Those that the table "first" shows, and the most that each but the very first is to be of the later ones.
+# The table "first" shows `_FIRST` steps. All but the very first may take `_MOST_OF_LATER` times as long as later steps.
 _FIRST, _MOST_OF_LATER = 6, 1.15
 _CONFIDENCE, _RESAMPLES = 0.95, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """What one table measures."""
+    """The cases, comparisons and default options of one table."""
 
     cases: Mapping[str, Mapping[str, Any]]
-    compared: Sequence[tuple[str, str, float | None]]  # a case, another, the most that their ratio is to be
-    least_tokens: int = 0  # of a step that has these targets
+    compared: Sequence[tuple[str, str, float | None]]  # a case, the case to divide it by, and the ratio's target
+    least_tokens: int = 0  # steps of fewer tokens have no targets
     defaults: Mapping[str, Any]
 
 
@@ -86,7 +87,7 @@ _TABLES = {
             (_BY_FUNCTION, _UNCLIPPED, None),
             (_UNCLIPPED, _IN_MEMORY, None),
         ),
-        # A shorter step computes for too short a time to hide its update.
+        # A step of fewer tokens computes for too short a time to hide its update.
         least_tokens=2048,
         defaults={"parameters": "500M", "batch": 4, "length": 512, "threads": 1, "rounds": 12, "steps": 2},
     ),
@@ -99,7 +100,7 @@ _TABLES = {
 
 
 def main() -> None:
-    """Measure all cases of a table, print it."""
+    """Measures all cases of a table and prints it."""
     options = _options()
     if options.work:
         serve(_Worker(json.loads(options.work)).turn)
@@ -130,13 +131,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"))
     parser.add_argument("--batch", type=int, help="sequences of a step")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
-    parser.add_argument("--threads", type=int, help="of torch, in every case; 0: torch's own number")
-    parser.add_argument("--rounds", type=int, help='turns of each process, or for "first" processes of each case')
-    parser.add_argument("--steps", type=int, help=f'steps of a turn, or for "first" those after the first {_FIRST}')
+    parser.add_argument("--threads", type=int, help="torch's threads in every case; 0: torch's own number")
+    parser.add_argument("--rounds", type=int, help='turns of each process; for "first": processes of each case')
+    parser.add_argument("--steps", type=int, help=f'steps of a turn; for "first": steps after the first {_FIRST}')
     parser.add_argument(
-        "--uncounted", type=int, default=1, help="steps before those of a turn: the disk may be at others'"
+        "--uncounted",
+        type=int,
+        default=1,
+        help="steps before those of a turn, as the disk may still write for another case",
     )
-    parser.add_argument("--warm", type=int, default=_WARM_STEPS, help='steps before all turns, but for "first"')
+    parser.add_argument("--warm", type=int, default=_WARM_STEPS, help='steps before all turns, except for "first"')
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write clipped_TABLE.txt and .json there")
     parser.add_argument("--baseline", metavar="FILE", type=Path, help="a .json of an earlier run, to compare with")
@@ -149,7 +153,7 @@ def _options() -> argparse.Namespace:
 
 
 def _before(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The cases of an earlier run, which measured the same."""
+    """Returns the cases of an earlier run. Raises SystemExit if that run had other settings."""
     found = json.loads(path.read_text())
     if found.get("settings") != settings:
         raise SystemExit(f"{path} is a measurement of {found.get('settings')}, not of {settings}")
@@ -159,7 +163,7 @@ def _before(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
     settings = found["settings"]
-    # The oldest table has the plain name.
+    # The files of "habits" have no suffix, since it was the only table at first.
     name = "clipped" if settings["table"] == "habits" else f"clipped_{settings['table']}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -171,9 +175,9 @@ def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
 
 
 def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """All processes take a turn in each round, in the opposite order in every other round."""
+    """Keeps one process for each case. Each takes a turn in each round; every other round reverses the order."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
-    # Training in memory has nothing to learn.
+    # Training in memory detects nothing, so one step warms it up.
     warm = {name: {**work, "warm": 1 if work.get("in_memory") else options.warm} for name, work in works.items()}
     with at_work("clipped", warm, steps=1) as processes:
         for number in range(options.rounds):
@@ -184,7 +188,7 @@ def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) 
 
 
 def _first_steps(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Each case has a new process in each round. One process is at work at a time."""
+    """Starts a new process for each case in each round; runs one process at a time."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
     for number in range(options.rounds):
         for name, work in works.items():
@@ -206,9 +210,9 @@ def _log(number: int, name: str, turn: Mapping[str, Any]) -> None:
 
 
 def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of all turns of a case. "rounds" has the seconds of a step in each of them."""
+    """Summarizes all turns of a case. "rounds" has the seconds of a step in each turn."""
     taken = [one for turn in turns for one in turn["seconds"]]
-    # Of every other step the mean decides, since there are two kinds.
+    # A case that clips every other step has two kinds of steps: the median would be of one kind alone.
     middle = statistics.fmean if "other" in name else statistics.median
     return {
         "seconds": middle(taken),
@@ -221,13 +225,14 @@ def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-# --- what is concluded -----------------------------------------------------------------------
+# --- intervals, verdicts and tables ----------------------------------------------------------
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Where the median of all such values is, and how sure that is, by the order statistics of these.
+    """Returns an interval for the median of the distribution, by order statistics: low end, high end, confidence.
 
-    The narrowest that is at least 95 % sure; of fewer than 6 values, from the least to the largest.
+    The interval is the narrowest with a confidence of 95 % or more. Fewer than 6 values do not reach 95 %: their
+    interval goes from the least value to the largest.
     """
     ordered, count = sorted(values), len(values)
 
@@ -239,7 +244,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of the medians of two runs, and where it is with 95 %, by the bootstrap: their rounds are no pairs."""
+    """Returns the ratio of two runs' medians and its 95 % interval by the bootstrap: their rounds are not pairs."""
     chance = random.Random(0)  # noqa: S311 - no secret
     ratios = sorted(
         statistics.median(chance.choices(new, k=len(new))) / statistics.median(chance.choices(old, k=len(old)))
@@ -294,7 +299,7 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 def _judged(ratios: Sequence[float], most: float | None) -> str:
-    """The median of the rounds' ratios, whether it is as small as it is to be, and its interval."""
+    """Returns as text the median of the rounds' ratios, the verdict if `most` is its target, and its interval."""
     ratio = statistics.median(ratios)
     low, high, confidence = median_interval(ratios)
     verdict = "" if most is None else f"at most {most}: {'met' if ratio <= most else 'MISSED'}; "
@@ -304,7 +309,7 @@ def _judged(ratios: Sequence[float], most: float | None) -> str:
 
 
 def _of_later(cases: Mapping[str, Any]) -> list[str]:
-    """Medians of each first step, and its ratio to the median of the later steps of its own process."""
+    """Returns lines with the median of each first step, and its ratio to the later steps of the same process."""
     from memascend.text import table
 
     rows, verdicts = [], []
@@ -324,7 +329,7 @@ def _of_later(cases: Mapping[str, Any]) -> list[str]:
 
 
 def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
-    """Each case beside that of an earlier run, in seconds, and as parts of what the first case took in the same run."""
+    """Returns a table of each case's ratios to an earlier run: of its seconds, and of its ratio to the first case."""
     from memascend.text import table
 
     def parts(of: Mapping[str, Any], name: str) -> list[float]:
@@ -342,7 +347,7 @@ def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains when it is told to."""
+    """Trains one case, and makes steps whenever the main process asks for them."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -353,7 +358,7 @@ class _Worker:
         from benchmarks.train.cell.workload import WORKLOADS, made
         from memascend.cli import process
 
-        transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
+        transformers.Qwen2ForCausalLM  # noqa: B018 - loads the modules that a user needs, before the baseline is read
         memascend.offload  # noqa: B018
         self.baseline = process.resident()
         if work["threads"]:
@@ -389,14 +394,14 @@ class _Worker:
         )
 
     def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
-        """Take so many steps, after some that are not counted."""
+        """Makes `steps` steps, after `uncounted` others; returns their seconds, bytes and peaks."""
         from benchmarks import counters
         from memascend.cli import process
 
         for _ in range(uncounted):
             self._step()
         if self.every_other and steps % 2 == 1:
-            # As many of both kinds.
+            # An even number has as many clipped steps as unclipped ones.
             steps += 1
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -429,7 +434,7 @@ class _Worker:
         self.done += 1
 
     def _update(self) -> float | None:
-        """Clip, step and drop the gradients; the norm of a step that has a limit."""
+        """Clips, steps and drops the gradients; returns the norm, or None if the case has no limit."""
         import torch
 
         if self.memory is not None:

@@ -1,6 +1,6 @@
 """Reads the kernel's counters for this process: bytes to and from devices, seconds run.
 
-Read also in a peer's environment: nothing of ours is imported.
+Programs in a peer's environment import this file, so it imports nothing else of ours.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Running totals at one moment; two of them make the figures of what lay between."""
+    """Running totals at one moment; `since` returns the difference of two."""
 
     wall: float
     main_thread: float
-    """Seconds that the calling thread ran; the rest of `wall` it waited."""
+    """Seconds that the calling thread ran; it waited for the rest of `wall`."""
     processor: float
     """Seconds that all threads ran."""
     disk_busy: float
-    """Seconds in which the disk had something to do, whoever asked."""
+    """Seconds in which the disk had requests, from any process."""
     read: int
     """Bytes that this process read from devices."""
     written: int
 
     def since(self, before: Counts) -> dict[str, float]:
-        """What happened between two moments."""
+        """Returns each total, less its value in `before`."""
         return {name: value - getattr(before, name) for name, value in self.__dict__.items()}
 
 
 def counts(disk: Path | None = None) -> Counts:
-    """Totals of this process, and of the disk that a path lies on."""
+    """Returns the totals of this process, and of the disk of the path `disk`."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     moved = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return Counts(
@@ -48,7 +48,7 @@ def counts(disk: Path | None = None) -> Counts:
 
 
 def _disk_busy(path: Path) -> float:
-    """Zero where the kernel keeps no such account: of network file systems, for example."""
+    """Returns the busy seconds of a path's disk; 0 if the kernel does not count them, as for network file systems."""
     device = path.stat().st_dev
     try:
         words = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
@@ -58,7 +58,7 @@ def _disk_busy(path: Path) -> float:
 
 
 class MemoryTaken(threading.Thread):
-    """Watches what the machine's memory lacks beside its caches: a driver's pinned memory too, which no process has."""
+    """Samples the machine's available memory, which also shrinks by memory that a driver pins for no process."""
 
     _EVERY = 0.02
 
@@ -68,14 +68,14 @@ class MemoryTaken(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Samples until the process ends."""
         while True:
             self._least = min(self._least, _available())
             time.sleep(self._EVERY)
 
     @property
     def peak(self) -> int:
-        """The most bytes, since it began."""
+        """The most bytes by which available memory shrank since this object was made."""
         return self._before - self._least
 
 

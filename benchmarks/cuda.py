@@ -3,11 +3,11 @@
     python -m benchmarks.cuda --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
     python -m benchmarks.cuda --headline --storage /mnt/nvme [--write benchmarks/results]
 
-A Qwen2-shaped model of 24 bytes of store for each parameter is made on "meta", initialised at random and trained in
-bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of what training holds in memory (14 bytes
-for each parameter). The bound is what a step would take if compute, both directions of PCIe and the disk overlapped
-without loss, each measured in the same run. `--device cpu` runs the same code where there is no GPU. `--headline`
-measures what README predicts, in eight minutes: see `benchmarks.headline`.
+The model has Qwen2's shape, with 24 bytes of store for each parameter. It is made on "meta", initialised at random and
+trained in bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of the bytes that training in
+memory holds (14 for each parameter). The bound is the time of a step whose compute, disk transfers and transfers over
+PCIe in both directions overlap without loss; each speed is measured in the same run. `--device cpu` runs the same code
+without a GPU. `--headline` measures README's predictions in eight minutes: see `benchmarks.headline`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from memascend.text import bytes_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Of a store, for each parameter: two slots of values, rests and moments, of which 24 bytes grow with the model.
+# Bytes of a store for each parameter: two slots with its value, the rest of its master weight, and its moments.
 STORE_BYTES = 24
-# What training in memory holds for each: values, gradients not counted, and float32 master and moments.
+# Bytes that training in memory holds for each parameter, without the gradient: value, fp32 master weight and moments.
 STATE_BYTES = 14
-# Of that, each budget.
+# Each budget is the state's bytes divided by this.
 SHARE = 10
-# Of the disk, what a run leaves free.
+# The part of the disk's free space that a run does not use.
 _SPARED = 0.1
-# A copy that is as large as what staging copies many times over.
+# Bytes of a copy that measures PCIe, many times as large as the copies of a step.
 _COPY_BYTES = 256 << 20
 
 
@@ -54,7 +54,7 @@ _COPY_BYTES = 256 << 20
 
 
 def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
-    """The largest model of at most so many parameters with the proportions of Qwen2: 48 to 96 of width for a block."""
+    """Returns the largest model of up to `parameters` parameters with Qwen2's proportions: width 48 to 96 per block."""
     found: tuple[int, Qwen2Config] | None = None
     for width in range(64, 8192 + 1, 64):
         heads = width // 64
@@ -84,12 +84,12 @@ def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
 
 
 def recomputed(model: Any) -> None:
-    """Have its blocks recomputed in the backward, by either name that transformers has for it."""
+    """Makes the backward recompute the model's blocks, by the method's new or old name in transformers."""
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
 def bodiless(config: Qwen2Config) -> Any:
-    """The model on "meta", its blocks recomputed in the backward."""
+    """Returns the model on "meta". The backward recomputes its blocks."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     recomputed(model)
@@ -97,12 +97,12 @@ def bodiless(config: Qwen2Config) -> Any:
 
 
 def count_of(model: torch.nn.Module) -> int:
-    """Its parameters."""
+    """Returns the number of elements of a model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def tokens_of(config: Qwen2Config, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """A batch, always the same."""
+    """Returns a batch of tokens, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(2, config.vocab_size, (batch, length), generator=generator).to(device)
 
@@ -111,10 +111,10 @@ def tokens_of(config: Qwen2Config, batch: int, length: int, device: torch.device
 
 
 class Run:
-    """The model, offloaded."""
+    """An offloaded model, its optimizer and its budgets."""
 
     def __init__(self, config: Qwen2Config, storage: Path, device: torch.device) -> None:
-        """Begin, with budgets of a tenth; where one is too small, with the smallest, which is noted."""
+        """Offloads the model with budgets of a tenth of its state. `raised` has the budgets that were too small."""
         self.config, self.device = config, device
         self.model = bodiless(config)
         self.parameters = count_of(self.model)
@@ -146,10 +146,10 @@ class Run:
             return offloaded
 
     def step(self, tokens: torch.Tensor) -> dict[str, float]:
-        """One step; the seconds of its parts."""
+        """Makes a step; returns the seconds of its parts, and the loss."""
         at = [time.perf_counter()]
         loss = self.model(input_ids=tokens, labels=tokens).loss
-        # The device is behind by as much as was queued: only here it has caught up.
+        # `item()` waits for the device, which works behind the host: the forward has ended only after it.
         value = loss.item()
         at.append(time.perf_counter())
         loss.backward()
@@ -161,7 +161,7 @@ class Run:
         return {**parts, "loss": value}
 
     def longest(self, batch: int, limit: int) -> int:
-        """The longest context that a step computes, found by doubling and then by eighths."""
+        """Returns the longest sequence up to `limit` whose forward and backward fit into the device's memory."""
         return longest(self._fits(batch), limit)
 
     def _fits(self, batch: int) -> Callable[[int], bool]:
@@ -183,7 +183,7 @@ class Run:
 
 
 def longest(fits: Callable[[int], bool], limit: int) -> int:
-    """The longest length up to `limit` that fits, to an eighth: it doubles from 512, and then looks between."""
+    """Returns the longest length up to `limit` that fits, to an eighth: doubles from 512, then tries eighths."""
     best = 0
     length = min(512, limit)
     while length <= limit and fits(length):
@@ -212,7 +212,7 @@ def _timed(work: Callable[[], object], device: torch.device, rounds: int = 3) ->
 
 
 def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Seconds of forward and backward alone: of models of one and of two blocks on the device, taken as many times."""
+    """Returns the seconds of a forward and a backward without I/O, from models of one and two blocks on the device."""
     found = []
     for blocks in (1, 2):
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> 
 
 
 def pcie(device: torch.device) -> dict[str, float]:
-    """GB/s of copies from pinned memory to the device ("in") and back ("out"); none where the host computes."""
+    """Returns GB/s of copies from pinned memory to the device ("in") and back ("out"); empty on the CPU."""
     if device.type == "cpu":
         return {}
     ring = memascend.memory.ChunkRing(_COPY_BYTES, 1)
@@ -252,7 +252,7 @@ def pcie(device: torch.device) -> dict[str, float]:
 
 
 def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: dict[str, float]) -> dict[str, float]:
-    """What a step would take by each alone, and "step", if all of them overlapped without loss."""
+    """Returns a step's seconds of compute, of disk and of PCIe; "step" has its seconds if all overlap without loss."""
     nothing = dict.fromkeys(seconds, 0.0)
     found = {
         "compute": sum(seconds.values()),
@@ -261,7 +261,7 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
     }
     if bus:
         ahead = plan.read_bytes.get("values, forward", 0) / bus["in"] / 1e9
-        # Both directions at once; gradients are as large as the trained values.
+        # PCIe copies in both directions at once. Gradients are as large as the trained values.
         back = max(
             plan.read_bytes.get("values, backward", 0) / bus["in"], plan.written_bytes.get("values", 0) / bus["out"]
         )
@@ -271,16 +271,16 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
     return found
 
 
-# --- together --------------------------------------------------------------------------------------
+# --- measuring and printing ------------------------------------------------------------------------
 
 
 def bandwidth(path: Path) -> dict[str, float]:
-    """GB/s where `path` is, by pattern of access."""
+    """Returns GB/s of the disk of `path`, by pattern of access."""
     return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures of one run."""
+    """Makes one run; returns all measurements."""
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -339,7 +339,7 @@ def _named(device: torch.device) -> str:
 
 
 def shown(values: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Returns the measurements as a table."""
     report, seconds, limits = values["report"], values["seconds"], values["bound"]
     share = values["state_bytes"]
     rows = [
@@ -378,16 +378,16 @@ def shown(values: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")
-    parser.add_argument("--store", metavar="B", help="of the store; default: nine tenths of what is free")
+    parser.add_argument("--store", metavar="B", help="size of the store; default: nine tenths of free space")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--card", metavar="B", help="let torch have so much of the device alone, as a smaller card has")
+    parser.add_argument("--card", metavar="B", help="bytes of the device that torch may use, as on a smaller card")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, help="tokens of a sequence (2048; 1024 of --headline)")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (2048; with --headline 1024)")
     parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--steps", type=int, default=4, help="that are measured, after a first one")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after a first one")
     parser.add_argument("--longest", type=int, default=0, metavar="N", help="look for the longest context up to N")
     parser.add_argument("--json", action="store_true", help="print values instead of the table")
     parser.add_argument(

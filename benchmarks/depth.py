@@ -1,11 +1,11 @@
 """Measures host memory of the same model with more and more blocks, offloaded and in RAM.
 
-Each depth trains in a process of its own: a Qwen2-shaped model of one width and type, made in RAM or on meta, with
-checkpointing. What is counted is the most that the process held while it trained, and what it held after the last step
-("at rest"), beyond what it holds once torch, transformers and a first small model are warm. What that one fixed of the
-C library's heap is undone, so that the model is made as in a process of its own: in the heap. What a
-forward leaves for each block (inputs that checkpoints keep, the graph) is the user's and the same in RAM, where it is
-measured: "flat" is without it.
+Each depth trains in a process of its own: a Qwen2-shaped model of one width and dtype, made in RAM or on meta, with
+checkpointing. The process first trains a small model, which warms up torch and transformers; its memory after that is
+the baseline. The small model also changes a setting of the C library's heap. The setting is undone, so that the large
+model is made in the heap, as in a fresh process. The table has the peak of training and the memory after the last step
+("rest"), both beyond the baseline. In both cases a forward leaves bytes for each block (inputs of checkpoints, the
+graph). The runs in RAM measure these bytes, and "flat" is the peak without them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from benchmarks.show import lines
 
 _MIB = 1 << 20
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 768, 2048, 32_000
-# From malloc.h.
+# M_MMAP_THRESHOLD of malloc.h.
 _M_MMAP_THRESHOLD = -3
 _LENGTH = 128
 _STEPS = 3
-# What the growth of memory is promised to stay below, from the first depth to the last.
+# The promised limit of the growth of memory from the first depth to the last.
 _GROWS_MAX = 0.05
 _COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat_mib", "rest_mib", "planned_mib")
 
 
 def main() -> None:
-    """Measure every depth, print a table, write CSV and picture."""
+    """Measures every depth, prints a table, and writes CSV and picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
     parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])
     parser.add_argument("--start", choices=("ram", "meta"), default="ram", help="where the model is made")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--width", type=int, default=_HIDDEN, help="of the blocks (%(default)s)")
+    parser.add_argument("--width", type=int, default=_HIDDEN, help="width of a block (%(default)s)")
     parser.add_argument("--gradients", choices=("auto", "fused", "ssd"), default="fused")
     parser.add_argument("--storage", default=".", help="a folder on the disk to train from")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write depth.csv and depth.png there")
@@ -55,7 +55,7 @@ def main() -> None:
         for case in options.cases:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-depth-") as folder:
                 work = {"depth": depth, "case": case, "gradients": options.gradients, "folder": folder}
-                # In RAM there is nothing on meta.
+                # A model that trains in RAM cannot be made on meta.
                 work |= {"start": options.start if case == "offloaded" else "ram"}
                 work |= {"dtype": options.dtype, "width": options.width}
                 words = [sys.executable, __file__, "--work", json.dumps(work)]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _left_by_block(left: dict[int, int], inputs: int) -> float:
-    """Bytes that a forward leaves for each block: measured where two depths were, else the inputs alone."""
+    """Returns the bytes that a forward leaves for each block, from two depths in RAM; `inputs` if there are not two."""
     if len(left) > 1:
         first, last = min(left), max(left)
         return max(0.0, (left[last] - left[first]) / (last - first))
@@ -126,13 +126,13 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
     _close(optimizer)
     del small, optimizer
     gc.collect()
-    # Where glibc's own threshold ends, and where it is once such a tensor was freed.
+    # Sets the threshold to the highest one that glibc chooses itself: it does so once a tensor of 32 MiB was freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     baseline, at_rest = status("VmRSS"), status("RssAnon")
     made = _model(depth, width, start, dtype)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     model, optimizer = _made(made, case, gradients, f"{folder}/run")
-    # What making the model took is no part of training.
+    # The peak of training must not include the peak of making the model.
     Path("/proc/self/clear_refs").write_text("5")
     left = _loop(model, optimizer, _VOCABULARY)
     added, rest = status("VmHWM") - baseline, status("RssAnon") - at_rest
@@ -142,7 +142,7 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
 
 
 def _model(depth: int, width: int, start: str, dtype: str) -> Any:
-    """Of the proportions of width 768; a narrow one is for warming up, with few words."""
+    """Returns a model with the proportions of width 768. With width 64, for the warm-up, its vocabulary is small."""
     import torch
     import transformers
 
@@ -176,10 +176,10 @@ def _made(model: Any, case: str, gradients: str, storage: str) -> tuple[Any, Any
 
 
 def _loop(model: Any, optimizer: Any, vocabulary: int) -> int:
-    """Train; the bytes that a forward left allocated, the fewest of all but the first, which also warms up.
+    """Trains; returns the fewest bytes that a forward leaves allocated, without the first forward, which warms up.
 
-    Python's own objects are not among them. What the process grows by is no measure of it: what a forward takes from
-    the heap's free memory would not be seen.
+    The bytes are allocations of the C library, without Python's own objects. The growth of the process would miss
+    those that a forward takes from the heap's free memory.
     """
     import torch
 
@@ -202,7 +202,7 @@ def _close(optimizer: Any) -> None:
 
 
 class _InRam:
-    """What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW."""
+    """Trains without memascend: torch's fused AdamW on fp32 master weights."""
 
     def __init__(self, model: Any) -> None:
         import torch
@@ -239,7 +239,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Bytes that the C library has lent, in its heap and in mappings of their own."""
+    """Returns the bytes that the C library has allocated, in its heap and in separate mappings."""
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = _Mallinfo
     found = ask()
@@ -247,7 +247,7 @@ def _allocated() -> int:
 
 
 def status(name: str) -> int:
-    """A figure of this process, in bytes."""
+    """Returns a size from /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10

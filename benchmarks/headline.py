@@ -1,9 +1,10 @@
-"""Measures the README's regime on a CUDA machine: a model whose state is far larger than card and RAM, large batches.
+"""Measures README's regime on a CUDA machine: a model whose state is far larger than card and RAM, with large batches.
 
-A Qwen2.5 1.5B in bf16 with 24 GiB of the card, and host memory in the proportion of an 8 B model's 48 GiB. A step has
-as many tokens as bring planned computation beside the drive near to that of an 8 B model on an RTX 4090, in the largest
-micro-batches that fit; steps longer than `_LONGEST` are avoided. Every cell is a process of its own, and none begins
-or goes on after the time that there is; torch has the whole card, all others what `--card` says.
+The model is Qwen2.5 1.5B in bf16, with 24 GiB of the card, and host memory in proportion to 48 GiB for an 8 B model.
+The number of tokens brings the ratio of a step's computation to its drive time, by the plan, near the ratio of an 8 B
+model on an RTX 4090, in the largest micro-batches that fit; steps longer than `_LONGEST` are avoided. Each cell is a
+process of its own, which is killed when the time of `--seconds` is over. In-memory torch has the whole card; the other
+systems have `--card` bytes of it.
 """
 
 from __future__ import annotations
@@ -44,29 +45,29 @@ if TYPE_CHECKING:
     from memascend.cli.plan.answer import Answer, Question
     from memascend.plan.cost import Drive
 
-# The row of README whose proportions are taken: host memory beside parameters, computation beside the drive.
+# The row of README that gives the proportions of host memory to parameters, and of computation to the drive's time.
 _ROW = "llama-8b --gpu 4090 --drive 5,4 --host-memory 48GiB --length 1024 --tokens 32768 --accumulation-steps 2"
 _CLIPPED = "--one-after-the-other --max-grad-norm 1"
-# Seconds of the longest planned step: torch's cell and four of ours are to end within eight minutes, set-up included.
+# Seconds of the longest planned step: torch's cell and four of ours must end within eight minutes, with their set-up.
 _LONGEST = 15.0
-# The part of the card that a step may fill by its plan: gaps between torch's tensors need the rest, and a Trainer goes
-# by layer where nine tenths do.
+# The part of the card that a step may fill by its plan. Gaps between torch's tensors need the rest, and a Trainer
+# trains by layer if its plan fits into nine tenths.
 _PART = 0.85
-# Sequences of a micro-batch that are tried, and micro-batches of a step.
+# The numbers of sequences in a micro-batch, and of micro-batches in a step, to choose from.
 _SEQUENCES = (1, 2, 4, *range(8, 257, 8))
 _MICRO_BATCHES = range(2, 33)
-# What trains; without TRL a loop, with a loss that makes no logits of all tokens either.
+# The system of our cells: TRL's Trainer, or a loop if TRL is missing. In both, the loss has no logits of all tokens.
 TRAINER = "memascend-trainer" if all(map(importlib.util.find_spec, ("trl", "datasets", "accelerate"))) else "memascend"
-# Of cells of ours: the first ones fill the RAM tier and find out whether steps are clipped.
+# Steps of our cells. The warm-up steps fill the RAM tier, and memascend detects in them whether the loop clips.
 _WARM, _STEPS = 2, 4
-# Of DeepSpeed: as many as every model needed for which the fewest were looked for.
+# The swap buffers of DeepSpeed's state. `benchmarks.train.tuning` found no model that works with fewer.
 _STATE_BUFFERS = 12
-# Seconds that a cell needs at least: to import, to fill the store, for a step.
+# The least seconds that a cell needs to import modules, fill the store and make a step.
 _LEAST = 30.0
 TORCH, TURNS, LAYERS = "torch, in the card's memory", "one after the other", "by layer"
 
 
-# --- what is chosen ----------------------------------------------------------------------------
+# --- choosing the steps and cells --------------------------------------------------------------
 
 
 def _asked(words: str) -> Question:
@@ -76,7 +77,7 @@ def _asked(words: str) -> Question:
 
 
 def _balance(question: Question, found: Answer) -> float:
-    """Seconds of computation for each of the drive."""
+    """Returns a step's seconds of computation for each second of the drive."""
     computed = sum(phase.parts["compute"] for phase in found.phases or () if "compute" in phase.parts)
     return computed / (disk_seconds(question, found) or math.nan)
 
@@ -84,9 +85,9 @@ def _balance(question: Question, found: Answer) -> float:
 def questions(
     options: argparse.Namespace, drive: Drive | None, storage: Path | None = None
 ) -> tuple[float, dict[str, Question]]:
-    """The balance of the README's row, and the step of each way: clipped, one after the other and by layer.
+    """Returns the balance of README's row, and two questions for a clipped step: one after the other, and by layer.
 
-    With a folder of storage, the log of gradients is as long as there is space for.
+    If the folder `storage` is given, the log of gradients is as long as its free space allows.
     """
     row = _asked(f"{_ROW} {_CLIPPED}")
     wanted = _balance(row, answer(row))
@@ -108,7 +109,7 @@ def questions(
         in_turn, layered = (answer(way).seconds or math.inf for way in (step, layers))
         if short is None or max(in_turn, layered) < short[0]:
             short = max(in_turn, layered), {TURNS: step, LAYERS: layers}
-        # By layer is for those who are faster that way.
+        # Users train by layer because it is faster, so it must be faster for the chosen step, too.
         if layered <= in_turn <= _LONGEST:
             return wanted, {TURNS: step, LAYERS: layers}
     if short is None:
@@ -117,7 +118,7 @@ def questions(
 
 
 def _computes(options: argparse.Namespace) -> str:
-    """What computes, in words of `memascend plan`: this GPU, with the memory that a step may fill."""
+    """Returns the options of `memascend plan` for the device: for a GPU with the memory that a step may fill."""
     if options.device == "cpu":
         return "--device cpu"
     gpu = parse_gpu(options.gpu) if options.gpu else gpu_here()
@@ -131,7 +132,7 @@ def _card(options: argparse.Namespace) -> int:
 
 
 def _affordable(question: Question, budget: int) -> Question:
-    """With this budget, or with the smallest one that works."""
+    """Returns the question with this budget, or with the smallest one that works."""
 
     def told(nbytes: int) -> Question:
         return replace(question, options=replace(question.options, host_memory=nbytes))
@@ -148,14 +149,17 @@ def _of(question: Question, sequences: int, count: int) -> Question:
 
 
 def _by_layer(turns: Question) -> Question | None:
-    """As many sequences a step: the fastest that fits, in the largest micro-batches of those that are as fast."""
+    """Returns the fastest step by layer that fits and has as many sequences; None if none fits.
+
+    Among steps that take at most 2 % more than the fastest, it has the largest micro-batches.
+    """
     asked: list[tuple[float, Question]] = []
     for count in (turns.micro_batches << power for power in range(8)):
         sequences, rest = divmod(turns.micro_batches * turns.sequences, count)
         for activations in ("device", "ssd") if sequences and not rest else ():
             options = replace(turns.options, accumulation_steps=1, activations=activations)
             one = replace(turns, sequences=sequences, micro_batches=count, options=options)
-            # The budget may not do for activations in files.
+            # The budget may be too small for activations on storage.
             with contextlib.suppress(BudgetError):
                 found = answer(one)
                 if not found.problems and found.seconds is not None:
@@ -165,12 +169,12 @@ def _by_layer(turns: Question) -> Question | None:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    """The shape, from the name or the config that `memascend plan` takes."""
+    """Returns the workload of `--model`, a name or a config.json as for `memascend plan`."""
     path = Path(options.model)
     known = shape_named(path)
     config = known[1] if known else json.loads((path / "config.json" if path.is_dir() else path).read_text())
     if config["model_type"] != "qwen2":
-        raise SystemExit("--model is one of Qwen2's shapes")
+        raise SystemExit("--model must be one of Qwen2's shapes")
     return Workload(
         name=known[0] if known else path.name,
         layers=config["num_hidden_layers"],
@@ -189,7 +193,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What trains, and what `memascend plan` says of it."""
+    """A system, its workload and settings, and the question by which `memascend plan` predicts its step."""
 
     system: str
     work: Workload
@@ -199,7 +203,7 @@ class Cell:
 
 
 def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | None) -> dict[str, Cell]:
-    """All cells, in the order in which they are worth the time; `values` is the folder of a checkpoint."""
+    """Returns all cells, the most important ones first. `values` is the folder of a checkpoint."""
     turns = asked[TURNS]
     step = replace(work, batch=turns.sequences, micro_batches=turns.micro_batches)
     found = {TORCH: Cell(system="torch", work=step, question=turns, warm=1)}
@@ -225,11 +229,11 @@ def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | 
     return found
 
 
-# --- what is measured --------------------------------------------------------------------------
+# --- measuring ---------------------------------------------------------------------------------
 
 
 def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All figures; `tell` gets those that there are after each cell."""
+    """Measures all cells; returns the results. After each cell, `tell` gets the results so far."""
     until = time.monotonic() + options.seconds
     work = _workload(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
@@ -237,7 +241,7 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
         drive, speeds = drive_at([folder])
         values_are_read = not options.cells or any(word not in TORCH for word in options.cells)
         if values_are_read:
-            # They take space that the stores then do not have.
+            # The checkpoint takes free space, so it is written before the plan counts the space for the stores.
             ours.write(work, folder / "values")
         wanted, asked = questions(options, drive, folder)
         card = None if options.device == "cpu" else parse_gpu(f"1,{_card(options) / 1e9},1").usable
@@ -255,7 +259,7 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
             "cells": {},
         }
         deepspeed = environment.found(options.deepspeed)
-        # Others say at once that they cannot run.
+        # Without DeepSpeed, its cells fail at once, so that the other cells share their time.
         able = [name for name, cell in chosen.items() if deepspeed or not SYSTEMS[cell.system].deepspeed]
         for one, cell in chosen.items():
             left = until - time.monotonic()
@@ -271,7 +275,7 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
 
 
 def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
-    """What a cell took, beside what was planned and beside torch's cell."""
+    """Returns the measurements of a cell, its plan, and the difference of its losses from those of torch's cell."""
     question, work = cell.question, cell.work
     about = {"system": cell.system, "step": f"{work.micro_batches} x {work.batch} x {work.length}"}
     if "error" in taken:
@@ -308,7 +312,7 @@ def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[s
 
 
 def _steps(taken: dict[str, Any]) -> list[float]:
-    """The seconds of the measured steps, but for those of the slower way where a run was still trying both."""
+    """Returns the seconds of the measured steps; of a run that was still trying two ways, those of the faster way."""
     by_way: dict[str, list[float]] = {}
     for way, seconds in zip(taken["ways"], taken["seconds"]["step"], strict=True):
         by_way.setdefault(way, []).append(seconds)
@@ -316,12 +320,12 @@ def _steps(taken: dict[str, Any]) -> list[float]:
 
 
 def _peak(question: Question) -> float:
-    """Operations a second of what computes."""
+    """Returns the device's peak operations a second."""
     return (question.gpu.flops / REACHED) if question.gpu is not None else question.processor or math.nan
 
 
 def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
-    """What `memascend plan` says of a cell of ours, and what it would say if torch's part of the peak were assumed."""
+    """Returns the plan's predictions for a cell of ours; `reached`: the part of the peak that torch's cell reached."""
     question = cell.question
     if not cell.system.startswith("memascend"):
         return {}
@@ -339,11 +343,11 @@ def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
     return found
 
 
-# --- what is printed ----------------------------------------------------------------------------
+# --- printing -----------------------------------------------------------------------------------
 
 
 def shown(values: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Returns the results as text: the machine, a table and notes."""
     balance = values["balance"]
     speeds = ", ".join(f"{name} {speed:.2f}" for name, speed in values["gb_per_second"].items())
     about = [
@@ -366,7 +370,7 @@ def shown(values: dict[str, Any]) -> str:
         notes.append("TRL, datasets or accelerate is not installed: memascend trained in a loop, with a chunked loss")
     for name, cell in values["cells"].items():
         if name.startswith(LAYERS) and cell.get("in_turn_since"):
-            notes.append(f"{name}: it went one after the other, since {', '.join(cell['in_turn_since'])}")
+            notes.append(f"{name}: trained one after the other, since {', '.join(cell['in_turn_since'])}")
     return "\n".join([*about, "", table(columns, rows), "", *notes])
 
 
@@ -406,17 +410,17 @@ def _moved(cell: dict[str, Any], prefix: str) -> str:
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
-    """Declare the options that `benchmarks.cuda` does not have by itself."""
+    """Adds the options for `--headline` to those of `benchmarks.cuda`."""
     add("--headline", action="store_true", help="measure a 1.5 B model in the regime of README's table instead")
     add("--model", default="qwen2.5-1.5b", help="a shape of Qwen2, by its name or config.json (%(default)s)")
-    add("--gpu", metavar="TFLOPS,GB,PCIE_GB_S", help="figures of the GPU (default: those that plan knows)")
-    add("--seconds", type=float, default=480.0, help="that all cells together may take (%(default).0f)")
-    add("--cells", nargs="+", metavar="WORD", help="those alone whose name has one of these words")
+    add("--gpu", metavar="TFLOPS,GB,PCIE_GB_S", help="the GPU's figures (default: those known to `memascend plan`)")
+    add("--seconds", type=float, default=480.0, help="time for all cells together (%(default).0f)")
+    add("--cells", nargs="+", metavar="WORD", help="only cells whose name has one of these words")
     add("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; the figures are written after each cell."""
+    """Measures and prints; writes the results after each cell."""
 
     def tell(values: dict[str, Any]) -> None:
         if options.write:
@@ -424,7 +428,7 @@ def run(options: argparse.Namespace) -> int:
             (options.write / "headline.json").write_text(json.dumps(values, indent=1) + "\n")
             (options.write / "headline.txt").write_text(shown(values) + "\n")
 
-    # Of several cards, the first one: a Trainer would take them all.
+    # Only the first card is visible: a Trainer would use all of them.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     values = measured(options, tell)
     print(json.dumps(values, indent=1) if options.json else shown(values))

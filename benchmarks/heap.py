@@ -1,10 +1,10 @@
-"""Measures seconds of a step and memory with other thresholds from which on the C library maps allocations.
+"""Measures a step's seconds and memory with several mmap thresholds: the sizes from which malloc maps allocations.
 
-Each model trains in a process of its own for each threshold; the processes take turns, so that all of them meet the
-same machine. "ours" is what users get (`rust/mem/src/heap.rs`), "none" leaves the heap alone
-(`MEMASCEND_MALLOC=system`); a number is given to glibc by its own variables from the beginning, so that the model is
-not made in the heap. What is printed: the median seconds of a step, and the most that the process
-held while it trained beyond what it held before there was a model.
+Each model trains in a process of its own for each threshold. The processes take turns, so that a drift of the machine
+affects all of them alike. "ours" is the default of memascend (`rust/mem/src/heap.rs`), "none" leaves the heap alone
+(`MEMASCEND_MALLOC=system`). glibc's own variables set a number as the threshold from the beginning, so that the model
+is not made in the heap. The table has the median seconds of a step, and the bytes by which the peak of training exceeds
+the process's memory before the model was made.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from memascend.text import table
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _THRESHOLDS = {"ours": None, "none": None, "32K": 32 * _KIB, "1M": _MIB, "4M": 4 * _MIB, "32M": 32 * _MIB}
-# Hidden, intermediate, blocks, heads, heads of keys, words; those of Qwen2 where it has that size.
+# Hidden size, intermediate size, blocks, heads, key-value heads, vocabulary. "1.5B" has the shape of Qwen2-1.5B.
 _SHAPES = {"125M": (768, 2048, 12, 12, 4, 32_000), "1.5B": (1536, 8960, 28, 12, 2, 151_936)}
 _WARM_STEPS = 2
 
 
 def main() -> None:
-    """Measure every model with every threshold, and print a table of each."""
+    """Measures every model with every threshold, and prints a table of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", nargs="+", choices=_SHAPES, default=["125M"])
     parser.add_argument("--thresholds", nargs="+", choices=_THRESHOLDS, default=list(_THRESHOLDS))
-    parser.add_argument("--tokens", type=int, default=128, help="of one sequence (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (%(default)s)")
     parser.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="fused")
-    parser.add_argument("--host-memory", help="a budget, for what is held (default: offload()'s)")
+    parser.add_argument("--host-memory", help="the budget (default: offload()'s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn that count")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to train from")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
-    """What a process of its own says."""
+    """Trains in a new process with the threshold `name`; returns the result of `_train`."""
     threshold = _THRESHOLDS[name]
     of_glibc = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "MEMASCEND_MALLOC")
     environment = {name: value for name, value in os.environ.items() if name not in of_glibc}
@@ -86,7 +86,7 @@ def _summary(made: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each step, and what training added to the process at its peak."""
+    """Trains a model; returns the seconds of each step, and the bytes that training added to the process at most."""
     import torch
     import transformers
 
@@ -109,7 +109,7 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/store", device="cpu", **options)
-    # What making the model took is no part of training.
+    # The peak of training must not include the peak of making the model.
     Path("/proc/self/clear_refs").write_text("5")
     batch = torch.randint(0, words, (1, tokens))
     seconds = []
@@ -120,7 +120,7 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-        # The pages of files are no memory that training takes: what is mapped of them now is left out.
+        # Training does not allocate the mapped pages of files, so the bytes mapped at this point are subtracted.
         added = status("VmHWM") - status("RssFile") - status("RssShmem") - before
     return {"seconds": seconds[_WARM_STEPS:], "added": added}
 

@@ -1,6 +1,6 @@
-"""Measures what module hooks cost a forward: microseconds for a call that reads nothing, beside the bare call.
+"""Measures the cost of module hooks in a forward: microseconds of a call that reads no unit, beside the bare call.
 
-The module is as small as one can be, so that its call is all overhead, and the rounds of both take turns.
+The module is as small as possible, so that its call is all overhead. Rounds with and without hooks take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGET_MICROSECONDS = 20.0
 
 
 def main() -> None:
-    """Measure both kinds of module, print a line of each."""
+    """Measures both kinds of module and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", default=".", help="a folder on a disk")
     parser.add_argument("--write", metavar="FOLDER", help="also write hooks.txt and hooks.json there")
@@ -32,8 +32,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-hooks-") as folder:
         values = {
-            "a unit, resident, bound and unbound": measured(Path(folder, "unit"), inner=False),
-            "a module inside a bound unit": measured(Path(folder, "inner"), inner=True),
+            "a cached unit, materialized and offloaded": measured(Path(folder, "unit"), inner=False),
+            "a module inside a materialized unit": measured(Path(folder, "inner"), inner=True),
         }
     lines = [
         f"{name}: {value['added']:.1f} us added to {value['bare']:.1f} us (at most {TARGET_MICROSECONDS:.0f})"
@@ -48,45 +48,45 @@ def main() -> None:
 
 
 class Scale(nn.Module):
-    """One parameter, and as little arithmetic as there is."""
+    """A module with one parameter and almost no arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As its modules say."""
+        """Returns `x` times the weight."""
         return x * self.weight
 
 
 class Row(nn.Module):
-    """Modules one after the other; as one unit where it has a parameter itself."""
+    """A sequence of `Scale` modules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Scale() for _ in range(MODULES))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As its modules say."""
+        """Calls each module with the result of the one before."""
         for layer in self.layers:
             x = layer(x)
         return x
 
 
 class Whole(nn.Module):
-    """A row inside of one block."""
+    """A module whose only block is a `Row`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Row()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As its modules say."""
+        """Calls the block."""
         return self.blocks[0](x)  # type: ignore[no-any-return]
 
 
 def measured(storage: Path, *, inner: bool) -> dict[str, float]:
-    """Medians of a call's microseconds, without and with gates."""
+    """Returns medians of a call's microseconds, without and with hooks. `inner`: of modules in a materialized unit."""
     made: Any = Whole if inner else Row
     bare, gated = made(), made()
     x = torch.ones(16)

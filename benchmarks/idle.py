@@ -1,10 +1,10 @@
-"""Shows when the disk is idle in a training step, by its own counters: `python -m benchmarks.idle`.
+"""Shows when the disk is idle in a training step, by the disk's counters: `python -m benchmarks.idle`.
 
-A process of its own reads the counters of the disk every 10 ms, while the model of a workload trains offloaded. The
-table has, for each part of a step, how long it took, for how much of that no request was out, how many were on
-average, and what was moved. Below it is what fio (huge pages, 1 MiB, depth 16) reaches with the step's mix of reads and
-writes, right before and right after, and the step's seconds over those that fio takes for its bytes. The picture has
-the last two steps.
+A separate process reads the disk's counters every 10 ms, while the model of a workload trains offloaded. For each part
+of a step, the table has its seconds, the seconds in which no request was in flight, the average number of requests in
+flight, and the GB/s moved. A line below the table has the GB/s of fio (huge pages, 1 MiB, depth 16) with the step's mix
+of reads and writes, right before the steps and right after, and the ratio of a step's seconds to the seconds in which
+fio moves as many bytes. The picture has the last two steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.train.cell.workload import WORKLOADS, tokens
 from memascend.errors import ConfigError
 from memascend.text import open_pyplot, table
 
-# Reads nothing but the clock and the counters, and holds up nobody.
+# The program of the sampling process. It reads only the clock and the disk's counters, and delays no training thread.
 SAMPLER = """
 import json, select, sys, time
 path, seconds = sys.argv[1], float(sys.argv[2])
@@ -47,13 +47,13 @@ _PARTS = ("forward", "backward", "step()")
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measures the steps and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="125M-1x128")
     parser.add_argument("--system", choices=[name for name, way in SYSTEMS.items() if way.module == "ours"],
                         default="memascend")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=6, help="measured, after two (6)")
-    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to look at (here)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after two others (6)")
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to measure (here)")
     parser.add_argument("--write", type=Path, help="a folder for idle.txt, and idle.png of the last two steps")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
@@ -68,7 +68,7 @@ def main() -> None:
 def measured(
     options: argparse.Namespace, folder: Path
 ) -> tuple[list[tuple[str, float, float]], list[list[float]], str]:
-    """The parts of each step as (name, begin, end), what the disk's counters were meanwhile, and what fio reaches."""
+    """Returns the parts of the steps as (name, begin, end), the samples of the disk's counters, and the line on fio."""
     work = WORKLOADS[options.workload]
     ours.ready()
     system = ours.begin(work, SYSTEMS[options.system].settings, folder)
@@ -106,7 +106,7 @@ def measured(
 
 
 def _peer(folder: Path, moved: dict[str, float]) -> float:
-    """GB/s of fio, of the mix of a step; 0 without a step's bytes."""
+    """Returns fio's GB/s with a step's mix of reads and writes; 0 if a step moves nothing."""
     together = moved["read"] + moved["written"]
     if not together:
         return 0.0
@@ -134,12 +134,12 @@ def _counters(folder: Path) -> Path:
     device = folder.stat().st_dev
     path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     if not path.exists():
-        raise ConfigError(f"{folder} is on no disk that counts; name a folder on one with --storage")
+        raise ConfigError(f"{folder} is on no disk that has counters in /sys; name a folder on one with --storage")
     return path
 
 
 def between(samples: list[list[float]]) -> list[dict[str, float]]:
-    """What happened from each sample to the next: GB/s read and written, requests out on average, seconds idle."""
+    """Returns for each two consecutive samples GB/s read and written, mean requests in flight, and idle seconds."""
     found = []
     for (at, read, written, out, queued), (until, *later) in itertools.pairwise(samples):
         seconds = until - at
@@ -149,14 +149,14 @@ def between(samples: list[list[float]]) -> list[dict[str, float]]:
             "read": (later[0] - read) * _SECTOR / 1e9 / seconds,
             "written": (later[1] - written) * _SECTOR / 1e9 / seconds,
             "queue": (later[3] - queued) / 1e3 / seconds,
-            # The kernel's own busy time moves in ticks of some ms.
+            # The kernel's own busy time is too coarse: it advances in ticks of some ms.
             "idle": seconds if not (out or later[2] or moved) else 0.0,
         })  # fmt: skip
     return found
 
 
 def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]) -> str:
-    """The table: medians over the steps."""
+    """Returns the table, with medians over the steps."""
     moments = between(samples)
     rows = []
     for part in (*_PARTS, "a step"):
@@ -177,7 +177,7 @@ def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], sa
 
 
 def _within(moments: list[dict[str, float]], begin: float, end: float) -> dict[str, float]:
-    """The mean of what lies between two times, of each moment as much as does."""
+    """Returns means and idle seconds from `begin` to `end`. Each moment counts by its overlap with that span."""
     seconds = end - begin
     parts = [(moment, max(0.0, min(end, moment["until"]) - max(begin, moment["at"]))) for moment in moments]
     mean = {name: sum(moment[name] * part for moment, part in parts) / seconds for name in ("read", "written", "queue")}
@@ -188,7 +188,7 @@ def _within(moments: list[dict[str, float]], begin: float, end: float) -> dict[s
 def draw(
     path: Path, options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]
 ) -> None:
-    """What was read and written over time, in two steps, and how many requests were out."""
+    """Draws GB/s read and written, and requests in flight, over the two steps in `spans`."""
     plt = open_pyplot()
     began, ended = spans[0][1], spans[-1][2]
     moments = [moment for moment in between(samples) if began <= moment["at"] <= ended]

@@ -26,7 +26,7 @@ _CASES = {
 
 
 def main() -> None:
-    """Measure each case in turn, round by round, and print the medians."""
+    """Measures each case once in every round, and prints the medians."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in _CASES}
     for _ in range(_ROUNDS):
         for name, imports in _CASES.items():

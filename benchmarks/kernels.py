@@ -1,6 +1,6 @@
-"""Measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam and bitsandbytes.
+"""Measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam, bitsandbytes and torchao.
 
-The peers get the same tensors, buffers for their casts that are already there, and as many threads.
+Our kernels and the peers get the same tensors and as many threads. The peers cast into buffers allocated beforehand.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kernel next to one peer."""
+    """The times and memory of one kernel and one peer."""
 
-    name: str  # the kernel and its types
-    peer: str  # what it is held against
-    seconds: tuple[float, float]  # of one call of each, medians of interleaved rounds
-    extra: tuple[int, int]  # bytes that a call holds at its peak, beside its arguments
+    name: str  # the kernel and its dtypes
+    peer: str  # the name of the peer
+    seconds: tuple[float, float]  # seconds of one call, ours and the peer's: medians of interleaved rounds
+    extra: tuple[int, int]  # bytes that one call allocates at its peak, beside its arguments: ours and the peer's
 
     @property
     def ratio(self) -> float:
-        """How many times faster the kernel is."""
+        """The peer's seconds divided by ours."""
         return self.seconds[1] / self.seconds[0]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measures the kernels; prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
@@ -112,11 +112,11 @@ def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Ro
 
 
 def _peak_bytes(call: Call) -> int:
-    """How far the resident set rises above where it was, while `call` runs."""
+    """Returns the most bytes by which the resident set grows while `call` runs."""
     process.restart_peak()
     before = process.resident()
     call()
-    # What Python and the thread stacks take besides is no more than this.
+    # Python and thread stacks may take up to 1 MiB, so a smaller rise is not the call's memory.
     rise = process.resident_peak() - before
     return rise if rise > 1 << 20 else 0
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels_gpu [--mebibytes N] [--json]
 
-The bandwidth is that of a plain copy in the same run. Rounds are interleaved; medians of CUDA events are shown, of work
-that was queued while the device was busy, as in a step.
+The bandwidth is that of a plain copy in the same run. Rounds are interleaved. The table has medians of CUDA events,
+around work that was queued while the device was busy, as in a step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROUNDS = 25
-# Clock cycles for which the device is busy before each call: the host's part is over by then.
+# Clock cycles for which the device is kept busy before each call. Meanwhile the host queues the call.
 _AHEAD = 1_000_000
 
 
 def seconds(cases: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of one call of each case on the device, the median of interleaved rounds."""
+    """Returns the seconds of one call of each case on the device: the median of interleaved rounds."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for call in cases.values():
         call()
     for _ in range(ROUNDS):
         for name, call in cases.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_AHEAD)  # noqa: SLF001 - there is no other
+            torch.cuda._sleep(_AHEAD)  # noqa: SLF001 - torch has no public sleep
             start.record()
             call()
             end.record()
@@ -45,7 +45,7 @@ def seconds(cases: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
-    """Kernel, peer, GB/s of the kernel, fraction of the read bandwidth, times faster."""
+    """Measures the check; returns rows of kernel, peer, GB/s, fraction of the bandwidth, and how many times faster."""
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         grad = torch.randn(nbytes // dtype.itemsize, device="cuda").mul_(0.01).to(dtype)
@@ -55,13 +55,13 @@ def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
             "copy": lambda: copy.copy_(grad),  # noqa: B023
             "ours": lambda: kernels.check_and_unscale(grad),  # noqa: B023
             "isinf.any or isnan.any": lambda: grad.isinf().any() | grad.isnan().any(),  # noqa: B023
-            # What ours does beside, though exactly.
+            # Our kernel also computes the norm; unlike torch, it sums exactly.
             "isinf.any or isnan.any, norm": lambda: (
                 grad.isinf().any() | grad.isnan().any(),  # noqa: B023
                 torch.linalg.vector_norm(grad, dtype=torch.float32),  # noqa: B023
             ),
         }
-        # torch has none for bf16: GradScaler is for fp16.
+        # torch has no such operation for bf16, since GradScaler is for fp16.
         if dtype != torch.bfloat16:
             cases["_amp_foreach_non_finite_check_and_unscale_"] = (
                 lambda: torch._amp_foreach_non_finite_check_and_unscale_([grad], found, scale)  # noqa: B023
@@ -76,7 +76,7 @@ def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
 
 
 def adam_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
-    """The same for an optimizer step with a bf16 gradient and a bf16 parameter."""
+    """Measures AdamW with a bf16 gradient and a bf16 parameter; returns a row like those of `check_rows`."""
     numel = nbytes // 4
     master, m, v, grad32 = (torch.full((numel,), x, device="cuda") for x in (0.02, 1e-3, 1e-3, 1e-2))
     grad, out = grad32.bfloat16(), master.bfloat16()
@@ -104,9 +104,9 @@ def adam_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measures the kernels; prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256, help="of each tensor (default 256)")
+    parser.add_argument("--mebibytes", type=int, default=256, help="size of each tensor (default 256)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():

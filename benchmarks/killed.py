@@ -1,13 +1,13 @@
-"""Kills `memascend train` again and again, and draws its losses beside a run that nothing killed.
+"""Kills `memascend train` again and again, and draws its losses beside those of an undisturbed run.
 
     python -m benchmarks.killed --folder /mnt/nvme --layers 20 --width 2048 --minutes 60 --write benchmarks/results
 
-Both runs train the same model (made on the spot, as by `examples/small_model.py`) on text that every machine has, by
-the command that a user types. The first is killed with SIGKILL at moments drawn at random over the minutes, whatever
-it is doing then (loading, opening its store, in the midst of a step), and begun again by the same command. The other
-one then does as many steps undisturbed. The result says how many losses have the same bits, what each kill came into,
-and how long it took until the next step was done. Without --layers the model is the largest whose run the folder's
-disk holds. An hour with 1.8 B parameters on two cores takes two hours in all.
+Both runs train the same model (which `examples/small_model.py` makes) on text that every machine has, by the command
+that a user types. SIGKILL ends the first run at moments drawn at random over --minutes, while the run loads, opens its
+store or makes a step; the same command starts it again. The second run then makes as many steps undisturbed. The result
+has the number of bit-identical losses, the number of steps before each kill, and the seconds until the next step was
+done. Without --layers, the model is the largest one whose run fits on the folder's disk. An hour with 1.8 B parameters
+on two cores takes two hours in all.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "small_model.py"
-# Of each parameter: the model, its store with two slots, and the model that is saved at the end.
+# Bytes on disk for each parameter: in the model, in its store with two slots, and in the model saved at the end.
 _BYTES_A_PARAMETER = 34
 _KEPT_FREE = 4 << 30
 _VOCABULARY = 4096
-# Of the run that is killed. The total in its progress tells it from other bars, as that of tokenizing.
+# The total of steps of the killed run. Its progress bar has this total, unlike other bars, such as that of tokenizing.
 _STEPS_MAX = 1_000_000
-# A run that needs longer to end has failed.
+# The most seconds that a run may take to end.
 _ENDS_SECONDS = 4 * 3600
 
 
 def main() -> None:
-    """Run both, compare, and print."""
+    """Makes both runs, compares them, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that takes the stores (here)")
-    parser.add_argument("--layers", type=int, help="of the model (as many as the disk holds)")
-    parser.add_argument("--width", type=int, default=2048, help="of the model, a multiple of 64 (2048)")
+    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk for the stores (here)")
+    parser.add_argument("--layers", type=int, help="layers of the model (as many as the disk holds)")
+    parser.add_argument("--width", type=int, default=2048, help="width of the model, a multiple of 64 (2048)")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (%(default)s)"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the model (%(default)s)"
     )
     parser.add_argument("--minutes", type=float, default=60, help="from the first start to the last kill (60)")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step (4)")
     parser.add_argument("--max-length", type=int, default=256, help="tokens of a micro-batch (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
     parser.add_argument("--write", type=Path, help="a folder for killed.txt, killed.json and killed.png")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="memascend-bench-") as folder:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both runs, one after the other."""
+    """Makes both runs, one after the other; returns their losses, the kills, and the seconds."""
     layers = options.layers or largest(folder, options.width)
     words = [sys.executable, str(_EXAMPLE), str(folder), "--layers", str(layers), "--width", str(options.width)]
     words += ["--dtype", options.dtype]
@@ -78,7 +78,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(said.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
     kills = killed.run_with_kills()
-    # To the end of the step that the last kill interrupted.
+    # Runs to the end of the step that the last kill interrupted.
     killed.run(kills[-1]["steps"] + 1)
     losses = killed.losses()
     killed.remove()
@@ -96,14 +96,14 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def largest(folder: Path, width: int) -> int:
-    """As many layers as leave room for a run; of two runs one is removed before the other begins."""
+    """Returns the most layers with which a run fits on the disk; the first run is removed before the second begins."""
     block = 4 * width * width + 3 * 3 * width * width
     parameters = (shutil.disk_usage(folder).free - _KEPT_FREE) / _BYTES_A_PARAMETER - 2 * _VOCABULARY * width
     return max(1, int(parameters / block))
 
 
 class Run:
-    """A run of the command, in a folder of its own."""
+    """One run of `memascend train`, through all its restarts, in a folder of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, name: str) -> None:
         self.options, self.folder = options, folder / name
@@ -118,12 +118,16 @@ class Run:
             "--gradient_accumulation_steps", str(options.accumulate), "--learning_rate", "1e-4",
         ]  # fmt: skip
         if options.dtype == "float32":
-            # TRL turns autocast on by itself.
+            # TRL's default turns autocast on.
             self._words += ["--bf16", "false"]
 
     def run_with_kills(self) -> list[dict[str, Any]]:
-        """Begin, and kill at each of the moments; what each kill found, and how long it was to the next step."""
-        rng = random.Random(self.options.seed)  # noqa: S311 - anybody may foresee it
+        """Starts the run again and again, and kills it at random moments.
+
+        Returns for each kill the seconds since the first start, the steps done, and the seconds from the next start to
+        the end of its first step.
+        """
+        rng = random.Random(self.options.seed)  # noqa: S311 - no secret
         until = 60 * self.options.minutes
         moments = [*sorted(rng.uniform(0, until) for _ in range(self.options.kills - 1)), until]
         began = time.monotonic()
@@ -134,7 +138,7 @@ class Run:
                 last = kills[-1] if kills else None
                 while time.monotonic() < began + moment:
                     if process.poll() is not None:
-                        sys.exit(f"{self._said()}\nthe run ended by itself, with {process.returncode}")
+                        sys.exit(f"{self._said()}\nthe run ended before it was killed, with {process.returncode}")
                     if last and "seconds_to_the_next_step" not in last and self.steps() > last["steps"]:
                         last["seconds_to_the_next_step"] = time.monotonic() - started
                     time.sleep(0.05)
@@ -143,7 +147,7 @@ class Run:
         return kills
 
     def run(self, steps: int) -> float:
-        """Do so many steps undisturbed: the seconds that took."""
+        """Runs up to step `steps` undisturbed; returns the seconds."""
         began = time.monotonic()
         with self._begun(steps) as process:
             if process.wait(_ENDS_SECONDS):
@@ -152,7 +156,7 @@ class Run:
 
     @contextlib.contextmanager
     def _begun(self, steps: int) -> Iterator[subprocess.Popen[bytes]]:
-        """The command, which is killed where this ends, if it has not ended by itself."""
+        """Yields a process of the command; kills it at the end, unless it has ended."""
         words = [*self._words, "--max_steps", str(steps)]
         with (self.folder / "said").open("ab") as said:
             process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
@@ -167,29 +171,29 @@ class Run:
         return (self.folder / "said").read_text(errors="replace")[-4000:]
 
     def losses(self) -> list[float]:
-        """Of each step, as the run that has ended logged them."""
+        """Returns the loss of each step, from the log that the finished run saved."""
         history = json.loads((self._output / "trainer_state.json").read_text())["log_history"]
         return [line["loss"] for line in history if "loss" in line]
 
     def steps(self) -> int:
-        """That are done, as far as the progress says."""
+        """Returns the number of steps done, from the progress bar."""
         said = self.folder / "said"
         found = re.findall(rf"(\d+)/{_STEPS_MAX} \[", said.read_text(errors="replace")) if said.exists() else []
         return int(found[-1]) if found else 0
 
     def store_bytes(self) -> int:
-        """Of the training state on storage."""
+        """Returns the bytes of the store on disk."""
         place = self.folder / "store"
         files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
         return sum(file.stat().st_blocks * 512 for file in files)
 
     def remove(self) -> None:
-        """Make room for the next run."""
+        """Removes the run's folder, to make room for the next run."""
         shutil.rmtree(self.folder)
 
 
 def shown(options: argparse.Namespace, found: dict[str, Any]) -> str:
-    """What a kill cost, and whether the losses are equal."""
+    """Returns as text the table of kills, and how many losses are equal."""
     equal = sum(one == other for one, other in zip(found["killed"], found["whole"], strict=True))
     rows = [
         (
@@ -204,13 +208,13 @@ def shown(options: argparse.Namespace, found: dict[str, Any]) -> str:
     return (
         f"{found['model']}, in {found['dtype']}; {options.accumulate} x {options.max_length} tokens a step; a store of "
         f"{found['store_bytes'] / 1e9:.1f} GB\n\n{table(head, rows)}\n\n{equal} of {len(found['whole'])} losses of the "
-        f"run that was killed {len(found['kills'])} times are those of the run that never was, in all digits\n"
+        f"run that was killed {len(found['kills'])} times equal those of the undisturbed run, in all digits\n"
         f"{found['kills'][-1]['seconds'] / 60:.0f} minutes with the kills, {found['whole_seconds'] / 60:.0f} without"
     )
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:
-    """Both curves, and where the kills were."""
+    """Draws the losses of both runs, and a line at each kill."""
     plt = open_pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 4), layout="constrained")
     steps = range(1, len(found["whole"]) + 1)

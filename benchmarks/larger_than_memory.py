@@ -1,11 +1,11 @@
-"""Makes, trains, saves, kills and resumes a language model three times as large as memory.
+"""Trains, saves and resumes a language model three times as large as memory, and kills its process on the way.
 
     python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 
-Each part runs in a process of its own within a memory cgroup, whose limit leaves it `--limit` beyond what importing
-torch, transformers and memascend takes: the processes are forked from one that has imported them, own what is there,
-and all that comes from then on is counted. The weights are three times the limit, the training state 21 times. Needs
-root, for the cgroups.
+Each part runs in a process of its own, in a memory cgroup. The cgroup's limit is `--limit`, and does not include the
+memory that importing torch, transformers and memascend takes: each process is forked from one that has imported them,
+and copies the parent's pages before it enters the cgroup. The weights are three times the limit, the training state 21
+times. Needs root, for the cgroups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # a first step would load it
+import torch._dynamo  # otherwise imported by the first step
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -41,9 +41,9 @@ from memascend.text import bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Linux 5.14.
-# What the budget has beyond the smallest.
+# The bytes by which the budget exceeds the smallest one.
 _MORE_BYTES = 4 << 20
+# Linux 5.14 and later.
 _MADV_POPULATE_WRITE = 23
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ LENGTH = 64
 
 
 def config(nbytes: int, width: int) -> Qwen2Config:
-    """A model of as many blocks as make the weights that large."""
+    """Returns the configuration of a model with so many blocks that its weights have `nbytes` bytes or more."""
     heads, inner, vocabulary = 8, 11 * width // 4, 1024
     block = 2 * width * width + 2 * width * width // 4 + 3 * width * inner
     blocks = max(2, (nbytes // 2 - 2 * vocabulary * width) // block + 1)
@@ -70,13 +70,13 @@ def config(nbytes: int, width: int) -> Qwen2Config:
 
 
 def bodiless(made: Qwen2Config) -> Any:
-    """The model, without values."""
+    """Returns the model on "meta"."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
 
 
 def write_shards(made: Qwen2Config, folder: Path, limit: int) -> int:
-    """Random weights in the files that Hugging Face has for a large model; their bytes."""
+    """Writes random weights as safetensors files with an index, as a large model has on Hugging Face; returns bytes."""
     folder.mkdir()
     dice = torch.Generator().manual_seed(0)
     parts: list[dict[str, torch.Tensor]] = [{}]
@@ -98,12 +98,12 @@ def write_shards(made: Qwen2Config, folder: Path, limit: int) -> int:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The tokens of a step."""
+    """Returns the tokens of a step."""
     return torch.randint(2, 1024, (1, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def logits(model: Any) -> torch.Tensor:
-    """What an evaluation computes."""
+    """Returns the logits of a fixed batch, in eval mode."""
     model.eval()
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=batch(10**6)).logits
@@ -112,7 +112,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 class Part:
-    """What the parts share. Each is run in its own process, and says lines to the one that began it."""
+    """The parts of the benchmark. Each runs in its own process, and reports values to the parent process by `say`."""
 
     def __init__(self, made: Qwen2Config, folder: Path, say: Callable[[str, Any], None]) -> None:
         self.made = made
@@ -120,19 +120,19 @@ class Part:
         self.say = say
 
     def begin(self, storage: str, **options: Any) -> None:
-        """Offload a model that has no values yet."""
+        """Offloads the model, which is on "meta"."""
         self.model = bodiless(self.made)
         self.model.activation_checkpointing_enable()
         self.model.train()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         (self.folder / storage).mkdir(exist_ok=True)
         options |= {"storage": self.folder / storage, "gradients": "fused", "device": "cpu"}
-        # Under a limit so small the budget is chosen, and not what keeps the disk busy.
+        # The limit is too small for the default budget, which keeps the disk busy.
         options["host_memory"] = smallest_budget(self.model, optimizer, options) + _MORE_BYTES
         self.model, self.optimizer = memascend.offload(self.model, optimizer, **options)
 
     def train(self, to: int) -> None:
-        """Up to a step; say the losses."""
+        """Trains up to the step `to`; reports the losses."""
         for step in range(self.optimizer.steps + 1, to + 1):
             tokens = batch(step)
             loss = self.model(input_ids=tokens, labels=tokens).loss
@@ -142,7 +142,7 @@ class Part:
             self.say("loss", [step, loss.item().hex()])
 
     def evaluate(self, name: str) -> None:
-        """Keep logits in a file, and generate."""
+        """Saves the logits to the file `name`; generates tokens and reports them."""
         torch.save(logits(self.model), self.folder / name)
         self.model.eval()
         with torch.no_grad():
@@ -151,7 +151,7 @@ class Part:
         self.say("generated", made.tolist())
 
     def created(self) -> None:
-        """From shards to a saved checkpoint, and on until it is killed."""
+        """Trains from the shards, saves a checkpoint, and trains on until the process is killed."""
         self.begin("store", weights=self.folder / "shards")
         self.say("plan", self.optimizer.plan.host_peak)
         self.train(SAVED_AT)
@@ -162,17 +162,17 @@ class Part:
         self.train(10**6)
 
     def resumed(self) -> None:
-        """From the store, as the kill left it."""
+        """Resumes from the store of the killed process; saves the model by transformers."""
         self.begin("store", existing="resume")
         self.say("resumed at", self.optimizer.steps)
         self.train(LAST)
         self.evaluate("last")
-        # As others save it: by a state dict of the whole model.
+        # `save_pretrained` takes a state dict of the whole model.
         self.model.save_pretrained(self.folder / "saved")
         self.optimizer.close()
 
     def continued(self) -> None:
-        """From the checkpoint, in a new store."""
+        """Trains from the checkpoint, in a new store."""
         self.begin("other", checkpoint=self.folder / "checkpoint")
         self.say("resumed at", self.optimizer.steps)
         self.train(LAST)
@@ -181,7 +181,7 @@ class Part:
 
 
 def own_what_is_there() -> None:
-    """Copy the pages that a forked process shares with its parent: later it would be charged for them one by one."""
+    """Copies the pages that this forked process shares with its parent, so that its cgroup is not charged for them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.malloc_trim(0)
     page = os.sysconf("SC_PAGESIZE")
@@ -201,7 +201,7 @@ def own_what_is_there() -> None:
 
 
 class Group:
-    """A memory cgroup with a limit, of whichever version there is."""
+    """A memory cgroup with a limit, of cgroup version 1 or 2."""
 
     def __init__(self, parent: Path, name: str, limit: int) -> None:
         self.path = parent / name
@@ -211,16 +211,16 @@ class Group:
         self.anonymous_peak = 0
 
     def enter(self) -> None:
-        """Let this process be in it."""
+        """Moves this process into the cgroup."""
         (self.path / "cgroup.procs").write_text("0")
 
     def look(self) -> None:
-        """What no reclaim could give back."""
+        """Updates the peak of anonymous memory, which the kernel cannot reclaim without swap."""
         stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
         self.anonymous_peak = max(self.anonymous_peak, int(stat["rss" if self._first else "anon"]))
 
     def end(self) -> dict[str, int]:
-        """What the kernel counted; then it is gone."""
+        """Returns the peaks and the number of processes killed for memory; removes the cgroup."""
         peak = self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")
         events = (self.path / ("memory.oom_control" if self._first else "memory.events")).read_text()
         found = {
@@ -239,7 +239,7 @@ class Group:
 
 
 def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *, kill: bool) -> dict[str, Any]:
-    """One part in its process and its cgroup; what it said and held."""
+    """Runs a part in its own process and cgroup; returns its reported values, peaks of memory and seconds."""
     group = Group(parent, part, limit)
     hears, told = os.pipe()
     began = time.perf_counter()
@@ -248,7 +248,7 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
         status = 1
         try:
             os.close(hears)
-            # Nobody else knows of it.
+            # The kernel kills this process when the parent dies; no other program would end it.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             own_what_is_there()
             group.enter()
@@ -270,7 +270,7 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
             time.sleep(0.002)
         if kill and not killed and b"goes on" in text:
             killed = True
-            # In the middle of a step.
+            # After this sleep, the process is in the middle of a step.
             time.sleep(0.05)
             os.kill(pid, signal.SIGKILL)
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -279,7 +279,7 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
     os.close(hears)
     held = group.end()
     if status != (signal.SIGKILL if killed else 0) or held["killed for memory"]:
-        raise SystemExit(f"{part} ended with status {status}, having said {text.decode()!r}; {held}")
+        raise SystemExit(f"{part} ended with status {status}, having reported {text.decode()!r}; {held}")
     said = [json.loads(line) for line in text.splitlines()]
     return {
         "part": part,
@@ -291,12 +291,12 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
 
 
 def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Every bit of what the parts have in common, and what plain transformers makes of the files."""
+    """Raises SystemExit unless losses and logits of all parts, and of plain transformers, are bit-identical."""
     losses: dict[int, str] = {}
     for part in found.values():
         for step, loss in part["losses"].items():
             if losses.setdefault(step, loss) != loss:
-                raise SystemExit(f"the loss of step {step} is another in {part['part']}")
+                raise SystemExit(f"the loss of step {step} differs in {part['part']}")
     at = found["resumed"]["resumed at"]
     if at < KILLED_AFTER or found["continued"]["resumed at"] != SAVED_AT:
         raise SystemExit(f"resumed at step {at}, continued at {found['continued']['resumed at']}")
@@ -304,14 +304,14 @@ def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
     for saved, said in same:
         plain = AutoModelForCausalLM.from_pretrained(folder / saved)
         if not torch.equal(logits(plain), torch.load(folder / said)):
-            raise SystemExit(f"plain transformers computes other logits from {saved} than were computed offloaded")
+            raise SystemExit(f"plain transformers computes other logits from {saved} than the offloaded model")
         del plain
     if not torch.equal(torch.load(folder / "last"), torch.load(folder / "again")):
-        raise SystemExit("resumed from the store and from the checkpoint, the logits differ")
+        raise SystemExit("the logits of the run resumed from the store and of the one from the checkpoint differ")
 
 
 def cgroups(given: Path | None) -> Path:
-    """A cgroup to make others in."""
+    """Returns a cgroup in which others can be made: `given`, or a new one."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if given is None:
         given = (first if first.is_dir() else second) / f"memascend-{uuid.uuid4().hex[:8]}"
@@ -322,11 +322,11 @@ def cgroups(given: Path | None) -> Path:
 
 
 def main() -> None:
-    """Run the parts, compare, print."""
+    """Runs the parts, compares them, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", default="96MiB", help="memory for each part, beyond what imports take")
-    parser.add_argument("--times", type=float, default=3, help="the limit are the weights")
-    parser.add_argument("--width", type=int, default=512, help="of a block")
+    parser.add_argument("--limit", default="96MiB", help="memory for each part, without the imported modules")
+    parser.add_argument("--times", type=float, default=3, help="size of the weights, divided by the limit")
+    parser.add_argument("--width", type=int, default=512, help="width of a block")
     parser.add_argument("--folder", type=Path, help="a disk with room for 60 times the limit; none: beside this file")
     parser.add_argument("--cgroup", type=Path, help="an empty cgroup to make others in")
     parser.add_argument("--json", action="store_true")
@@ -344,7 +344,7 @@ def main() -> None:
             folder = Path(name)
             nbytes = write_shards(made, folder / "shards", limit)
             gc.collect()
-            # So that collections do not touch what was there before.
+            # Collections in the forked processes then skip the objects that exist here, and do not copy their pages.
             gc.freeze()
             for part in ("created", "resumed", "continued"):
                 found[part] = run(part, made, folder, parent, limit, kill=part == "created")
@@ -366,7 +366,7 @@ def main() -> None:
     ]
     print(f"limit {bytes_shown(limit)}, weights {bytes_shown(nbytes)}, training state {bytes_shown(7 * nbytes)}")
     print(table(("part", "anonymous peak", "with files", "time"), rows))
-    print("nothing was killed for memory; losses and logits are the same bits, also those of plain transformers")
+    print("no process was killed for memory; losses and logits are bit-identical, also those of plain transformers")
 
 
 if __name__ == "__main__":

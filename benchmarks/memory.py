@@ -1,4 +1,4 @@
-"""Computes what pools reserve for published models; measures what a lease costs."""
+"""Computes the memory that pools reserve for published models; measures the seconds of a lease."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from benchmarks.reservation import Reservation
 
-# Compute on one unit, read the next, write back the last.
+# The units in memory at once: one is computed, the next one read, the last one written back.
 _WINDOW = 3
 # Sizes of tensors in the lease benchmark.
 _LEASE_BYTES = (4 << 10, 1 << 20, 32 << 20)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Computes and measures; prints tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
@@ -75,7 +75,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def reservation_table(reservations: dict[str, Reservation]) -> str:
-    """One row for each model: needed, and for each pool the bytes reserved and the waste."""
+    """Returns a table with a row for each model: bytes needed, and for each pool the bytes reserved and the waste."""
     rows = [
         (
             name,

@@ -1,8 +1,9 @@
-"""Counts what the ranks of a run send each other to agree: `python -m benchmarks.messages [--ranks 8] [--storage D]`.
+"""Counts memascend's messages between ranks: `python -m benchmarks.messages [--ranks 8] [--storage D]`.
 
-gloo processes on the CPU train a small model, with and without clipping. The table has the messages and bytes of a step
-on all ranks (not the rows and gradients, which are FSDP2's), the seconds that a rank spends on them, which contain its
-waits for ranks that share the processors, and the sockets of a rank. gloo sends two short notices with each message.
+The ranks are gloo processes on the CPU that train a small model, with and without clipping. The table has the messages
+and bytes of a step, summed over all ranks (FSDP2's messages with shards and gradients are not counted); the seconds
+that a rank spends exchanging messages, with its waits for ranks that share the processors; and the sockets of a rank.
+gloo sends two short notices with each message, which are not counted either.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ WAYS = {"no clipping": None, "clipping": 0.1}
 
 
 def main() -> None:
-    """Run the ranks, or be one of them."""
+    """Runs the ranks and prints the table; with `--rank-of`, runs as one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (default: here)")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def be_rank(folder: Path, steps: int) -> None:
-    """Train both ways, one after the other, and write what was found."""
+    """Trains as one rank, without clipping and then with it; writes the counts to `folder`."""
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -78,7 +79,7 @@ def be_rank(folder: Path, steps: int) -> None:
 
 
 def watch() -> dict[str, float]:
-    """Count what the ranks of this process send each other from now on, and how long they exchange it."""
+    """Patches `isend` and `Exchange` to count this process's messages, bytes and seconds; returns the live counts."""
     from torch import distributed
 
     from memascend.distributed.control_plane import Exchange
@@ -104,19 +105,19 @@ def watch() -> dict[str, float]:
 
 
 def sockets() -> int:
-    """The number of sockets that this process has."""
+    """Returns the number of open sockets of this process."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found += str(entry.readlink()).startswith("socket:")
         except OSError:
-            # The descriptor of the listing itself.
+            # The entry is the descriptor of this listing, which is closed already.
             continue
     return found
 
 
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
-    """The table."""
+    """Returns the table. Each number of ranks has a row without clipping and one with it."""
     head = (
         "ranks", "", "exchanges a step", "messages of all ranks", "bytes", "seconds of a rank", "its sockets: torch's",
         "memascend's", "offload()",

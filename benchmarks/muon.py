@@ -1,8 +1,8 @@
 """Measures steps of Muon for a model's matrices with AdamW for the rest, beside AdamW for all, offloaded and in memory.
 
-Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. What a parameter of
-Muon's moves follows from both offloaded cases, since the other parameters move what they move under AdamW. "One matrix"
-has memory for one matrix with its state instead of two: none is read or written while another is computed.
+Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. The bytes of Muon's
+parameters follow from the two offloaded cases, since the other parameters move as many bytes as under AdamW alone. "One
+matrix" has memory for one matrix with its state instead of two, so no matrix is read or written while one is computed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _CASES = {
     "torch's AdamW in memory": {"muon": False, "memory": True},
     "torch's Muon + AdamW in memory": {"muon": True, "memory": True},
 }
+# The target: the most bytes that a step may move for each of Muon's parameters.
 _MOST_BYTES = 18.0
 _WARM_STEPS = 3
 
 
 def main() -> None:
-    """Measure all cases, print a table."""
+    """Measures all cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--length", type=int, default=128, help="tokens of a step")
@@ -108,7 +109,7 @@ with memory for one matrix a step takes {one["seconds"] / muon["seconds"]:.2f} o
 
 
 class _Worker:
-    """A case, in its own process."""
+    """Trains one case, and makes steps whenever the main process asks for them."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -152,7 +153,7 @@ class _Worker:
             self._step()
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Take so many steps, after one that is not counted: the disk may still be at others'."""
+        """Measures `steps` steps, after an uncounted one, during which the disk may still write for another case."""
         from benchmarks import counters
         from memascend.cli import process
 
@@ -173,7 +174,7 @@ class _Worker:
         }
 
     def _waited(self) -> float:
-        """Seconds in which the engine's thread waited for reads and writes."""
+        """Returns the seconds in which the engine's thread waited for reads and writes."""
         seconds = {} if self.engine is None else self.engine.counters()["seconds"]
         return float(seconds.get("reading", 0) + seconds.get("writing", 0))
 

@@ -1,9 +1,9 @@
-"""Compares what `memascend plan` predicts with real runs on this machine: `python -m benchmarks.plan_accuracy`.
+"""Compares the predictions of `memascend plan` with real runs on this machine: `python -m benchmarks.plan_accuracy`.
 
-Each cell is planned (with the processor and the disk measured) right before it is run, in processes of their own, as
-often as there are rounds; seconds are the medians of all rounds. A cell is a model and a budget; the table has memory
-of the process, what training adds to its imports, and seconds of a step, predicted and real. A round takes a quarter of
-an hour.
+A cell is a model and a budget. In each round one process measures processor and disk and plans the cell, and then
+another process runs the cell; seconds are the medians of all rounds. The table has the memory of the process, the
+memory that training adds to its imports, and the seconds of a step, predicted and real. A round takes a quarter of an
+hour.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from benchmarks.train.cell.workload import WORKLOADS, configuration
 from memascend.plan.spare import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
-# The comfortable budget, and one that holds state in memory.
+# Multiples of the comfortable budget: itself, and a budget that keeps records in RAM.
 BUDGETS = (1.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained."""
+    """A model, the tokens of a step, and its budgets."""
 
-    shape: dict[str, Any]  # of its config
-    tokens: int = 512  # of a step
-    budgets: tuple[float, ...] = BUDGETS  # in comfortable ones
+    shape: dict[str, Any]  # the fields of the model's config
+    tokens: int = 512  # tokens of a step
+    budgets: tuple[float, ...] = BUDGETS  # multiples of the comfortable budget
 
 
 def _as_trained(name: str, budgets: tuple[float, ...] = BUDGETS) -> Case:
-    """A workload of `benchmarks.train`, whose figures README shows."""
+    """Returns the case of a workload of `benchmarks.train`, whose measurements README shows."""
     work = WORKLOADS[name]
     shape = {**configuration(work).to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]}
     return Case(shape, work.length, budgets)
@@ -66,16 +66,16 @@ WARM, STEPS = 2, 5
 
 
 def main() -> None:
-    """Plan and run every cell, or be the process of one run."""
+    """Plans and runs every cell and prints the table; with `--run`, runs one cell in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
-    parser.add_argument("--tokens", type=int, help="of a step, instead of each model's own")
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (default: here)")
+    parser.add_argument("--tokens", type=int, help="tokens of a step, instead of each model's own")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the models (%(default)s)"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the models (%(default)s)"
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--rounds", type=int, default=1, help="of plan and run; more, where the machine does other things"
+        "--rounds", type=int, default=1, help="rounds of plan and run; more for a machine that other programs use"
     )
     parser.add_argument("--memory", action="store_true", help="memory alone, which a busy machine does not change")
     parser.add_argument("--write", type=Path, help="a folder for plan_accuracy.txt and .json")
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The cells of one model."""
+    """Plans and runs all cells of one model; returns their predictions and measurements."""
     case = MODELS[name]
     tokens = options.tokens or case.tokens
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
@@ -115,7 +115,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
-                # Imports are measured in the run, and assumed in the plan.
+                # The plan assumes the memory of imports; the run measures it.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
                 "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,
@@ -125,14 +125,14 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
-    """What the command says."""
+    """Returns the JSON answer of `memascend plan`, or of `benchmarks.processor` if `more` names a storage."""
     command = ["benchmarks.processor"] if "--storage" in more else ["memascend", "plan"]
     return child(["-m", *command, str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
                   "--keep-activations", "--loss", "full", "--gradients", "fused", *more, "--json"])  # fmt: skip
 
 
 def child(words: list[str]) -> dict[str, Any]:
-    """Run a program of Python, and read the JSON that it prints."""
+    """Runs Python with the arguments `words`; returns the JSON that it prints."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
@@ -141,7 +141,7 @@ def child(words: list[str]) -> dict[str, Any]:
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Train some steps: the median of their seconds, and what training adds to the imports at its peak."""
+    """Trains some steps; returns their median seconds, the peak of memory, and the part of it beyond the imports."""
     import torch
     import transformers
 
@@ -151,11 +151,11 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(order["config"])
     config.use_cache = False
     tokens = torch.arange(order["tokens"]).view(-1, min(order["tokens"], 512)) % config.vocab_size
-    # What torch takes whatever is trained: its threads and its libraries.
+    # Starts torch's threads and loads its libraries, which take memory with any model.
     (torch.rand(64, 64, requires_grad=True) @ torch.rand(64, 64)).sum().backward()
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    # Its module was imported, with what that imports.
+    # By this line, transformers has imported the model's module and all modules that it needs.
     before = process.resident()
     model, optimizer = memascend.offload(
         model.train(), torch.optim.AdamW(model.parameters()), storage=order["storage"], existing="replace",
@@ -176,10 +176,10 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(cells: list[dict[str, Any]]) -> str:
-    """The table."""
+    """Returns the table."""
     head = (
-        "model", "tokens", "budget", "the process, said", "real", "said / real", "training adds, said", "real",
-        "said / real", "step, said", "real", "said / real", "mostly",
+        "model", "tokens", "budget", "process, predicted", "real", "ratio", "training adds, predicted", "real",
+        "ratio", "step, predicted", "real", "ratio", "bound by",
     )  # fmt: skip
     rows = [
         (
@@ -198,7 +198,7 @@ def _memory(said: int, was: int) -> tuple[str, str, str]:
 
 
 def _seconds(cell: dict[str, Any]) -> tuple[str, str, str]:
-    """Said, real and their ratio; of a run whose memory alone was looked at they say nothing."""
+    """Returns predicted seconds, real seconds and their ratio; empty texts with `--memory`, which predicts none."""
     said, was = cell["said_seconds"], cell["was_seconds"]
     if said is None:
         return "", "", ""

@@ -1,11 +1,10 @@
-"""Compares the seconds of a step that the plan predicts with measured ones, for every way in which updates may run.
+"""Compares the step time that the plan predicts with the measured one, for each way in which updates may run.
 
-The shape is that of an 8 B model on a GPU beside a drive: Llama's blocks, an eightieth of its parameters. The device
-that computes is a pause of as many seconds as are wished for, in the forward and in the backward of each block, which
-leaves the processors alone; a few tokens make the gradients. The drive is this machine's, throttled, and the plan is
-told the limits: a throttle lets the first second of reads pass, which a short measurement would take for the speed.
-What the plan is told of the processor is measured: computation without memascend, and what each parameter takes in
-Python, as `benchmarks.processor` does.
+The model has the blocks of Llama 3 8B and an eightieth of its parameters. A sleep in the forward and backward of each
+block (--compute) simulates a GPU and leaves the processors free; a few tokens produce the gradients. A cgroup throttles
+this machine's drive, and the plan takes the limits as the drive's speed: a throttle lets the first second of reads
+pass, so a short measurement would find too high a speed. The plan's seconds of the processor are measured, as
+`benchmarks.processor` measures them: computation without memascend, and the Python code that runs for each parameter.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from benchmarks.turns import Process, serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Llama 3 8B, each side divided by the root of 80: as fast a drive as a real one would leave the processors less time
-# for a parameter than they have beside a GPU.
+# Llama 3 8B, each side divided by the square root of 80. The drive must be slower, too: with a real drive's speed a
+# step would be so short that the processors had less time for each parameter than beside a GPU.
 _SHAPE = {
     "hidden_size": 448,
     "intermediate_size": 1600,
@@ -36,7 +35,7 @@ _SHAPE = {
     "vocab_size": 14_400,
     "tie_word_embeddings": False,
 }
-_TOKENS = 4  # of a micro-batch
+_TOKENS = 4  # tokens of a micro-batch
 _ONE, _LAYERS, _TURNS = "one batch", "by layer", "one after the other"
 _CASES: dict[str, dict[str, Any]] = {
     f"{_ONE}, clipped": {"micro_batches": 1, "clips": True},
@@ -45,21 +44,23 @@ _CASES: dict[str, dict[str, Any]] = {
     f"{_ONE}, not clipped": {"micro_batches": 1, "clips": False},
     f"{_LAYERS}, not clipped": {"micro_batches": 4, "by_layer": True, "clips": False},
 }
-# The most that a measured step is to be away from the predicted one.
+# The verdict is "met" where the measured time differs from the predicted time by at most this fraction.
 _NEAR = 0.1
 
 
 def main() -> None:
-    """Measure all cases, print a table."""
+    """Measures all cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
-    parser.add_argument("--drive", default="0.3,0.24", metavar="READ,WRITE", help="GB/s of each (%(default)s)")
     parser.add_argument(
-        "--compute", default="1.5,4.1", metavar="FORWARD,BACKWARD", help="seconds of a step's (%(default)s)"
+        "--drive", default="0.3,0.24", metavar="READ,WRITE", help="the drive's limits in GB/s (%(default)s)"
     )
-    parser.add_argument("--held", type=int, default=35, help="percent of the parameters in RAM (%(default)s)")
-    parser.add_argument("--warm", type=int, default=8, help="steps before those that are measured (%(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="that are measured (%(default)s)")
+    parser.add_argument(
+        "--compute", default="1.5,4.1", metavar="FORWARD,BACKWARD", help="seconds of compute in a step (%(default)s)"
+    )
+    parser.add_argument("--held", type=int, default=35, help="percent of the parameters kept in RAM (%(default)s)")
+    parser.add_argument("--warm", type=int, default=8, help="warm-up steps, not measured (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps (%(default)s)")
     parser.add_argument("--storage", default=".", help="a folder on the disk to throttle")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write predicted.txt and .json there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -126,7 +127,7 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains when it is told to."""
+    """Trains one case, and makes steps whenever the main process asks for them."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -158,11 +159,11 @@ class _Worker:
         self._predict(work, computed, *memascend.offload(self.model, optimizer, host_memory=budget, **given))
 
     def _loss(self, batch: Any) -> Any:
-        # Its gradients are far above the limit, or far below.
+        # In a case that clips, the factor puts the norm of the gradients far above the limit.
         return self.model(input_ids=batch, labels=batch).loss * (1e3 if self.clips else 1.0)
 
     def _computed(self) -> tuple[float, float]:
-        """Seconds of a micro-batch's forward and backward without memascend, the sum of gradients included."""
+        """Returns seconds of a micro-batch's forward and backward without memascend. The backward adds to `p.grad`."""
         found = []
         for _ in range(3):
             forward = backward = 0.0
@@ -183,7 +184,7 @@ class _Worker:
 
         self.model, self.optimizer = model, optimizer
         read, write = (1e9 * speed for speed in told["drive"])
-        # Each direction has a limit of its own.
+        # The throttle limits reads and writes separately, so a mix of halves moves twice the slower limit.
         drive = Drive(read=read, write=write, mixed=2 * min(read, write))
         update, (check, copied), (bind, hand) = (
             measured_update()["fp32"],
@@ -192,7 +193,7 @@ class _Worker:
         )
         plan, count = optimizer.plan, len(list(model.parameters()))
         host = replace(assumed_host(None), update=update_seconds(plan, update), check=check, ram_tier_threads=2)
-        # A thread that pauses does no work in Python meanwhile, as one that waits for no GPU does.
+        # A sleep blocks the thread, so Python code runs after compute; beside a GPU it would run during compute.
         forward = computed[0] + bind * count
         backward = computed[1] + hand * count + copied * sum(unit.nbytes for unit in plan.units)
         work = Work(forward=forward, backward=backward, backwards=self.count, by_layer=self.by_layer)
@@ -203,7 +204,7 @@ class _Worker:
         }
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Make so many steps."""
+        """Makes `steps` steps; returns their seconds, the predicted seconds, and the way in which the updates ran."""
         taken = []
         for _ in range(steps):
             began = time.perf_counter()
@@ -235,7 +236,7 @@ class _Worker:
 
 
 def _paused(function: Any, forward: float, backward: float) -> Any:
-    """A module that also takes so many seconds, in which the processors have nothing to do."""
+    """Wraps `function` in a module that sleeps `forward` seconds in its forward, and `backward` in its backward."""
     import torch
 
     class Pause(torch.autograd.Function):

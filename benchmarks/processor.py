@@ -1,9 +1,9 @@
-"""Plans as `memascend plan` does, where this processor computes: measures it, and what offloading takes of its cores.
+"""Plans as `memascend plan` does, for training on this processor: measures compute, and the time offloading takes.
 
-The model itself computes on made-up values, forward and backward, as it will in training: with all of its blocks where
-that takes seconds, and else with as many as are quick; those that are left out take what more blocks took more. Also
-measured: the update in the format of `--state`, a checksum, a copy of a gradient, what each parameter costs in Python.
-Where torch computes on all cores, all of that is added to compute: its threads wait for each other.
+The model itself computes on made-up values, forward and backward, as in training. If the model would take long, it is
+computed with fewer blocks, and the time of the others is extrapolated from two depths. Also measured: the update in
+the format of `--state`, a checksum, a copy of a gradient, and the time that each parameter takes in Python. If torch
+computes on all cores, the plan adds these times to compute, since torch's threads wait for each other.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ if TYPE_CHECKING:
     from memascend.cli.plan.subject import Trace
     from memascend.plan.table import Plan
 
-# Of one depth of the model: after a first pass, which maps and loads what the others find, so many, or those that fit
-# into so many seconds.
+# For each depth of the model: the most passes after a first one, which maps memory and loads code, and the seconds
+# after which no further pass begins.
 _PASSES, _SECONDS = 5, 10.0
-# Values that are made for it: beyond this, fewer blocks tell what the others take.
+# The most bytes of made-up values. A model with more computes fewer blocks, from which the others are extrapolated.
 _VALUES_BYTES = 1 << 30
 _ELEMENTS = 4 << 20
 _TRIES = 3
-# A model whose arithmetic is nothing, so that what is left is what its parameters take of Python.
+# A model with almost no arithmetic: its step takes the time of the Python code for its parameters.
 _WIDTH, _BLOCKS, _STEPS = 32, 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What was measured, in seconds."""
+    """The measured times, in seconds."""
 
-    forward_seconds: float  # of the batch, on all threads of torch
-    backward_seconds: float  # likewise
-    # Of one thread, for the arithmetic of AdamW on one parameter, by the format of its state.
+    forward_seconds: float  # the batch's forward, on all threads of torch
+    backward_seconds: float  # the batch's backward, on all threads of torch
+    # AdamW's arithmetic on one element, by the format of the state, on one thread.
     update_seconds: Mapping[str, float]
-    check_seconds: float  # of one thread, for the checksum of one byte
-    copy_seconds: float  # of one thread, for a byte of a gradient that is handed on
-    bind_seconds: float  # that a forward takes longer for each of its parameters (a tensor, not an element)
-    hand_seconds: float  # that a backward and `step()` take longer for each, but for the gradient's bytes
+    check_seconds: float  # the checksum of one byte, on one thread
+    copy_seconds: float  # the copy of one byte of a gradient to the engine, on one thread
+    bind_seconds: float  # added to a forward by each parameter (a tensor, not an element)
+    hand_seconds: float  # added to a backward with `step()` by each parameter, without the copy of its gradient
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Plan; the options are those of `memascend plan`."""
+    """Prints a plan. The options are those of `memascend plan`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
-    # The model's own loss runs.
+    # The measurement runs the model's own loss.
     parser.set_defaults(loss="full")
     options = parser.parse_args(words)
     return plans.print_answer(options, _with_processor(plans.ask(options)))
@@ -89,26 +89,26 @@ def _with_processor(question: Question) -> Question:
 
 
 def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, Host]:
-    """Seconds of a forward and of a backward, and the speed of the update."""
+    """Returns a forward's seconds, a backward's, and the host's speeds, as `Question.measured` must."""
     parameters = sum(len(unit.parameters) for unit in plan.units)
     handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
     forward = processor.forward_seconds + parameters * processor.bind_seconds
     backward = processor.backward_seconds + parameters * processor.hand_seconds + handed
     threads = torch.get_num_threads()
-    # Where torch leaves processors free, the update has one of its own.
+    # If torch leaves processors free, the update runs beside compute on one of them.
     host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
     update = processor.update_seconds[state]
     return forward, backward, replace(host, update=update, check=processor.check_seconds, ram_tier_threads=threads)
 
 
 def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path | None) -> Processor:
-    """Compute with the model, in parts where it is large, and with the pieces of a step.
+    """Measures the model's forward and backward, and the other parts of a step.
 
     Args:
-        model: on "meta".
-        trace: of one backward.
-        shape: sequences, and tokens of each.
-        folder: for the store of a small model; None: the first of those for temporary files that is on a disk.
+        model: the model, on "meta".
+        trace: the trace of one backward.
+        shape: the number of sequences, and the tokens of each.
+        folder: the folder for a small model's store; None: the first folder for temporary files that is on a disk.
     """
     with Progress("measuring this processor", 4, unit="parts") as progress:
         forward, backward = _model_seconds(model, trace, shape)
@@ -131,7 +131,7 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
 
 
 def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
-    """Of its forward and backward: its own code on values that are made up, as deep as that is quick."""
+    """Returns the seconds of the model's forward and backward, extrapolated from fewer blocks if it is large."""
     values = sum(parameter.nbytes for parameter in model.parameters())
     depth = _depth(model)
     first = _pass_seconds(model, 1, trace, shape)
@@ -148,7 +148,7 @@ def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tu
 
 
 def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """The outermost lists of blocks, with where they are."""
+    """Returns the outermost lists of blocks, each with its parent module and its name there."""
     found = []
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
@@ -159,7 +159,7 @@ def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """How many blocks follow each other; 1 where they are not alike, and all of the model must be computed."""
+    """Returns the number of blocks; 1 if the blocks differ, so that the whole model must be computed."""
     lists = [blocks for _, _, blocks in _lists(model)]
     alike = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
     return len(lists[0]) if lists and alike and len(set(map(len, lists))) == 1 else 1
@@ -170,7 +170,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def _shallow(model: nn.Module, depth: int) -> nn.Module:
-    """A copy with the first blocks alone; all of them, where they are not alike."""
+    """Returns a copy of the model with its first `depth` blocks; with all blocks if they differ."""
     alike = _depth(model) > 1
     made = copy.deepcopy(model)
     for parent, name, blocks in _lists(made) if alike else ():
@@ -179,7 +179,7 @@ def _shallow(model: nn.Module, depth: int) -> nn.Module:
 
 
 def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
-    """Medians of the seconds of a forward and of a backward, with so many blocks."""
+    """Returns the median seconds of a forward and of a backward, with the first `depth` blocks."""
     made = _shallow(model, depth)
     settle(made)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
         for buffer in made.buffers():
             buffer.zero_()
     made.train()
-    # As `describe` finds it, a language model of transformers.
+    # `describe` makes language models of transformers, which have a `config`.
     config = made.config
     config.use_cache = False  # type: ignore[union-attr]
     if trace.recomputes:
@@ -196,7 +196,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
     tokens = torch.randint(config.vocab_size, shape)  # type: ignore[union-attr, arg-type]
     passes: list[tuple[float, float]] = []
     began = time.perf_counter()
-    # As it will be while it is trained.
+    # `offload()` sets the heap up in the same way for training.
     settle_heap()
     with without_gradients_kept(made):
         while len(passes) <= _PASSES and (len(passes) < 2 or time.perf_counter() - began < _SECONDS):
@@ -212,7 +212,10 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
 
 
 def parameter_seconds(folder: Path | None) -> tuple[float, float]:
-    """What a parameter that streams takes of the thread that computes, beside its bytes: forward, and the rest."""
+    """Returns the seconds that offloading adds for each parameter: to the forward, and to the backward with its step.
+
+    Only processor time of the computing thread counts. The parameters are tiny, so their bytes take almost none of it.
+    """
     model = _small_model()
     plain, count = _step_seconds(model, None), len(list(model.parameters()))
     try:
@@ -235,7 +238,7 @@ def _small_model() -> nn.Sequential:
 
 
 def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
-    """Of the processor, for a forward, and for the backward with the step: without what waits for storage."""
+    """Returns this thread's processor seconds in a forward, and in a backward with its step; waits do not count."""
     given = torch.rand(1, _WIDTH)
     found = []
     for _ in range(_STEPS):
@@ -252,7 +255,7 @@ def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def update_seconds() -> dict[str, float]:
-    """Of one thread for one parameter, beside as many as torch has: together they may wait for memory."""
+    """Returns one thread's seconds for one element, by format, while all of torch's threads compete for memory."""
     threads = torch.get_num_threads()
     numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "threads": threads}
     master, first, second = (torch.rand(_ELEMENTS) for _ in range(3))
@@ -275,7 +278,7 @@ def update_seconds() -> dict[str, float]:
 
 
 def byte_seconds() -> tuple[float, float]:
-    """Of one thread for a byte: its checksum, and its copy."""
+    """Returns one thread's seconds for a byte's checksum, and for its copy."""
     given, taken = torch.rand(_ELEMENTS), torch.empty(_ELEMENTS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

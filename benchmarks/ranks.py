@@ -1,10 +1,10 @@
 """Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
-For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, under
-FSDP2 with its CPU offload, and under memascend with its reduction in the order of ranks and with the backend's. The
-tables have the bytes that a rank moves in a step beside 1/W of what one process moves, the memory that it held beside
-its plan and one process's, and the median seconds of a step, whose ratios alone mean something: all ranks share the
-processors and the disk of one machine.
+For each number of ranks, gloo processes on the CPU train the same model in four ways that take turns: with plain FSDP2
+in memory, with FSDP2's CPU offload, and with memascend, which reduces gradients in the order of ranks or with the
+backend's reduction. The tables have the bytes that a rank moves in a step, beside 1/W of the bytes of one process; the
+memory of a rank, beside its plan and the memory of one process; and the median seconds of a step. Only ratios of the
+seconds mean something: all ranks share the processors and the disk of one machine.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from memascend.text import bytes_shown, open_pyplot, seconds_shown, table
 
 WARM = 2
 WIDTH, BLOCKS, ROWS = 512, 6, 64
-# One process has no rows to gather: FSDP2 is the plain model there, and there is one way to reduce.
+# With one process the model is not sharded, so FSDP2 has no CPU offload, and both reductions of memascend are equal.
 WAYS = ("FSDP2", "CPU offload", "ordered", "native")
 OF_ONE = ("FSDP2", "ordered")
 PEERS = ("FSDP2", "CPU offload")
 
 
 def main() -> None:
-    """Run every number of ranks, or be one rank."""
+    """Runs every number of ranks and prints the tables; with `--rank-of`, runs as one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (default: here)")
     parser.add_argument("--picture", type=Path, help="draw bytes and memory of a rank into a .png")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(count: int, options: argparse.Namespace, module: str = "benchmarks.ranks") -> list[dict[str, Any]]:
-    """What each rank of a benchmark has found, by rank."""
+    """Runs a benchmark's module with `count` ranks; returns the measurements of each rank, in the order of ranks."""
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         command += ["-m", module, "--steps", str(options.steps), "--rank-of", folder]
@@ -58,7 +58,7 @@ def measured(count: int, options: argparse.Namespace, module: str = "benchmarks.
 
 
 def be_rank(folder: Path, steps: int) -> None:
-    """Train each way by turns, and write what was found."""
+    """Trains as one rank, a step of each way in turn; writes the measurements to `folder`."""
     import torch
     from torch import distributed
 
@@ -89,7 +89,7 @@ def be_rank(folder: Path, steps: int) -> None:
 
 
 def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
-    """A model and its optimizer, trained in this way."""
+    """Returns a model and its optimizer, set up to train in the way `name`."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -100,7 +100,7 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
     model = nn.Sequential(*blocks).bfloat16()
     if count > 1:
-        # Pinning is for a copy to a GPU, and wants one.
+        # Pinned memory is for copies to a GPU, and cannot be allocated without one.
         policy = CPUOffloadPolicy(pin_memory=False) if name == "CPU offload" else OffloadPolicy()
         for block in model:
             fully_shard(block, offload_policy=policy)
@@ -114,7 +114,7 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
 
 
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
-    """The tables."""
+    """Returns the tables of bytes and memory, and of seconds."""
     one = found[1][0] if 1 in found else None
     rows = []
     for count, ranks in found.items():
@@ -148,7 +148,7 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
-    """What the rank with the most moves in a step and holds, beside what it may: bars from zero."""
+    """Draws the most bytes that a rank moves in a step, beside 1/W of one rank's, and its memory, beside its plan."""
     plt = open_pyplot()
     counts = list(found)
     moved, held, planned = (

@@ -1,4 +1,4 @@
-"""One step on optimizer state of 16 and 8 bits, and its measurement beside torch, bitsandbytes and torchao."""
+"""Runs AdamW on optimizer state of 16 and 8 bits, and prepares its timing beside torch, bitsandbytes and torchao."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-# A dtype's position is its code in the Rust extension.
+# The index of a dtype is its code in the Rust extension.
 _FLOATS = ("float32", "bfloat16", "float16")
 FORMS = ("compact bf16", "compact 8bit")
 _STEP_NUMBER = 10
@@ -30,15 +30,15 @@ def adamw_reduced(
     threads: int | None = None,
     **numbers: Any,
 ) -> None:
-    """One step of AdamW in place, on contiguous tensors, as the engine computes it.
+    """Makes one AdamW step in place on contiguous tensors, with the engine's arithmetic.
 
     Args:
         values: the parameter, in the dtype of the format.
-        state: as `encoded(values, {}, form)` makes it.
+        state: the state tensors, as `encoded(values, {}, form)` returns them.
         grad: the gradient.
         form: a format of the store, such as "compact 8bit".
-        step: the number of this update, which counts from 1.
-        name: of the parameter: stochastic rounding draws from it.
+        step: the number of this update, counted from 1.
+        name: the parameter's name, from which stochastic rounding draws.
         threads: None means `torch.get_num_threads()`.
         numbers: `lr`, `betas`, `eps` and `weight_decay`.
     """
@@ -57,7 +57,7 @@ def adamw_reduced(
 
 
 def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """State in a format, as a store has it that begins with these tensors, as `Engine.fill` takes them."""
+    """Returns the state tensors that `Engine.fill` writes for a record of the format `form` with these tensors."""
     from memascend import engine
 
     state = engine.state_tensors(values, form, "momentum" if "momentum_buffer" in given else "adam")
@@ -70,7 +70,7 @@ def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) 
 
 
 def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Call, dict[str, Call]]]:
-    """Of each format: its name, our call, and the peers'. Each has state of its own, with moments of all sizes."""
+    """Yields for each format its name, our call, and the peers' calls by name. Each call updates state of its own."""
     import torch
 
     from memascend import kernels
@@ -99,7 +99,7 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
 
 
 def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numbers: dict[str, Any]) -> Call:
-    """Torch's fused update of a float32 master, which `out` is rounded from."""
+    """Returns a call that runs torch's fused AdamW on a float32 master weight and rounds the result into `out`."""
     import torch
 
     parameter = torch.nn.Parameter(wide[0].clone())
@@ -118,7 +118,7 @@ def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numb
 
 
 def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
-    """The peers with moments of 8 bits that are installed. They update float32 parameters from float32 gradients."""
+    """Returns a call for each installed peer with 8-bit moments, which makes a step on float32 parameters."""
     import torch
 
     peers: dict[str, Call] = {}
@@ -130,7 +130,7 @@ def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any
         parameter = torch.nn.Parameter(master.clone())
         parameter.grad = grad.float()
         optimizer = optimizers.AdamW8bit([parameter], **numbers)
-        # The first makes the state; torchao's is compiled then, which takes half a minute.
+        # The first step creates the state. torchao also compiles its step, which takes half a minute.
         optimizer.step()
         peers[f"{package}'s AdamW8bit"] = optimizer.step
     return peers

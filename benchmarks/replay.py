@@ -1,7 +1,7 @@
-"""Measures how fast a store that was not closed applies its log: updates a second, beside the time of their I/O.
+"""Measures the replay of the gradient log in a store that was not closed: updates a second, and bytes moved a second.
 
-A process of its own trains a model that is held in memory as a whole, and is killed. Opening its store then reads each
-held record and its gradients, makes the updates that the log has, and writes the record.
+A child process trains a model that is kept in RAM as a whole, and is killed. The replay then reads each record and its
+gradients from the log, updates the record, and writes it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import Any
 
 _WIDTH = 1024
 _CHUNKS = 12
-# Of a bf16 parameter: the state that is read and written, and the gradient of each step.
+# Bytes for each bf16 parameter: its state, which the replay reads and writes, and its gradient in each step.
 _STATE_BYTES, _GRADIENT_BYTES = 12, 2
 
 
 def main() -> None:
-    """Measure some rounds, print a line of each and their median."""
+    """Measures some rounds; prints a line for each of them, and their median."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=25, metavar="MILLIONS")
-    parser.add_argument("--steps", type=int, default=16, help="of the log, and of the run that is killed")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="steps of the run that is killed; the log has all of them"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that replay")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that replay the log")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--json", action="store_true", help="print values instead of lines")
     options = parser.parse_args()
@@ -59,7 +61,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         child.start()
         child.join()
         if child.exitcode != -signal.SIGKILL:
-            raise SystemExit("the run that was to be killed ended before; what it said is above")
+            raise SystemExit("the training process ended before it killed itself; its output is above")
         with Store.open(path) as store:
             parameters = sum(_elements(record["shape"]) for record in store.each_record() if record["state"])
             store.go_back()
@@ -88,7 +90,7 @@ def _elements(shape: list[int]) -> int:
 
 
 def _train(path: str, millions: int, steps: int) -> None:
-    """Make so many durable steps, of which nothing but gradients is written, and die."""
+    """Makes `steps` durable steps, which write nothing but gradients, and kills this process."""
     import torch
 
     import memascend

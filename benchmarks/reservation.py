@@ -1,15 +1,15 @@
 """Computes the host memory that four pooling schemes reserve for the same units of published models.
 
 A training step walks the units of a model in order; at any time a window of consecutive units is in memory. Four
-pools that can hold every such window:
+pools can hold every such window:
 
-- one size: as many slots as a window has tensors at most, each as big as the largest tensor (ZeRO-Infinity, whose
+- one size: as many slots as a window has tensors at most, each as large as the largest tensor (ZeRO-Infinity, whose
   tensors below a threshold stay in memory instead and are counted at their exact size);
-- one size, rounded: the same, its pinned allocation rounded up to a power of two (as torch's pinned allocator does);
-- per shape: slots of each tensor shape, as many as a window has of it at most (the MemAscend paper);
-- arena: slots of unit sizes as `plan.arena_classes` chooses them, laid out by the arena itself.
+- one size, rounded: the same slots, the allocation rounded up to a power of two (as torch's pinned allocator does);
+- per shape: for each tensor shape, as many slots as a window has tensors of it at most (the MemAscend paper);
+- arena: slots of unit sizes as `plan.arena_classes` chooses them, in the arena's own layout.
 
-What is needed is the largest number of bytes that any window holds; what is reserved beyond that is waste.
+The bytes needed are the most bytes that any window has; the bytes that a pool reserves beyond them are waste.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from memascend.plan.memory_plan import arena_classes
 
 POOLS = ("one size, rounded", "one size", "per shape", "arena")
 
-# bf16 and fp16.
+# The bytes of a bf16 or fp16 element.
 _ELEMENT_BYTES = 2
-# ZeRO-Infinity's default threshold, in elements, under which a tensor is never swapped out.
+# ZeRO-Infinity's default threshold in elements: smaller tensors are never swapped out.
 _PERSISTENT_ELEMENTS = 100_000
-# A unit's tensors begin at cache lines, so that kernels read them at full speed.
+# A unit's tensors begin at multiples of a cache line, so that kernels read them at full speed.
 _TENSOR_ALIGNMENT = 64
 
 # The sizes in bytes of one unit's tensors.
@@ -39,25 +39,25 @@ Unit = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What one model's pools reserve, in bytes."""
+    """The bytes that one model needs, and the bytes that each pool reserves for it."""
 
     needed: int
     reserved: dict[str, int]
 
     def waste(self, pool: str) -> float:
-        """What the pool reserves beyond what is needed, in percent of what is needed."""
+        """Returns the bytes that the pool reserves beyond the bytes needed, in percent of the bytes needed."""
         return 100 * (self.reserved[pool] / self.needed - 1)
 
 
 def load_models() -> list[dict[str, Any]]:
-    """The models of model_shapes.json: "model", "parameters", and "units" with a "count" and shapes by name."""
+    """Returns the models of model_shapes.json: "model", "parameters", and "units" with a "count" and named shapes."""
     text = Path(__file__).with_name("model_shapes.json").read_text(encoding="utf-8")
     models: list[dict[str, Any]] = json.loads(text)
     return models
 
 
 def unit_bytes(model: dict[str, Any]) -> list[Unit]:
-    """The units of a model in the order of a step, repeated ones as often as they are there."""
+    """Returns the units of a model in the order of a step. A unit appears as often as its "count" says."""
     return [
         tuple(math.prod(shape) * _ELEMENT_BYTES for shape in unit["tensors"].values())
         for unit in model["units"]
@@ -66,7 +66,7 @@ def unit_bytes(model: dict[str, Any]) -> list[Unit]:
 
 
 def reserve(units: list[Unit], window: int) -> Reservation:
-    """What each pool reserves so that any `window` consecutive units fit."""
+    """Returns the bytes that each pool reserves so that any `window` consecutive units fit."""
     windows = [units[first : first + window] for first in range(max(1, len(units) - window + 1))]
     swapped = [[size for unit in held for size in unit if _is_swapped(size)] for held in windows]
     persistent = sum(size for unit in units for size in unit if not _is_swapped(size))

@@ -1,4 +1,4 @@
-"""Times every case in every round, so that a machine that drifts drifts for all of them."""
+"""Times every case in every round, so that a drift of the machine affects all cases alike."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 # Calls that are too short for the clock are repeated until a sample takes this long.
 _SAMPLE_SECONDS = 0.01
-# torch's threads wait for more work in a loop, some 8 ms long, and would take a core from the case after theirs.
+# torch's threads spin for some 8 ms after a case, waiting for more work; they would take a core from the next case.
 _SETTLING_SECONDS = 0.02
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
-    """Seconds of one call of each case: the median over the rounds. Each is called once before, to warm up.
+    """Returns the seconds of one call of each case: the median over the rounds, after calls that warm up.
 
-    No case begins before the threads of the one before it are at rest.
+    Sleeps before each sample until the threads of the previous case are at rest.
     """
     calls = {name: _calls_in_a_sample(case) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -33,6 +33,7 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int = 7) -> d
 
 
 def _calls_in_a_sample(case: Callable[[], object]) -> int:
+    """Warms up a case; returns the number of calls that take at least `_SAMPLE_SECONDS`."""
     case()
     calls = 1
     while True:

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# A page on a telephone shows a picture 400 pixels wide: its letters are as large as those of the text beside it.
+# On a page on a telephone, a picture is 400 pixels wide; its letters are then as large as those of the text beside it.
 _FONT = {"font.size": 11, "axes.titlesize": 12}
-# Of a picture that is one of few on a page, so that it is read at a glance.
+# The style of a page's main picture, which must be readable at a glance.
 _HEADLINE = {
     "font.size": 14, "axes.titlesize": 16, "axes.titleweight": "bold", "lines.linewidth": 3.5, "lines.markersize": 9,
     "axes.titlepad": 14,
 }  # fmt: skip
 _LEGEND_COLUMNS = 2
-# Curves' names stand at their ends, so far apart, in parts of the height.
+# The least distance between the names at the ends of curves, as a fraction of the axes' height.
 _APART = 0.16
-# Letters of a title's line.
+# The most letters in a line of a title.
 _TITLE = 52
-# One colour for one system in every picture, and the words for it.
+# The words and the colour for each system, the same in every picture.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
     "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
@@ -51,14 +51,14 @@ _SYSTEMS = {
     "DeepSpeed aio": ("DeepSpeed's aio", "#d9822b"),
     "one size, rounded": ("slots of the next power of two", "#d9822b"),
 }
-# For what is not named there: none of the colours above.
+# Colours of systems that `_SYSTEMS` does not have; all differ from the colours there.
 _OTHERS = ("#1a7f37", "#bf3989", "#9a6700", "#2da3b8", "#cf222e", "#6e7781")
 
 
 def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Draw grouped bars from zero as a PNG: one group for each key of the inner mappings, one colour for each series.
+    """Draws grouped bars from zero as a PNG: one group for each key of the inner mappings, one colour for each series.
 
-    Above each bar is its value. None is what could not be measured, or does not run: it is said in its place.
+    Each bar has its value above it. The text "not measured" replaces the bar of a value that is None.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -89,7 +89,7 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
 
 
 def _labelled(axes: Any, place: float, value: float | None, colour: str) -> None:
-    """The value above its bar, or that there is none."""
+    """Writes the value above its bar, or "not measured" in place of the bar."""
     if value is None:
         axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=9, color=colour)
         return
@@ -104,11 +104,11 @@ def lines(
     series: Mapping[str, Sequence[tuple[float, float]]],
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draw curves through points as a PNG, from zero, `units` being the names of the axes.
+    """Draws curves through points as a PNG, from zero. `units` are the labels of the axes.
 
-    The name of each stands at its end, with the last value.
+    Each curve has its name and its last value at its end.
 
-    `spread` has the least and the most of what each point was measured from, where that is drawn, too.
+    `spread` has the least and the largest measured value of each point, drawn as a bar; None draws no bars.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -136,9 +136,9 @@ def lines(
 def headline(
     path: Path, title: str, units: tuple[str, str], series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> None:
-    """Draw few curves from zero as a PNG whose letters a telephone shows as large as those of its page.
+    """Draws few curves from zero as a PNG with large letters: a telephone shows them as large as those of the page.
 
-    The name of each system stands at its end, with the last value.
+    Each curve has its system's name and its last value at its end.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -162,7 +162,7 @@ def headline(
 
 
 def _named_at_the_end(axes: Any, ends: list[tuple[float, str, str]]) -> None:
-    """Each (value, words, colour) right of the curves at its height, or where its neighbours leave it a place."""
+    """Writes each (value, words, colour) right of the curves, as near to the value's height as its neighbours allow."""
     ends = sorted(ends)
     heights = [value / axes.get_ylim()[1] for value, _, _ in ends]
     for at in range(1, len(heights)):
@@ -176,7 +176,7 @@ def _named_at_the_end(axes: Any, ends: list[tuple[float, str, str]]) -> None:
 
 
 def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Each series as (name, words, colour)."""
+    """Returns each series as (name, words, colour)."""
     spare = iter(_OTHERS * (1 + len(series) // len(_OTHERS)))
     return [(name, *(_SYSTEMS.get(name) or (name, next(spare)))) for name in series]
 

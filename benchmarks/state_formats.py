@@ -1,8 +1,8 @@
-"""Trains a small language model with the moments of AdamW in several formats, and shows where the losses end.
+"""Trains a small language model with the moments of AdamW in several formats, and shows the losses at the end.
 
 Each run is a process of its own on one thread, in RAM: fp32, bf16, 8bit, bitsandbytes' own AdamW8bit, and as a warning
-bf16 with a second moment that is rounded to nearest. Streamed runs have the bits of these (`tests/parity`). What was
-run already is not run again: remove its file to begin anew.
+bf16 with a second moment that is rounded to nearest. Offloaded runs are bit-identical to these (`tests/parity`). A run
+that has a file in the results is not repeated: remove the file to run it again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FORMATS = {
 }
 SEEDS = (0, 1, 2)
 _EVERY = 20
-# Of the text, what no step learns from.
+# The part of the text that no step trains on.
 _KEPT = 1 / 16
 
 
 def main() -> None:
-    """Run what is missing, then draw the picture and the table."""
+    """Makes the missing runs, then draws the picture and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "state_formats")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has bitsandbytes, for its runs")
-    parser.add_argument("--show", action="store_true", help="run nothing: picture and table of what is there")
+    parser.add_argument("--show", action="store_true", help="run nothing: picture and table of earlier runs")
     parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def _start(options: argparse.Namespace, name: str, seed: int) -> None:
 
 
 def _run(name: str, seed: int) -> dict[str, Any]:
-    """Train one model; its losses, and a checksum of its weights at the end."""
+    """Trains one model; returns its losses, and a checksum of its weights at the end."""
     import torch
 
     from memascend.cli.demo.side import ByteModel, batch, read_text
@@ -117,7 +117,7 @@ def _run(name: str, seed: int) -> dict[str, Any]:
 
 
 def _loss(model: Any, tokens: Any) -> Any:
-    """The model's loss without its checkpoints: so few tokens need none."""
+    """Returns the model's loss. Computes blocks without checkpoints, which so few tokens do not need."""
     import torch
 
     hidden = model.bytes(tokens[:, :-1]) + model.places(torch.arange(tokens.shape[1] - 1))
@@ -128,7 +128,7 @@ def _loss(model: Any, tokens: Any) -> Any:
 
 
 def _optimizers(model: Any, name: str) -> list[Any]:
-    """What updates the model: of bitsandbytes two, since what it leaves at 32 bits is ours to update."""
+    """Returns the optimizers of a format: with 8 bits two, since bitsandbytes keeps some moments in fp32."""
     import torch
     from support.moments import MomentsInRam, exact_root
 
@@ -142,7 +142,7 @@ def _optimizers(model: Any, name: str) -> list[Any]:
     if name == "bf16":
         return [_reduced({names[id(p)]: p for p in model.parameters()}, name, numbers)]
     if name == "nearest":
-        # What nobody should want has no kernel.
+        # memascend has no kernel for a format that is only a warning, so a test's optimizer computes it.
         groups, widths = [{"params": list(model.parameters()), **numbers}], dict.fromkeys(model.parameters(), "bf16")
         return [MomentsInRam(groups, widths=widths, keys={}, second=name)]
     plain = torch.optim.AdamW(kept, fused=True, **numbers)
@@ -150,13 +150,13 @@ def _optimizers(model: Any, name: str) -> list[Any]:
         return [plain, _reduced({names[id(p)]: p for p in others}, name, numbers)]
     import bitsandbytes
 
-    # A library's square root may be a unit off; ours never is.
+    # torch's square root may be a library's, which errs by a unit in the last place; memascend's never does.
     torch.Tensor.sqrt = exact_root  # type: ignore[method-assign, assignment]
     return [plain, bitsandbytes.optim.AdamW8bit(others, **numbers)]
 
 
 def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
-    """Our kernel, as an optimizer in RAM."""
+    """Returns an optimizer in RAM that updates the parameters `named` with our kernel for the format `form`."""
     import torch
 
     from benchmarks.reduced import adamw_reduced, encoded
@@ -227,7 +227,8 @@ def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes.axhline(0, color="black", linewidth=1, label=FORMATS["fp32"])
     wide = {run["seed"]: run["losses"] for run in found["fp32"]}
     for number, (name, runs) in enumerate(found.items()):
-        # Of one seed all formats see the same batches, whose losses differ by more than the formats do.
+        # Subtracts fp32's losses with the same seed, and so on the same batches: losses of two batches differ by more
+        # than losses of two formats.
         apart = [_apart(run["losses"], wide[run["seed"]]) for run in runs if name != "fp32" and run["seed"] in wide]
         if not apart:
             continue
@@ -244,7 +245,7 @@ def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def _apart(losses: list[float], wide: list[float]) -> list[float]:
-    """How much higher losses are than others, each the mean of 100 steps."""
+    """Returns by how much `losses` exceed `wide`, each difference averaged over the last 100 steps."""
     apart = [loss - other for loss, other in zip(losses, wide, strict=True)]
     return [statistics.mean(apart[max(0, at - 4) : at + 1]) for at in range(len(apart))]
 

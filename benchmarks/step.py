@@ -1,8 +1,8 @@
-"""Measures seconds, memory and SSD bytes of an offloaded training step beside the same step in RAM and its lower bound.
+"""Measures seconds, memory and SSD bytes of an offloaded training step, beside the same step in RAM and a lower bound.
 
-Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. The bound
-is what the step would take if compute and disk overlapped without loss: compute as measured in RAM, bytes as the plan
-says, bandwidth as our engine reaches it on the same disk in the same run.
+Each case trains in a process of its own. The processes take turns, so that a drift of the machine affects all cases
+alike. The bound is the time of a step whose compute and disk transfers overlap without loss: compute as measured in
+RAM, bytes from the plan, and the bandwidth that our engine reaches on the same disk in the same run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _CASES = {
     "clipped": {"max_grad_norm": 1.0},
     "smallest": {"gradients": "fused", "host_memory": "smallest"},
 }
-# Budgets from the default to the one that holds all parameters with their state.
+# Budgets from the default to one that keeps all records in RAM. A number is the percentage of parameters kept in RAM.
 _HELD = {
     **{f"held {part}%": {"gradients": "fused", "host_memory": part} for part in (0, 20, 40, 50, 60, 80, 100)},
     "held 100%, none": {"gradients": "fused", "host_memory": 100, "durability": "none"},
 }
-# Moments in fewer bits, beside "fused".
+# Moments in fewer bits, compared with "fused".
 _STATES = {f"state {form}": {"gradients": "fused", "state": form} for form in ("bf16", "8bit")}
 _ALL = _CASES | _HELD | _STATES
-# What the others are compared with: torch's fused AdamW on float32 masters in memory, nothing held, moments of 32 bits.
+# The other cases are compared with torch's fused AdamW on fp32 master weights in memory, with no records kept in RAM,
+# or with fp32 moments.
 _RAM, _NONE_HELD, _FP32 = "in RAM", "held 0%", "fused"
 _WARM_STEPS = 2
 # Bytes of a store for each bf16 parameter.
@@ -43,16 +44,16 @@ _SLOTS_BYTES = 26
 
 
 def main() -> None:
-    """Measure every workload, print a table of each."""
+    """Measures every workload and prints a table of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
     parser.add_argument(
-        "--cases", nargs="+", choices=_ALL, help="default: neither held nor of fewer bits; long: the first two"
+        "--cases", nargs="+", choices=_ALL, help='default: no "held", no "state"; above 1000 tokens: two'
     )
-    parser.add_argument("--held", action="store_true", help="the cases of held parameters, beside the one in RAM")
+    parser.add_argument("--held", action="store_true", help='all "held" cases, and the one in RAM')
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn; of several the first is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn; the first of several is not counted")
     parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in the backward")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
@@ -81,7 +82,7 @@ def main() -> None:
 
 @dataclass
 class _Case:
-    """A case at work, and what it said."""
+    """The process of a case, with its answers at the start and after each turn."""
 
     process: Process
     started: dict[str, Any]
@@ -89,7 +90,7 @@ class _Case:
 
 
 class _Workload:
-    """So many tokens a step, in every case."""
+    """Measures all cases with one number of tokens a step."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, tokens: str) -> None:
         self.options, self.folder, self.tokens = options, folder, tokens
@@ -144,7 +145,7 @@ class _Workload:
         return _Case(process, process.ask(begin=True))
 
     def _bandwidth(self, pattern: Any) -> float:
-        """Of our engine, through as much memory as an update stages in, on a file as large as a store."""
+        """Returns our GB/s for a pattern, on a file as large as a store, through as many buffers as an update has."""
         from memascend import nvme
         from memascend.cli.storage import blocks, transfer
 
@@ -158,7 +159,7 @@ class _Workload:
 
 
 def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
-    """Medians over all turns; the first step of a turn finds more of the disk done than others do."""
+    """Returns medians over all turns, without each turn's first step: the disk has finished more writes before it."""
     parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
     for turn in case.turns:
         for part, taken in parts.items():
@@ -174,7 +175,7 @@ def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwidth: dict[str, float]) -> None:
-    """The bound of a case, and the ratios."""
+    """Adds to a case its bound, and its ratios to the bound and to the case in RAM."""
     if ram is None or name == _RAM:
         return
     from benchmarks.train.judge import bound
@@ -220,7 +221,7 @@ def _shown(result: dict[str, Any]) -> str:
 
 
 def _planned(case: dict[str, Any]) -> str:
-    """Bytes for each parameter that the plan says."""
+    """Returns the bytes that a step moves for each parameter, by the plan; "" without a plan."""
     plan = case.get("plan")
     if plan is None:
         return ""
@@ -232,7 +233,7 @@ def _planned(case: dict[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains when it is told to."""
+    """Trains one case, and makes steps whenever the main process asks for them."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.work = work
@@ -240,7 +241,7 @@ class _Worker:
         self.steps = 0
 
     def answer(self, steps: int = 0, *, begin: bool = False, end: bool = False) -> dict[str, Any]:
-        """Begin, take steps, or end."""
+        """Begins the case, ends it, or makes `steps` steps; returns the measurements."""
         if begin:
             return self._begin()
         return self._end() if end else self._turn(steps)
@@ -255,7 +256,7 @@ class _Worker:
         from benchmarks.train.cell.workload import WORKLOADS, made
         from memascend.cli import process
 
-        transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
+        transformers.Qwen2ForCausalLM  # noqa: B018 - loads the modules that a user needs, before the baseline is read
         memascend.offload  # noqa: B018
         baseline = process.resident()
         plain = WORKLOADS[f"{self.work['parameters']}-1x128"]
@@ -281,7 +282,7 @@ class _Worker:
                 "written": plan.written_bytes,
             }
         self.model = model
-        # What making the model took is no part of training.
+        # The peak of training must not include the peak of making the model.
         process.restart_peak()
         self.baseline = baseline
         self._turn(_WARM_STEPS)

@@ -1,4 +1,4 @@
-"""Slows the drive of this process down, by the kernel: a cgroup whose block I/O is limited. Needs root."""
+"""Throttles the drive for this process, with a cgroup that limits block I/O. Needs root."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
-    """Within, this process and those that it starts read and write so many bytes a second of a folder's device.
+    """Context manager that limits the I/O of this process and its children on a folder's device.
 
-    Reads and writes have a limit each. Nothing that the page cache has is slowed down.
+    `read` and `write` are in bytes a second. The kernel does not throttle reads that the page cache serves.
     """
     device = _device(folder)
     first = _GROUPS / "blkio"
@@ -41,7 +41,7 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
         if group.is_dir():
             group.rmdir()
         raise SystemExit(
-            f"a drive is throttled by root, in a cgroup with the controller of block I/O: {error}"
+            f"throttling a drive needs root, and a cgroup with the controller of block I/O: {error}"
         ) from error
     try:
         yield
@@ -51,13 +51,13 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
 
 
 def _own_group(controller: str) -> str:
-    """The cgroup of this process below the root of all that have this controller; "": of version 2."""
+    """Returns this process's cgroup, relative to the root of the controller's hierarchy; "" means cgroup version 2."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     return next(path for _, controllers, path in lines if controller in controllers.split(",")).lstrip("/")
 
 
 def _device(folder: Path) -> str:
-    """The whole disk that a folder is on, as MAJOR:MINOR: parts of it have no limits of their own."""
+    """Returns MAJOR:MINOR of the whole disk of a folder; the kernel does not limit partitions."""
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not device.exists():

@@ -1,9 +1,9 @@
-"""Measures what a Trainer's position costs in a step: `memascend.trainer.offload()` beside `memascend.offload()`.
+"""Measures the cost of a Trainer's position in a step: `memascend.trainer.offload()` beside `memascend.offload()`.
 
 Three Trainers train the same model in float32, each in a process of its own; the processes take turns. "one line" is
-`memascend.trainer.offload(trainer)`, which commits its position with each step. "no position" is the same, but commits
-an empty text. "by hand" is `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`, which cannot resume.
-A step is the time from one `on_step_end` to the next, so that the batch is fetched within it.
+`memascend.trainer.offload(trainer)`, which commits the Trainer's position with each step. "no position" is the same,
+but commits an empty position. "by hand" is `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`,
+which cannot resume. A step is the time from one `on_step_end` to the next, with the fetch of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.turns import at_work
 
 _CASES = ("one line", "no position", "by hand")
-# The position is also taken with logs of so many lines.
+# The position is also measured with a log of each of these numbers of lines, `_TAKEN` times each.
 _LINES = (100, 1_000, 10_000)
 _TAKEN = 5
 _WARM_STEPS = 6
@@ -28,7 +28,7 @@ _ROWS = 4_096
 
 
 def main() -> None:
-    """Measure all cases, print a table."""
+    """Measures all cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--length", type=int, default=32, help="tokens of a step")
@@ -69,7 +69,7 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "cases": {
             name: {"seconds": statistics.median(own), "spread": [min(own), max(own)]} for name, own in seconds.items()
         },
-        # Of each round one ratio, since the machine drifts.
+        # One ratio for each round, since the machine drifts.
         "ratios": {
             name: [
                 statistics.median(one["seconds"]) / statistics.median(other["seconds"])
@@ -147,14 +147,14 @@ def _train(work: dict[str, Any]) -> None:
         )
     else:
         memascend.trainer.offload(trainer, storage=storage)
-    # It prints to the answers.
+    # PrinterCallback prints to standard output, where `Process.ask` reads the answers.
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(_turns(positions))
     trainer.train()
 
 
 class _Positions:
-    """Times each taking of a position, or has it leave the position empty."""
+    """Replaces `Resume.position` in this process: times each call, or returns an empty position."""
 
     def __init__(self, *, empty: bool) -> None:
         from memascend.trainer.resume import Resume
@@ -175,22 +175,22 @@ class _Positions:
 
 
 def _turns(positions: _Positions) -> Any:
-    """A callback that takes as many steps as it is asked for, and then answers."""
+    """Returns a callback that lets the Trainer make as many steps as a question asks for, and then answers."""
     import transformers
 
     class Turns(transformers.TrainerCallback):
-        """Answers between two steps."""
+        """Reads questions from standard input between two steps, and prints the answers."""
 
         def __init__(self) -> None:
             self._left, self._began = 0, 0.0
             self._seconds: list[float] = []
 
         def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-            """Wait for the first question."""
+            """Waits for the first question."""
             self._wait(state)
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-            """Count a step, and answer after the last one that was asked for."""
+            """Counts a step; answers after the last step of the question, and waits for the next question."""
             self._seconds.append(time.perf_counter() - self._began)
             self._left -= 1
             if self._left == 0:
@@ -199,14 +199,14 @@ def _turns(positions: _Positions) -> Any:
             self._began = time.perf_counter()
 
         def _answer(self) -> None:
-            # The first step of a turn is not counted: the disk may still be at others'.
+            # The first step of a turn is not counted: the disk may still write for another case.
             counted = {"seconds": self._seconds[1:], "positions": positions.seconds[1:], "bytes": positions.bytes}
             print(json.dumps(counted), flush=True)
             self._seconds.clear()
             positions.seconds.clear()
 
         def _wait(self, state: Any) -> None:
-            """Read questions up to one for steps."""
+            """Answers questions for positions with a long log, until a question asks for steps."""
             while True:
                 question = json.loads(sys.stdin.readline())
                 if "steps" in question:

@@ -1,4 +1,4 @@
-"""Lets cases take turns, each in a process of its own, so that all of them meet the same machine."""
+"""Runs each case in its own process. The cases take turns, so that a drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """A case at work: it answers each question by one line of JSON."""
+    """The process of a case, which answers each question with one line of JSON."""
 
     def __init__(self, module: str, work: dict[str, Any]) -> None:
-        """Run `python -m benchmarks.MODULE --work JSON`, which calls `serve`."""
+        """Starts `python -m benchmarks.MODULE --work JSON`, which calls `serve`."""
         words = [sys.executable, "-m", f"benchmarks.{module}", "--work", json.dumps(work)]
         self._peer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """What the case answers."""
+        """Sends a question; returns the answer of the case. Raises SystemExit if the process has ended."""
         assert self._peer.stdin is not None
         assert self._peer.stdout is not None
         print(json.dumps(question), file=self._peer.stdin, flush=True)
@@ -29,17 +29,17 @@ class Process:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise SystemExit("a case ended before its time; what it said is above")
+        raise SystemExit("a case ended early; its output is above")
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kills the process."""
         self._peer.kill()
         self._peer.wait()
 
 
 @contextmanager
 def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> Iterator[dict[str, Process]]:
-    """A process for each case, ended afterwards. Each is made when the one before has answered a first question."""
+    """Yields the processes by case, and kills them at the end. Each starts after the one before answered `first`."""
     processes: dict[str, Process] = {}
     try:
         for name, work in works.items():
@@ -52,6 +52,6 @@ def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> I
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answer every question that comes on standard input."""
+    """Answers each line of JSON on standard input with the result of `answer`, until standard input ends."""
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)

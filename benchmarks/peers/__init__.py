@@ -1,1 +1,1 @@
-"""Storage and the update beside fio and DeepSpeed: `python -m benchmarks.peers.bench_io` and `.bench_update`."""
+"""Measures storage and the update beside fio and DeepSpeed: `python -m benchmarks.peers.bench_io`, `.bench_update`."""

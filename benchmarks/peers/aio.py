@@ -1,6 +1,6 @@
-"""Runs DeepSpeed's aio: reads orders ("read", "write"), prints bytes, seconds and processor seconds.
+"""Runs DeepSpeed's aio: obeys the orders "read" and "write"; prints bytes, seconds and processor seconds of each.
 
-Run by `benchmarks.peers.bench_io` in an environment that has DeepSpeed; nothing of ours is imported.
+`benchmarks.peers.bench_io` runs this file in an environment that has DeepSpeed, so it imports nothing of ours.
 """
 
 import resource
@@ -16,7 +16,7 @@ def _cpu_seconds() -> float:
 
 
 def _serve(path: str, block: int, depth: int, nbytes: int) -> None:
-    # Its documented settings: one handle, events overlapped, requests in batches, one thread.
+    # DeepSpeed documents these settings: one handle, events overlapped, requests in batches, one thread.
     handle = AsyncIOBuilder().load().aio_handle(block, depth, False, True, 1)
     import torch
 

@@ -1,4 +1,4 @@
-"""Generates the parameters and gradients of `bench_update`: equal numbers in every process and torch version.
+"""Generates the parameters and gradients of `bench_update`: the same numbers in every process and torch version.
 
 DeepSpeed's environment imports this file, too, so it imports nothing of ours.
 """
@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-# Few large parameters, as models have.
+# The number of parameters. They are few and large, as in models.
 PARAMETERS = 8
-# So many values at the beginning of the first parameter are compared.
+# The number of values that are compared, from the beginning of the first parameter.
 SAMPLE = 4096
 
 
 def values(numel: int) -> Any:
-    """A bf16 parameter before the first step."""
+    """Returns the values of a bf16 parameter before the first step."""
     return _pattern(numel, 127, 64)
 
 
 def gradient(numel: int) -> Any:
-    """Its bf16 gradient in every step."""
+    """Returns the bf16 gradient of a parameter, which is the same in every step."""
     return _pattern(numel, 251, 1000)
 
 
 def _pattern(numel: int, period: int, divisor: int) -> Any:
-    """A period of numbers around zero, again and again; without a temporary of another size."""
+    """Returns `numel` bf16 numbers that repeat a period around zero; allocates no temporary of that size."""
     import torch
 
     one = ((torch.arange(period) - period // 2) / divisor).bfloat16()

@@ -40,14 +40,14 @@ Case = Callable[[], Speed]
 
 _GRID_BLOCKS = (128 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
-# Hundreds of measurements: more rounds would take an hour.
+# The grid has hundreds of measurements: more rounds would take an hour.
 _GRID_ROUNDS_MAX = 3
-# fio's buffers are bounded by the huge pages that a machine can spare.
+# The most bytes of fio's buffers, for which the machine must spare huge pages.
 _FLYING_BYTES_MAX = 256 * MIB
 
 
 class Aio(Closing):
-    """DeepSpeed's aio with its own pinned buffer, in a Python of its own that waits for orders."""
+    """Runs DeepSpeed's aio with its own pinned buffer, in a process of DeepSpeed's interpreter."""
 
     name = "DeepSpeed aio"
 
@@ -55,29 +55,29 @@ class Aio(Closing):
         self._peer = environment.Peer(python, "benchmarks.peers.aio", path, block, depth, nbytes)
 
     def run(self, pattern: str) -> Speed:
-        """One pass over the file."""
+        """Reads or writes the file once; returns the speed."""
         nbytes, seconds, cpu_seconds = self._peer.ask(pattern).split()
         return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
 
     def close(self) -> None:
-        """End its process."""
+        """Ends the process."""
         self._peer.close()
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measures all cases; prints tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--storage", metavar="FOLDER", default=".", help="where the files are made (default: here)")
-    parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="of each file, in MiB (default 1024)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
+    parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="size of a file in MiB (default 1024)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="rounds; medians are shown (default 5)")
     parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
-    parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
+    parser.add_argument("--raw", action="store_true", help="also a loop device as a raw device (needs root)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
     if options.size < 64 or options.rounds < 1:
-        # The start would dominate the measurement.
+        # With smaller files, the start of each program would dominate the measurement.
         parser.error("--size is at least 64 MiB and --rounds at least 1")
     python = environment.found(options.deepspeed)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
@@ -110,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _about(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
-    """The conditions of the measurement as JSON values."""
+    """Returns the conditions of the measurement as JSON values."""
     return {
         "machine": described(),
         "size_bytes": bench.nbytes,
@@ -120,7 +120,7 @@ def _about(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
 
 
 class Bench:
-    """The folder, sizes and baselines of the measurements."""
+    """Makes the files and cases of the measurements, and runs the cases."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Bench:
         stack: ExitStack,
         flying: int,
     ) -> None:
-        """`flying`: the maximum of bytes in flight, for which fio gets huge pages."""
+        """`flying`: the most bytes that fio has in flight, for which it gets huge pages."""
         self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
         self.stack = stack
         self.left_out: list[str] = []
@@ -139,7 +139,7 @@ class Bench:
         self.file = self.made("one")
 
     def headline(self, others: dict[str, Case]) -> dict[str, Speed]:
-        """All cases at the best size and depth, beside `others`."""
+        """Measures all cases and `others` at the best block size and depth."""
         halves = [self.made(f"half{index}", self.nbytes // 2) for index in range(2)]
         cases: dict[str, Case] = {}
         for pattern in PATTERNS:
@@ -153,7 +153,7 @@ class Bench:
         return medians({**cases, **others}, self.rounds, "files")
 
     def pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, Case]:
-        """Our I/O beside fio with and without huge pages."""
+        """Returns a case of our I/O, and cases of fio with and without huge pages."""
         path, nbytes = paths[0], self.nbytes
         cases: dict[str, Case] = {
             f"{pattern}: io_uring": self.ours(paths, pattern, block, depth),
@@ -166,18 +166,19 @@ class Bench:
     def ours(
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> Case:
-        """Our I/O, sequential, with memory that begins `first` bytes after an aligned address."""
+        """Returns a case of our sequential I/O, with buffers that begin `first` bytes after an aligned address."""
         size = block + 4096 if first else block
-        # Half as many more than the queue depth: tickets are awaited in order, and a late one must not leave the
-        # device idle. fio refills any free place.
+        # One and a half times as many buffers as the queue is deep: `transfer` waits for tickets in order, and a late
+        # ticket must not leave the device idle. fio refills any free place of its queue.
         count = depth + max(1, depth // 2)
-        # The end of a region that is less than a huge page lies on small pages, which split requests.
+        # A region's end that is less than a huge page consists of small pages, which split requests: spare tensors
+        # cover it.
         spare = -(-(memory.limits()["huge_page"] or 0) // size)
 
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
-                # Adjacent like fio's buffers.
+                # The buffers are adjacent, like fio's.
                 blocks(size, count + spare) as tensors,
             ):
                 used = [tensor[first : first + block] for tensor in tensors[:count]]
@@ -186,7 +187,7 @@ class Bench:
         return case
 
     def made(self, name: str, nbytes: int | None = None) -> Path:
-        """A file with every block written, since reserved blocks are slower the first time."""
+        """Returns a new file with every block written: the first access to a reserved block is slower."""
         path = self.folder / name
         with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
             transfer(volume, tensors, "write", volume.size)
@@ -194,7 +195,7 @@ class Bench:
         return path
 
     def grid(self) -> dict[str, dict[str, Speed]]:
-        """Sizes and depths, files and a raw device, one and two, ring and threads, with fio beside each."""
+        """Measures all block sizes and depths: one file, two files, threads and a raw device, beside fio."""
         results = {}
         halves = [self.made(f"grid-half{index}", self.nbytes // 2) for index in range(2)]
         device = self._raw_device()
@@ -217,7 +218,7 @@ class Bench:
         return results
 
     def raw(self) -> dict[str, Speed]:
-        """A loop device, which is a raw device to us and to fio."""
+        """Measures a loop device, which our I/O and fio use as a raw device."""
         device = self._raw_device()
         if device is None:
             return {}
@@ -239,7 +240,7 @@ def _loop(backing: Path) -> Iterator[Path]:
     words = ["losetup", "--find", "--show", "--direct-io=on", str(backing)]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        raise ConfigError(f"no loop device can be had: {done.stderr.strip()}")
+        raise ConfigError(f"losetup makes no loop device: {done.stderr.strip()}")
     device = done.stdout.strip()
     try:
         yield Path(device)
@@ -248,16 +249,16 @@ def _loop(backing: Path) -> Iterator[Path]:
 
 
 def _cpu_ms(speed: Speed) -> float:
-    """Processor time, of all threads and the kernel for them, in ms per 10**9 bytes."""
+    """Returns the processor time of all threads, in user code and the kernel, in ms per 10**9 bytes."""
     return speed.cpu_seconds * 1e3 / (speed.nbytes / 1e9)
 
 
 def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
-    """Run each case once in every round; return separate medians of bandwidth and of processor time."""
+    """Runs each case once in every round; returns separate medians of bandwidth and of processor time."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     with Progress(what, rounds * len(cases), unit="measurements") as progress:
         for index in range(rounds):
-            # Shuffled, since a disk may still work for the case before.
+            # The order is shuffled, since a disk may still work for the case before.
             for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
                 samples[name].append(cases[name]())
                 progress.add(1)
@@ -274,7 +275,7 @@ def _median(speeds: list[Speed]) -> Speed:
 
 
 def shown(cases: dict[str, Speed]) -> str:
-    """All cases, compared with our io_uring in the same pattern."""
+    """Returns a table of all cases, with ratios to our io_uring in the same pattern."""
     rows = []
     for name, speed in cases.items():
         pattern, _, way = name.partition(": ")
@@ -293,7 +294,7 @@ def shown(cases: dict[str, Speed]) -> str:
 
 
 def plain(speed: Speed) -> dict[str, float]:
-    """A measurement as JSON values."""
+    """Returns a measurement as JSON values."""
     return {"gb_per_second": speed.gb_per_second, "cpu_ms_per_gb": _cpu_ms(speed)}
 
 
@@ -304,9 +305,9 @@ _WEIGHT_BYTES, _COUNT = 16 << 20, 16
 
 
 def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed]]:
-    """As ZeRO-Infinity keeps parameters (a file each), and as we do; both write all, make it durable and read all.
+    """Returns cases that write weights, flush and read them: in a file each as ZeRO-Infinity does, and in one volume.
 
-    The page cache is dropped before reading, as a model larger than memory would find it.
+    The files leave the page cache before they are read: the weights of a model larger than memory would not be cached.
     """
     tensors = stack.enter_context(blocks(_WEIGHT_BYTES, _COUNT))
     volume = stack.enter_context(nvme.open(folder / "weights", size=_WEIGHT_BYTES * _COUNT))

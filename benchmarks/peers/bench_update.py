@@ -39,7 +39,7 @@ _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measures the update and its peers; prints a table or JSON."""
     formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights beside the values (default)"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,12 +47,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
-    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
+    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: the store's own")
     parser.add_argument("--state", choices=_FORMS, default="own", help=formats)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
-    # DeepSpeed has no state of fewer bits.
+    # DeepSpeed has no state in fewer bits.
     python = environment.found(options.deepspeed) if options.state in {"own", "fp32"} else None
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         begin = None if python is None else partial(Swapper, python, Path(folder) / "deepspeed")
@@ -74,11 +74,11 @@ class _Parameters:
 
     names: list[str]
     numel: int
-    chunk: int  # elements
+    chunk: int  # elements of a chunk
     form: str
     state: int  # bytes of a chunk's state, in whole blocks
     values: int  # bytes of a chunk's values, in whole blocks
-    read_values: bool  # whether a step also reads values
+    read_values: bool  # True if a step also reads values
 
     @property
     def read(self) -> int:
@@ -125,7 +125,7 @@ def _choose_parameters(options: argparse.Namespace) -> _Parameters:
         [_record("", torch.zeros(1, dtype=torch.bfloat16), form)]
     )
     whole = _record("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
-    # The queue must take one gradient, so the parameters are many.
+    # The engine's queue must have room for a parameter's gradient, so the elements are divided over several parameters.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
     return _Parameters(
         names=names,
@@ -156,10 +156,11 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
 
 
 def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None) -> dict[str, Any]:
-    """The medians of all measurements.
+    """Measures the update and its peers; returns medians.
 
-    `begin` starts another system for parameters of so many elements. That system has `step()`, which returns seconds,
-    `compared(sample)`, which returns its figures or an error if its parameters differ from ours, and `close()`.
+    `begin` gets the number of elements of a parameter, and starts another system. That system has `step()`, which
+    returns seconds; `compared(sample)`, which returns its memory, or an error if its parameters differ from ours; and
+    `close()`.
     """
     from memascend import storage
 
@@ -206,7 +207,7 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], An
 def _fio_peers(
     folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Callable[[], float]]:
-    """Runs of fio with and without huge pages, if fio is installed; each returns its seconds for as many bytes."""
+    """Returns runs of fio with and without huge pages, if it is installed. A run returns seconds for a step's bytes."""
     if options.no_fio or shutil.which("fio") is None:
         return {}
 
@@ -226,10 +227,10 @@ def _fio_peers(
 def _result(
     subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Medians, and medians of the ratios of each round."""
+    """Returns the medians of all seconds, and the medians of each round's ratios to the update."""
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
     if "error" in told.get("other", ()):
-        # A system with other results is no baseline.
+        # A system that computes other results is no baseline.
         seconds.pop("other", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
@@ -249,7 +250,7 @@ def _result(
 
 
 def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
-    """The I/O of a step without its computation: read each chunk's state, write state and values to the other slot."""
+    """Does a step's I/O without its arithmetic: reads each chunk, and writes state and values to the other slot."""
     chunks, state, values = subject.chunks, subject.state, subject.values
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
@@ -287,12 +288,12 @@ _ROWS = (
     ("pure", "pure I/O of the same bytes"),
     ("fio_huge_pages", "fio, huge pages, as many bytes"),
     ("fio_default", "fio as people run it"),
-    ("other", "the other one"),
+    ("other", "DeepSpeed's NVMe swapper"),
 )
 
 
 def shown(result: dict[str, Any]) -> str:
-    """The measurements as a table."""
+    """Returns the measurements as a table."""
     rows = [
         (
             title,
@@ -317,10 +318,10 @@ def _beside(peer: dict[str, Any]) -> str:
     if "error" in peer:
         return f"DeepSpeed is left out: {peer['error']}"
     return (
-        f"the other one is DeepSpeed's NVMe swapper, pipelined, with {peer['buffers']} buffers: "
-        f"{bytes_shown(peer['swap_buffer_bytes'])} of swap buffers, {bytes_shown(peer['added_bytes'])} in all; ours "
-        f"holds {peer['ours_of_swap_buffer_bytes']:.2%} and {peer['ours_of_added_bytes']:.2%} of that; parameters "
-        f"differ by {peer['difference']:.1e} in the mean"
+        f"DeepSpeed's NVMe swapper is pipelined, with {peer['buffers']} buffers: "
+        f"{bytes_shown(peer['swap_buffer_bytes'])} of swap buffers, {bytes_shown(peer['added_bytes'])} in all; "
+        f"memascend holds {peer['ours_of_swap_buffer_bytes']:.2%} and {peer['ours_of_added_bytes']:.2%} of that; "
+        f"parameters differ by {peer['difference']:.1e} in the mean"
     )
 
 

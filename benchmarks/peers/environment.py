@@ -1,4 +1,4 @@
-"""Finds DeepSpeed's environment and runs programs in it that wait for orders."""
+"""Finds DeepSpeed's environment, and runs programs in it that obey orders."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import memascend
 from memascend.errors import ConfigError
 from memascend.text import Closing
 
-# What `make peers` builds.
+# The interpreter that `make peers` builds.
 ENVIRONMENT = Path(".venv-deepspeed/bin/python")
 MISSING = "there is no environment with DeepSpeed: `make peers` builds one, --deepspeed PYTHON names another"
 OPTION_HELP = f"an interpreter that has DeepSpeed (default: {ENVIRONMENT}, which `make peers` builds)"
 
 
 def found(given: str | None) -> Path | None:
-    """The interpreter to use: the one that was named, or the one that was built here, if it was.
+    """Returns the interpreter `given`, or else the one that `make peers` built; None if it was not built.
 
     Raises:
-        ConfigError: the one that was named is not there.
+        ConfigError: `given` does not exist.
     """
     if given is not None and not Path(given).exists():
         raise ConfigError(f"there is no {given}: `make peers` builds {ENVIRONMENT}")
@@ -30,13 +30,13 @@ def found(given: str | None) -> Path | None:
 
 
 def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str]:
-    """The environment of a program in DeepSpeed's interpreter.
+    """Returns the environment variables for a program in DeepSpeed's interpreter.
 
     Args:
         python: the interpreter.
-        package: an empty folder. It gets links to these benchmarks and to memascend, so that the program can import
-            their modules, without what is installed beside them here: the peer has a torch of its own.
-        device: what computes, "cpu" or "cuda".
+        package: an empty folder. This function puts links to these benchmarks and to memascend into it. So the program
+            can import their modules, but no other package of our environment: the peer has a torch of its own.
+        device: the device that computes, "cpu" or "cuda".
     """
     for own in (benchmarks, memascend):
         (package / own.__name__).symlink_to(Path(str(own.__file__)).parent)
@@ -44,21 +44,23 @@ def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str
     return {
         **os.environ,
         "PYTHONPATH": str(package),
-        # It calls ninja, which lies beside its Python, for its extensions; these are kept there, too.
+        # DeepSpeed builds its extensions with the ninja beside its interpreter, and keeps them in its environment.
         "PATH": f"{folder}:{os.environ.get('PATH', '')}",
         "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
         "DS_ACCELERATOR": device,
-        # Huge pages, as far as it can get them: they gain it some percent.
+        # DeepSpeed gets huge pages where the kernel has some, which make it a few percent faster.
         "THP_MEM_ALLOC_ENABLE": "1",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
 class Peer(Closing):
-    """A module run by DeepSpeed's interpreter: it gets lines, and answers by lines that begin "peer: ".
+    """A process of DeepSpeed's interpreter that runs a module.
+
+    The module reads orders, a line each, and answers each with a line that begins with "peer: ".
 
     Raises:
-        ConfigError: it did not say that it is ready; the end of what it said is in the message.
+        ConfigError: the module did not print "peer: ready". The message has the last line of its output.
     """
 
     def __init__(self, python: Path, module: str, *arguments: object) -> None:
@@ -79,10 +81,10 @@ class Peer(Closing):
             raise ConfigError(f"DeepSpeed did not start: {self.last_words()}")
 
     def ask(self, order: str) -> str:
-        """Its answer to an order.
+        """Sends an order; returns the answer.
 
         Raises:
-            ConfigError: it ended instead.
+            ConfigError: the process ended instead.
         """
         assert self._process.stdin is not None
         try:
@@ -92,18 +94,18 @@ class Peer(Closing):
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise ConfigError(f"DeepSpeed ended before its time: {self.last_words()}")
+            raise ConfigError(f"DeepSpeed ended early: {self.last_words()}")
         return answer
 
     def last_words(self) -> str:
-        """The line that names its error, as far as one does."""
+        """Returns the last line of output that names an error; the last line, if none does."""
         errors = [line for line in self._said if "Error" in line.partition(":")[0] and not line.startswith(" ")]
-        return (errors or self._said or ["it said nothing"])[-1]
+        return (errors or self._said or ["it printed nothing"])[-1]
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            # The build of its extensions prints there too.
+            # The build of DeepSpeed's extensions prints to this stream, too.
             if line.startswith("peer: "):
                 return line.removeprefix("peer: ").strip()
             if line.strip():
@@ -111,6 +113,6 @@ class Peer(Closing):
         return ""
 
     def close(self) -> None:
-        """End it."""
+        """Ends the process and removes its folder."""
         self._process.communicate()
         self._folder.cleanup()

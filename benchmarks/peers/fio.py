@@ -1,4 +1,4 @@
-"""Runs fio beside our I/O, with and without huge pages."""
+"""Runs fio, with and without huge pages, as a peer of our I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Passes over the file in one measurement, so that the start takes a small part of it.
+# Passes over the file in one measurement. With more than one, the start of I/O takes a smaller part of the seconds.
 PASSES = 2
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -25,12 +25,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @contextmanager
 def huge_pages(nbytes: int) -> Iterator[Path | None]:
-    """A file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None: this process may not make one."""
+    """Yields a file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None if this process may not mount one."""
     with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
         mounted = False
         try:
             before = _HUGE_PAGES.read_text()
-            # fio aligns its buffers, rounds up to 4 MiB, and aborts if there are too few pages.
+            # fio aligns its buffers, rounds up to 4 MiB, and aborts if it gets too few pages.
             _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
         except OSError:
             yield None
@@ -48,7 +48,7 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
 def fio(
     path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None, *, reads_percent: int = 50
 ) -> Speed:
-    """Run fio with io_uring and direct I/O; the times are fio's own."""
+    """Runs fio with io_uring and direct I/O; returns the speed by fio's own clock."""
     if shutil.which("fio") is None:
         raise ConfigError("fio is not installed: apt-get install fio")
     what = f"--rw={_FIO_PATTERNS[pattern]} --rwmixread={reads_percent} --bs={block} --iodepth={depth} --size={nbytes}"

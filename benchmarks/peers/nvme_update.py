@@ -1,7 +1,8 @@
 """Runs DeepSpeed's NVMe optimizer swapper: each order "step" updates the parameters once.
 
-`python -m benchmarks.peers.nvme_update FOLDER NUMEL BUFFERS` in DeepSpeed's environment. The answer is JSON:
-seconds of the step alone, without the backward before it, which also writes the gradients to SSD; memory; a sample.
+Usage, in DeepSpeed's environment: `python -m benchmarks.peers.nvme_update FOLDER NUMEL BUFFERS`. The answer to an order
+is JSON: the seconds of the step (without the backward, which also writes the gradients to SSD), memory, and a sample of
+the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from memascend.cli import process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
-    """Serve until the orders end."""
+    """Makes a step for each line of standard input, until it ends."""
     import deepspeed
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -33,7 +34,7 @@ def main(folder: str, numel: int, buffers: int) -> None:
             return (self.weight * gradient).sum()
 
     class Bag(torch.nn.Module):
-        """Its gradients are the ones that it is given."""
+        """A model in which each parameter's gradient is the argument of `forward`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -73,7 +74,7 @@ def _config(folder: str, numel: int, buffers: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        # Gradients in 16 bit, as ours are; its default would keep all of them in 32 bit.
+        # Gradients have 16 bits, as ours have. DeepSpeed's default would keep all of them in 32 bits.
         "data_types": {"grad_accum_dtype": "bf16"},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,

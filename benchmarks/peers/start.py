@@ -1,4 +1,4 @@
-"""Starts DeepSpeed in its own environment: loads extensions, makes a world of one process."""
+"""Starts DeepSpeed in its own environment: loads its extensions, makes a process group of one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def start() -> None:
-    """Its extensions and its world of one process."""
+    """Loads (or first builds) DeepSpeed's extensions, and makes a process group of this process alone."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     import torch
 
-# Adam's state and gradient of a parameter take four; pipelined it reads those of the next and writes those of the last
-# one meanwhile. Eight were seen to fail.
+# The numbers of swap buffers to try. A parameter's Adam state and gradient take four. The pipeline also reads those of
+# the next parameter and writes those of the previous one. With eight buffers the swapper was seen to fail.
 _BUFFERS = range(9, 17)
-# Mean difference of the sample, relative to its mean size. The same arithmetic rounds a few values to a neighbour in
-# bf16; a step that is missing is ten times as much and more.
+# The largest mean difference of the sample, relative to its mean magnitude. The same arithmetic rounds a few values to
+# a neighbour in bf16; a missing step makes ten times this difference or more.
 DIFFERENCE_MAX = 1e-4
 
 
 class Swapper(Closing):
-    """DeepSpeed at the same bag of parameters.
+    """Runs DeepSpeed's swapper on the parameters of `bag`.
 
     Raises:
-        ConfigError: it runs with no number of buffers.
+        ConfigError: the swapper works with none of the numbers of buffers that were tried.
     """
 
     def __init__(self, python: Path, folder: Path, numel: int) -> None:
@@ -36,7 +36,7 @@ class Swapper(Closing):
             peer = None
             try:
                 peer = Peer(python, "benchmarks.peers.nvme_update", folder, numel, buffers)
-                # Two steps show whether it runs: the first makes its state, the second reads it.
+                # Two steps show whether the swapper works: the first creates its state, the second reads it.
                 self._early = [json.loads(peer.ask("step"))["seconds"] for _ in range(2)]
             except ConfigError as failed:
                 error = str(failed)
@@ -49,14 +49,14 @@ class Swapper(Closing):
         raise ConfigError(f"{error} (with up to {buffers} swap buffers)")
 
     def step(self) -> float:
-        """Seconds of a step; the two that were made at the start count as the first two of ours."""
+        """Makes a step and returns its seconds. The first two calls return the seconds of the steps in `__init__`."""
         if self._early:
             return float(self._early.pop(0))
         self._last = json.loads(self._peer.ask("step"))
         return float(self._last["seconds"])
 
     def compared(self, sample: torch.Tensor) -> dict[str, Any]:
-        """What it took, if its parameters are ours after as many steps: else an error."""
+        """Returns the swapper's memory; an error if its parameters differ from `sample`, ours after as many steps."""
         import torch
 
         theirs = torch.tensor(self._last["sample"])
@@ -71,5 +71,5 @@ class Swapper(Closing):
         }
 
     def close(self) -> None:
-        """End its process."""
+        """Ends the process."""
         self._peer.close()

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _SUMMARY = "Training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed."
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
-# Curves of what was measured already: nothing else is.
+# The part that draws curves of kept results, and measures nothing.
 _KEPT = "kept-curves"
 _MIB = 1 << 20
 _REACH_MIB = 3 << 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
+    """Measures and prints; returns 0, 1 after an error, 130 after Ctrl-C. Wrong usage exits with 2."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=_SUMMARY)
     _add_arguments(parser)
     try:
@@ -55,28 +55,31 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="instead of the headline's")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="what computes, in every system (cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of every system (cpu)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="instead of all")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=(*_PARTS, _KEPT),
         help="cells (default); ablation: the paper's parts one by one; curves of memory and time; "
-        "kept-curves: the same of what was measured already; "
+        "kept-curves: the same curves from kept results; "
         "limits: the smallest memory cgroup that three steps fit in; "
         "reach: the longest context and largest batch inside one",
     )
     parser.add_argument(
-        "--curves", nargs="+", choices=CURVES, metavar="NAME", help="instead of all; then pictures are of these alone"
+        "--curves", nargs="+", choices=CURVES, metavar="NAME", help="instead of all; then only these have pictures"
     )
-    parser.add_argument("--full", action="store_true", help="every workload and part; hours; goes on where it was")
+    parser.add_argument("--full", action="store_true", help="every workload and part: hours; resumes where it ended")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a cell (default 8; long ones half)")
-    parser.add_argument("--storage", default=".", metavar="FOLDER", help="on the disk to measure (default: here)")
+    parser.add_argument("--storage", default=".", metavar="FOLDER", help="a folder on the disk (default: here)")
     parser.add_argument(
-        "--results", default="bench-train", metavar="FOLDER", help="a file for each cell; what is there is not repeated"
+        "--results",
+        default="bench-train",
+        metavar="FOLDER",
+        help="a file for each cell; a cell with a file is not repeated",
     )
-    parser.add_argument("--again", action="store_true", help="measure also what is there")
-    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 3072)")
+    parser.add_argument("--again", action="store_true", help="also measure cells that have a file")
+    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="cgroup of reach (default 3072)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
 
 
@@ -129,7 +132,7 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 
 
 def _measured_on(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The days and commits on which cells were measured, which may lie before the run that prints them."""
+    """Returns the days and commits at which the cells were measured; kept cells may be older than this run."""
     machines = [cell["machine"] for cells in measured.values() for cell in cells.values() if "machine" in cell]
     days = sorted({f"{machine['date']} at {machine.get('commit', 'none')}" for machine in machines})
     return f"measured on {', '.join(days) or 'no day'}"
@@ -161,7 +164,7 @@ def _reach(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 
 
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
-    """Each as a table, a CSV beside the results and, where there is a picture of the cells, a picture beside it."""
+    """Prints a table of each curve, writes its CSV beside the results, and with --picture draws it to FILE-NAME.png."""
     found = {}
     for name in options.curves or CURVES:
         curve = CURVES[name]
@@ -181,7 +184,7 @@ def _print(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Where JSON is printed, it is all that is."""
+    """Prints nothing: with --json, standard output has the JSON alone."""
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,6 @@
-"""Switches each of the paper's four parts back alone; reports what it costs in host memory and seconds.
+"""Replaces each of the paper's four parts by its predecessor; reports the cost in host memory and seconds.
 
-Pieces are measured by themselves, at the size of a workload; the product has no options for this.
+Each part is measured alone, at the size of a workload; the product has no options for this.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]
 
-# Compute on one unit, read the next, write back the last.
+# The units in memory at once: one is computed, the next one read, the last one written back.
 _WINDOW = 3
 _ROUNDS = 3
 _VALUE_BYTES = 2
-# Read for the forward and for the backward, written by the update.
+# A step reads the values for the forward and for the backward, and writes them in the update.
 _PASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One part, with what we have and with what it replaced."""
+    """The bytes and seconds of one part, and of the predecessor that it replaced."""
 
     part: str
     instead: str
@@ -46,11 +46,11 @@ class Cost:
     seconds: float
     instead_seconds: float
     of: str
-    """What the seconds are of."""
+    """The event that takes the seconds: the set-up or each step."""
 
 
 def units(work: Workload) -> list[Unit]:
-    """Bytes of each tensor of each unit of the workload's model, in the order of a step."""
+    """Returns the bytes of each tensor of each unit of the workload's model, in the order of a step."""
     hidden, inner, heads = work.hidden, work.intermediate, work.kv_heads * (work.hidden // work.heads)
     attention = (hidden * hidden, hidden, heads * hidden, heads, heads * hidden, heads, hidden * hidden)
     block = (hidden, *attention, hidden, *(hidden * inner,) * 3)
@@ -60,7 +60,7 @@ def units(work: Workload) -> list[Unit]:
 
 
 def ablation(work: Workload, storage: Path) -> list[Cost]:
-    """Measure all four at the workload's size."""
+    """Measures all four parts at the workload's size."""
     pools = reserve(units(work), _WINDOW).reserved
     arena, one_size = pools["arena"], pools["one size"]
     rounded = 1 << (arena - 1).bit_length()
@@ -73,7 +73,7 @@ def ablation(work: Workload, storage: Path) -> list[Cost]:
 
 
 def _pinning(instead: str, nbytes: int, other: int) -> Cost:
-    """Regions of both sizes, and how long each takes to have."""
+    """Measures the seconds in which a region of each size is made."""
 
     def made(size: int) -> Callable[[], object]:
         return lambda: memory.Region(size, owner="ablation").close()
@@ -90,7 +90,7 @@ def _pinning(instead: str, nbytes: int, other: int) -> Cost:
 
 
 def _check(work: Workload) -> Cost:
-    """Gradients as large as the model; the bytes are what checking adds to memory."""
+    """Measures both checks on gradients as large as the model; the bytes are those that a check adds to memory."""
     import torch
 
     gradient = torch.zeros(work.parameters, dtype=getattr(torch, work.dtype))
@@ -113,7 +113,7 @@ def _check(work: Workload) -> Cost:
 
 
 def _storage(work: Workload, storage: Path) -> Cost:
-    """The 16-bit values of a step, at the bandwidth of either way; the bytes are those that pass the page cache."""
+    """Measures the I/O of a step's 16-bit values, in a volume and in files; the bytes are those in the page cache."""
     with tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-ablation-") as folder, ExitStack() as stack:
         cases = weight_cases(Path(folder), stack)
         speeds = {name: statistics.median(case().gb_per_second for _ in range(_ROUNDS)) for name, case in cases.items()}
@@ -147,7 +147,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def ablation_table(work: Workload, costs: list[Cost]) -> str:
-    """What each part costs when it alone is switched back."""
+    """Returns a table of the costs of each predecessor, beside those of our part."""
     rows = [
         (
             cost.instead,

@@ -1,4 +1,4 @@
-"""Identifies the code that a figure was measured on: a hash of its sources, and the commit."""
+"""Identifies the code of a measurement by a hash of its sources, and by the commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["code_hash", "commit"]
 
 _ROOT = Path(__file__).parents[2]
-# What decides a figure: the product, what measures it, and its peer. Results are none of it.
+# The sources that decide a measurement: those of memascend, of this benchmark, and of its peers.
 _SOURCES = (
     "python",
     "rust",
@@ -24,12 +24,12 @@ _SOURCES = (
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
-# What only compares and prints figures that are there, and other benchmarks.
+# The files in these folders that decide no measurement, since they only compare and print.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
 
 
 def code_hash(root: Path = _ROOT) -> str:
-    """Sixteen hexadecimal digits, over the names and contents of all sources that decide a figure."""
+    """Returns sixteen hexadecimal digits of a hash of all sources that decide a measurement, names and contents."""
     digest = hashlib.sha256()
     for source in _SOURCES:
         top = root / source
@@ -43,7 +43,7 @@ def code_hash(root: Path = _ROOT) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a plus where files differ from it; "none" outside of a repository."""
+    """Returns the commit that is checked out, with a plus if files differ from it; "none" outside of a repository."""
     if shutil.which("git") is None:
         return "none"
     words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "Curve", "draw", "points"]
 
-# Place, system and value, and the least and the most of the steps where these were seconds.
+# Place on the axis, system, value, least and most. Least and most of the steps for seconds, otherwise the value itself.
 Row = tuple[float, str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Places along an axis, each a workload and settings of every system, and what is taken of each cell."""
+    """A curve: its axes and systems, and its places along an axis, each with a workload and settings of all systems."""
 
     title: str
     along: str
     unit: str
     systems: tuple[str, ...]
     places: tuple[tuple[float, Workload, dict[str, Any]], ...]
-    seconds: bool = False
-    # The systems of a picture that says one thing, with a title for it; without, the picture has all.
+    seconds: bool = False  # True: the values are seconds of a step; False: MB that training adds
+    # The systems and the title of a headline picture. Without these, the picture has all systems.
     headline: tuple[str, ...] = ()
     says: str = ""
 
@@ -78,7 +78,7 @@ CURVES = {
 
 
 def points(bench: Bench, curve: Curve) -> list[Row]:
-    """(place, system, value) of every cell that could be measured."""
+    """Returns a row for each cell that could be measured."""
     rows: list[Row] = []
     for place, work, settings in curve.places:
         for system in curve.systems:
@@ -94,14 +94,14 @@ def points(bench: Bench, curve: Curve) -> list[Row]:
 
 
 def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list[Row]) -> None:
-    """Write the CSV into the folder, and the picture where one is wanted."""
+    """Writes the CSV into the folder, and draws the picture if a path is given."""
     with (folder / f"curve-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         ends = ("least", "most") if curve.seconds else ()
         writer.writerow((curve.along, "system", curve.unit, *ends))
         writer.writerows(row[: 3 + len(ends)] for row in rows)
     if picture is not None and rows:
-        # The file has megabytes; people count in gigabytes.
+        # The CSV has megabytes, the picture gigabytes.
         scale, unit = (1, "seconds of a step") if curve.seconds else (1e-3, "GB of host memory")
         series = {system: [(x, y * scale) for x, of, y, *_ in rows if of == system] for system in curve.systems}
         spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}

@@ -1,4 +1,4 @@
-"""Compares measured cells: whether losses agree, the lower bound of a step, ratios."""
+"""Compares measured cells: checks that losses agree, computes the lower bound of a step, and ratios."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 __all__ = ["LOSS_TOLERANCE", "bound", "judged", "loss_difference"]
 
-# Largest relative difference of any step's loss from in-memory torch's. Systems round in different places (16-bit or
-# 32-bit gradients and norms), so bits may differ; a system that did not train would be off by far more.
+# The largest relative difference of a step's loss from in-memory torch's. Systems round in different places (16-bit or
+# 32-bit gradients and norms), so bits may differ; the losses of a system that does not train differ by far more.
 LOSS_TOLERANCE = 0.01
 
 _REFERENCE = "torch"
 
 
 def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The cells of one workload, by system, each with what it means beside the others.
+    """Returns the cells of one workload, by system, with ratios to in-memory torch and to peers.
 
-    A cell whose losses are off loses its figures and gets an error; one without a reference to compare with is marked.
+    An error replaces the values of a cell whose losses are too far from in-memory torch's. If torch was not run, each
+    cell says that its losses were not compared.
     """
     reference = cells.get(_REFERENCE, {"error": "not run"})
     found: dict[str, dict[str, Any]] = {}
@@ -55,9 +56,9 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference of any step that both have; infinite where there is nothing to compare."""
+    """Returns the largest relative difference of a step that both have; infinite if the losses prove nothing."""
     pairs = list(zip(losses, reference, strict=False))
-    # Of losses that do not fall, every system has the same.
+    # If the losses do not fall, a system that does not train has the same.
     if len(pairs) < 2 or not _falls([expected for _, expected in pairs]):
         return math.inf
     differences = [abs(found - expected) / abs(expected) for found, expected in pairs]
@@ -65,25 +66,25 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def _falls(losses: list[float]) -> bool:
-    """By so much that a system that does nothing is found out."""
+    """True if the losses fall so far that the losses of a system that does not train differ."""
     return losses[0] - min(losses) > 2 * LOSS_TOLERANCE * abs(losses[0])
 
 
 def bound(
     compute: dict[str, float], read: dict[str, int], written: dict[str, int], speeds: dict[str, float]
 ) -> dict[str, float]:
-    """Seconds that a step would take if compute and disk overlapped without loss.
+    """Returns the seconds of a step whose compute and disk transfers overlap without loss.
 
     Args:
         compute: seconds of forward and backward, as measured in memory.
         read: bytes that the plan reads, by kind.
-        written: bytes that it writes.
+        written: bytes that the plan writes, by kind.
         speeds: GB/s of our engine on the same disk in the same run: "read" and "mixed".
     """
     read, written = dict(read), dict(written)
     forward = max(compute["forward"], read.pop("values, forward", 0) / speeds["read"] / 1e9)
     kept = written.pop("gradients", 0)
-    # Gradients that wait for their norm put the update behind the backward.
+    # If gradients wait on storage for their norm, the update comes after the backward.
     first = read.pop("values, backward", 0) + kept
     rest = (sum(read.values()) + sum(written.values())) / speeds["mixed"] / 1e9
     in_backward = first / speeds["mixed"] / 1e9 + (0.0 if kept else rest)
@@ -96,7 +97,7 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
     compute = {part: statistics.median(taken) for part, taken in reference["seconds"].items()}
     result["of_memory_seconds"] = result["seconds"]["step"] / compute["step"]
     result["of_memory_bytes"] = cell["added_bytes"] / reference["added_bytes"]
-    # Of micro-batches forward and backward are not told apart.
+    # With several micro-batches, forward and backward are not measured apart, and "forward" is 0.
     if "plan" in cell and "speeds" in cell and compute["forward"]:
         plan = cell["plan"]
         result["bound"] = bound(compute, plan["read"], plan["written"], cell["speeds"])
@@ -104,10 +105,10 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
 
 
 def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
-    """How many times as fast ours is, and what part of a peer's memory it adds.
+    """Adds to each cell how many times as fast memascend is, and its memory as a fraction of the peer's.
 
-    A peer's cell has that of memascend at its default, a cell of ours that of itself against ZeRO-Infinity with its
-    fewest buffers.
+    A peer's cell is compared with memascend at its default, a cell of memascend with ZeRO-Infinity, with its fewest
+    buffers.
     """
     good = {system: result for system, result in found.items() if "error" not in result}
     for system, result in good.items():
@@ -115,7 +116,7 @@ def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
         ours, theirs = (result, good.get("zero-infinity")) if mine else (good.get("memascend"), result)
         if ours is not None and theirs is not None:
             result["ours_faster"] = theirs["seconds"]["step"] / ours["seconds"]["step"]
-            # A driver's pinned memory is none of the process'.
+            # The memory of a process does not include memory that a driver pins, so the machine's is compared.
             pinned = theirs["machine_added_bytes"] and ours["machine_added_bytes"]
             of = "machine_added_bytes" if pinned else "added_bytes"
             result["ours_of_memory"] = ours[of] / theirs[of]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Launcher", "memory_cgroup"]
 
 _BENCHMARKS = Path(__file__).parents[1]
-# Of what a failed cell printed, the end is kept.
+# The most characters that are kept of a failed cell's error.
 _ERROR_CHARACTERS = 600
 _PR_SET_PDEATHSIG = 1
 _LEAVES_TRIES, _LEAVES_SECONDS = 500, 0.01
@@ -38,9 +38,9 @@ class Launcher:
 
     Args:
         storage: a folder on the disk to measure.
-        deepspeed: an interpreter that has DeepSpeed; None: the cells of its systems say how to get one.
+        deepspeed: an interpreter that has DeepSpeed; None: the error of DeepSpeed's cells says how to get one.
         seconds: the longest that a cell may take.
-        within: the seconds after which it makes no further step, where it has measured one; None: it makes all.
+        within: the seconds after which a cell that has measured a step makes no further one; None: it makes all steps.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Launcher:
         limit: int | None = None,
         seconds: float | None = None,
     ) -> dict[str, Any]:
-        """A cell's answer, or {"error": why there is none}; "missing" too where the environment is not there.
+        """Runs a cell; returns its answer or {"error": reason}, with "missing" if DeepSpeed or a cgroup is missing.
 
         Args:
-            work: what is trained.
+            work: the workload to train.
             system: a name of `SYSTEMS`.
-            steps: so many are measured.
-            warm: so many before them are not.
-            settings: over those of the system.
-            limit: bytes that the cell's cgroup may hold.
-            seconds: the longest that it may take, instead of the launcher's.
+            steps: the number of measured steps.
+            warm: the number of steps before them.
+            settings: settings that override those of the system.
+            limit: the limit of the cell's cgroup in bytes.
+            seconds: the longest that the cell may take, instead of the launcher's `seconds`.
         """
         way = SYSTEMS[system]
         if way.deepspeed and self.deepspeed is None:
@@ -106,7 +106,7 @@ class Launcher:
         libc = ctypes.CDLL(None)
 
         def enter() -> None:
-            # Whoever kills this process need not know of the cell.
+            # The kernel kills the cell when this process dies, by whatever signal.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -139,7 +139,7 @@ class Launcher:
 
 
 def _end(cell: subprocess.Popen[str]) -> None:
-    """The cell with all that it has started: a compiler, for example."""
+    """Kills the cell with all processes that it has started, such as a compiler."""
     os.killpg(cell.pid, signal.SIGKILL)
     if cell.stdout is not None:
         cell.stdout.close()
@@ -147,7 +147,7 @@ def _end(cell: subprocess.Popen[str]) -> None:
 
 
 def _last_words(said: str, status: int) -> str:
-    """The line that names the error, which peers may follow by much else."""
+    """Returns the last line that names an error, after which peers may print more; the last line if none does."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("File ")]
     return (errors or lines or [f"exit status {status}"])[-1][:_ERROR_CHARACTERS]
@@ -155,7 +155,7 @@ def _last_words(said: str, status: int) -> str:
 
 @contextmanager
 def memory_cgroup() -> Iterator[Path | None]:
-    """A memory cgroup for one cell, of whichever version the machine has; None where there can be none."""
+    """Yields a memory cgroup for one cell, of version 1 or 2; None if this process cannot make one."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     group = (first if first.is_dir() else second) / f"memascend-bench-{uuid.uuid4().hex[:8]}"
     try:
@@ -167,7 +167,7 @@ def memory_cgroup() -> Iterator[Path | None]:
         has_memory = any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes"))
         yield group if has_memory else None
     finally:
-        # The last process may take a moment to leave: its memory is freed.
+        # The last process may take a moment to leave the cgroup, while the kernel frees its memory.
         for _ in range(_LEAVES_TRIES):
             try:
                 group.rmdir()
@@ -181,7 +181,7 @@ def _limit(group: Path, nbytes: int) -> None:
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (group / name).exists():
             (group / name).write_text(str(nbytes))
-    # Memory and swap together, where swap is accounted: what is swapped out is no less needed.
+    # Limits memory and swap together, if the kernel accounts swap: a cell also needs the pages that are swapped out.
     for name, value in (("memory.memsw.limit_in_bytes", str(nbytes)), ("memory.swap.max", "0")):
         if (group / name).exists():
             (group / name).write_text(value)

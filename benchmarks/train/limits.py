@@ -1,4 +1,4 @@
-"""Finds limits: the smallest memory cgroup a system trains in, the longest context, the largest batch."""
+"""Finds limits: the smallest memory cgroup in which a system trains, the longest context, the largest batch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 
 _MIB = 1 << 20
-# So many steps must be completed: in the first, optimizers make their state.
+# The steps that a try must complete. Optimizers create their state in the first one.
 _STEPS = 3
-# Where memory is short by little, the kernel drops the pages of programs and reads them again and again: that is no
-# training. With room, none of the systems needs half as long on two cores for what is tried.
+# The most seconds of a try. If memory is slightly too small, the kernel drops pages of programs and reads them again
+# and again, which does not count as training. With enough memory, no system needs half of this time on two cores.
 _STEPS_SECONDS, _REACH_SECONDS = 180, 600
-# Where the search begins; it halves from the first that works.
+# The first limit to try. The search doubles it until it works, and then halves the interval.
 _START_BYTES = 1 << 30
 _LENGTHS = tuple(128 << power for power in range(10))
 _BATCHES = tuple(1 << power for power in range(10))
 
 
 def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """For each system the smallest limit of a memory cgroup, from the first import on, in which it does three steps."""
+    """Finds each system's smallest limit of a memory cgroup in which it imports its libraries and makes three steps."""
 
     def search(tries: _Tries) -> dict[str, Any]:
         smallest = least(
@@ -41,7 +41,7 @@ def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> d
 
 
 def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
-    """For each system the longest context, and the largest batch, with which it trains inside a limit."""
+    """Finds for each system the longest context, and the largest batch, with which it trains inside a limit."""
     recomputed = replace(work, checkpoint=True)
 
     def search(tries: _Tries) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) ->
 def _each(
     bench: Bench, work: Workload, systems: tuple[str, ...], search: Callable[[_Tries], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """What a search finds for each system; of one that cannot be set up, why."""
+    """Runs a search for each system; returns the results, or the error of a system that cannot be set up."""
     found: dict[str, dict[str, Any]] = {}
     for system in systems:
         settings = bench.settings(work, system, lean=True)
@@ -67,7 +67,7 @@ def _each(
 
 
 class _Tries:
-    """Whether one system trains inside a limit; each try has a result of its own."""
+    """Tries whether one system trains inside a limit. Each try has a file of its own in the results."""
 
     def __init__(self, bench: Bench, system: str, settings: dict[str, Any]) -> None:
         self.bench, self.system = bench, system
@@ -95,7 +95,7 @@ class _Tries:
 
 
 def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
-    """Of `smallest_cgroup`."""
+    """Returns a table of the results of `smallest_cgroup`."""
     return _table(
         f"{work.name}: the smallest memory cgroup, all of the process in it, in which {_STEPS} steps take at most "
         f"{_STEPS_SECONDS} s",
@@ -106,7 +106,7 @@ def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
 
 
 def reach_table(work: Workload, limit: int, found: dict[str, dict[str, Any]]) -> str:
-    """Of `reach`."""
+    """Returns a table of the results of `reach`."""
     return _table(
         f"{work.name}, activation checkpointing, in a memory cgroup of {limit / _MIB:.0f} MiB",
         found,

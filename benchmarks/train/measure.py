@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-# What a figure is of, beside the code: another processor or torch makes another figure.
+# The facts of a machine that decide a measurement, beside the code.
 _PLACE = ("processor", "cores", "memory_bytes", "kernel", "torch")
-# A step of more tokens times parameters takes seconds: half as many are measured.
+# A step with more tokens times parameters than this takes seconds, so half as many steps are measured.
 _LONG = 5e10
 
 
 class Bench:
-    """What the parts of the benchmark share.
+    """Measures cells for all parts of the benchmark, or reads their kept results.
 
     Args:
         launcher: starts cells.
-        results: keeps them.
-        steps: so many of a cell are measured.
-        say: told what is measured next.
+        results: keeps the answers of cells.
+        steps: the number of measured steps of a cell.
+        say: called with a line for each measurement that begins.
     """
 
     def __init__(self, launcher: Launcher, results: Results, steps: int, say: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class Bench:
         self._machine = described()
 
     def cell(self, work: Workload, system: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One cell, measured or read; with the disk's bandwidth at that time where the system is ours."""
+        """Returns a cell, measured or read. A cell of memascend also has the disk's bandwidth right before it."""
         found = self.settings(work, system)
         if "error" in found:
             return found
@@ -62,11 +62,11 @@ class Bench:
         return self.get(f"{work.name}--{system}{named}", asked, measure)
 
     def settings(self, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-        """Of a system for a model, as trying found them; {"error": ...} where it runs with none."""
+        """Returns a system's settings for a model, found by trial; {"error": ...} if it runs with none."""
         return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The kept answer, if it was measured on this code and a machine like this one, or a new one."""
+        """Returns the kept answer if it was measured with this code, on a machine like this one; else measures."""
         on: dict[str, str | int] = {name: self._machine[name] for name in _PLACE}
         on["code"] = self.code
 

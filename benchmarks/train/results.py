@@ -21,9 +21,9 @@ class Results:
     """A folder of answers.
 
     Args:
-        folder: made where it is not there.
-        again: measure also what is there already.
-        measures: False: what is not there is an error, and nothing is measured.
+        folder: the folder, which is made if it does not exist.
+        again: True: `get` measures also answers that have a file.
+        measures: False: `get` measures nothing, and returns an error for an answer without a file.
     """
 
     def __init__(self, folder: Path, *, again: bool = False, measures: bool = True) -> None:
@@ -31,10 +31,10 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The answer to what is asked: from its file if that was asked the same, else measured and written.
+        """Returns the answer of the file `name` if its question equals `asked`; otherwise measures and writes it.
 
         Raises:
-            ConfigError: the file is no answer.
+            ConfigError: the file holds no answer.
         """
         path = self.folder / f"{_NOT_IN_NAMES.sub('-', name)}.json"
         if path.exists() and not self.again:
@@ -48,7 +48,7 @@ class Results:
                     f"{path} is no result of this benchmark: remove it or name another --results"
                 ) from error
         answer = measure() if self.measures else {"error": "not measured yet", "missing": True}
-        # What was not measured for want of an environment or of a right is measured as soon as it is there.
+        # An answer that lacks an environment or a permission is not written, so that a later run measures it.
         if not answer.get("missing"):
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"asked": asked, "answer": answer}, indent=1) + "\n")

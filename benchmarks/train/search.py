@@ -9,20 +9,17 @@ if TYPE_CHECKING:
 
 __all__ = ["least", "most"]
 
-# A growth that never works ends here.
+# `least` gives up after this number of sizes, each twice the one before.
 _DOUBLINGS_MAX = 6
 
 
 def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) -> int | None:
-    """The smallest size that works, to a precision: it is at most so much, relatively, above one that does not.
+    """Returns the smallest size that works, to a precision; None if no size works.
 
     Args:
-        works: tries a size. Where one works, larger ones do.
-        start: a first guess, from which it doubles until it works.
-        precision: of the answer.
-
-    Returns:
-        None where nothing works.
+        works: tries a size. If a size works, larger ones must work, too.
+        start: the first size to try. The search doubles it until it works.
+        precision: the largest relative distance from the result to a size that does not work.
     """
     low, high = 0, start
     for _ in range(_DOUBLINGS_MAX):
@@ -41,7 +38,7 @@ def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) 
 
 
 def most(works: Callable[[int], bool], sizes: Iterable[int]) -> int | None:
-    """The last of ascending sizes that works, the first that does not being the end; None where the first does not."""
+    """Returns the last of ascending sizes before the first that does not work; None if the first does not work."""
     best = None
     for size in sizes:
         if not works(size):

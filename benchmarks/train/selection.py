@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
 
-# Workload, and the systems that train it. In-memory torch comes first: the others are compared with its losses.
+# The systems that train each workload. In-memory torch is first: the losses of the others are compared with its losses.
 Cells = dict[str, tuple[str, ...]]
 
 _INFINITY = ("zero-infinity", "zero-infinity-pipelined")
@@ -28,10 +28,10 @@ FULL: Cells = {
     "500M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_PEERS),
     "500M-8x1x128": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
     "500M-1x128-clip": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
-    # Its state is larger than most machines' memory: nothing is left to compare losses with.
+    # The state is larger than the memory of most machines, so in-memory torch is left out, and losses are not compared.
     "1.5B-1x128": ("memascend-meta", "zero-infinity"),
 }
-# The 500 M model is what does not fit; its smallest cgroups are found for these.
+# The model whose state does not fit into memory, and the systems whose smallest memory cgroup is searched for it.
 LIMITS: Cells = {
     "500M-1x128": ("memascend-smallest", "torch", "zero-infinity", "zero-infinity-params-in-ram", "zero-offload"),
 }

@@ -17,13 +17,13 @@ _DEPTH = 8
 
 
 def disk_speeds(storage: Path) -> dict[str, float]:
-    """GB/s of reads and of reads and writes mixed, through as much memory as an update stages in."""
+    """Returns GB/s of reads, and of reads and writes mixed, through as many buffers as an update has."""
     with (
         tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-speed-") as folder,
         nvme.open(Path(folder, "file"), size=_FILE_BYTES, queue_depth=_DEPTH) as volume,
         blocks(_MIB, _DEPTH + _DEPTH // 2) as tensors,
     ):
-        # Blocks that were only reserved are slower the first time.
+        # The first access to a block that is only reserved is slower, so all blocks are written first.
         transfer(volume, tensors, "write", _FILE_BYTES)
         volume.flush()
         return {

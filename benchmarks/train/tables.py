@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["notes", "pictures", "workload_table"]
 
-# What pictures show, where all workloads have it.
+# The systems of the pictures, if all workloads have them.
 _DRAWN = ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload")
 
 _COLUMNS = (
@@ -39,16 +39,16 @@ _COLUMNS = (
     "ours has x of its memory",
     "loss off by",
 )
-_NOTES = """MB added: the process' peak after set-up, less what importing took; process: its peak, set-up too;
-cgroup: the peak after set-up, with the page cache; machine: what its memory lacked, beside caches, with what a driver
-pins (only where a GPU computes); device: torch's peak there. computes, waits: seconds of a step that the training
-thread ran, and did not; disk busy: that the device had requests. SSD bytes by the kernel, and as memascend counts them.
-x bound: of max(compute, bytes / bandwidth), for forward and backward. ours is x as fast: memascend at its default
-against the system of the row; in memascend's own rows: that row against zero-infinity."""
+_NOTES = """MB added: the process's peak after set-up, less the memory of its imports; process: its peak, with set-up;
+cgroup: the peak after set-up, with the page cache; machine: the peak of memory used beside caches, with the memory that
+a driver pins (only with a GPU); device: torch's peak there. computes, waits: seconds of a step in which the training
+thread ran, and did not; disk busy: seconds in which the disk had requests. SSD bytes: the kernel's count, and in
+brackets memascend's. x bound: a step over max(compute, bytes / bandwidth), for forward and backward. ours is x as fast:
+memascend at its default against the row's system; in memascend's own rows: that row against zero-infinity."""
 
 
 def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:
-    """Of the judged cells of one workload, with what went wrong below."""
+    """Returns a table of the judged cells of one workload, with their errors below."""
     rows = [_row(system, cell) for system, cell in cells.items() if "error" not in cell]
     lines = [_title(work), ""]
     if rows:
@@ -58,7 +58,7 @@ def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:
 
 
 def notes() -> str:
-    """What the columns mean, and what the systems are."""
+    """Returns explanations of the columns and of the systems."""
     systems = "\n".join(f"{name}: {way.about}" for name, way in SYSTEMS.items())
     return f"{_NOTES}\n\n{systems}"
 
@@ -104,9 +104,9 @@ def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[Path]:
-    """Two pictures, of memory and of time: FILE.png and FILE-seconds.png.
+    """Draws memory and time, as FILE.png and FILE-seconds.png; returns the paths.
 
-    They have few systems, each with a bar for every workload that they have: the tables have the others.
+    Each system in the pictures has a bar for every workload in them. The tables have the other systems and workloads.
     """
     measured = {
         name: [system for system in _DRAWN if system in cells and "error" not in cells[system]]
@@ -131,7 +131,7 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
 
 
 def _worded(workload: str) -> str:
-    """A workload, as 125M-1x128-clip, in words."""
+    """Returns a workload's name, such as 125M-1x128-clip, in words."""
     size, batch, *more = workload.split("-")
     shape = batch.split("x")
     told = {"clip": "clipped", "checkpointed": "activation checkpointing"}

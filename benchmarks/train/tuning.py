@@ -1,4 +1,4 @@
-"""Finds the fewest swap buffers DeepSpeed runs with, by trial: the counts its documents give fail on many models."""
+"""Finds by trial the fewest swap buffers with which DeepSpeed runs: the numbers in its documents often fail."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 __all__ = ["tuned"]
 
-# More than any model here needs; trying ends there.
+# The most buffers to try, which are more than any model here needs.
 _BUFFERS_MAX = 16
 # Tokens of a trial: buffers depend on parameters, not on the batch.
 _TRIAL_LENGTH = 16
-# And on how large a block is, not on how many there are.
+# Layers of a trial: buffers depend on the size of a block, not on the number of blocks.
 _TRIAL_LAYERS = 12
-# How too few buffers show; another error will not go away by more of them.
+# Words in the errors of too few buffers. More buffers do not help against other errors.
 _TOO_FEW = ("AssertionError", "IndexError", "buffer")
 
 
 def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-    """Settings to run a system with; {"error": ...} where none works. Empty for systems that have none.
+    """Returns the settings with which a system runs; {"error": ...} if none work, {} if the system needs none.
 
     Args:
-        bench: tries.
-        work: what is trained; whether blocks are recomputed counts, batch and length do not.
+        bench: runs the trials, and keeps their results.
+        work: the workload. The settings depend on the recomputation of blocks, but not on batch and length.
         system: a name of `SYSTEMS`.
-        lean: the model is made without being in memory as a whole, which takes other buffers.
+        lean: True: the model is never in memory as a whole while it is made, which takes other buffers.
     """
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
@@ -46,7 +46,7 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
             found = _fewest(bench, trial, system, "parameter_buffers", 1, others)
             if "error" in found:
                 return found
-        # Adam's state has three tensors; pipelined, eight buffers were seen to fail.
+        # Adam's state has three tensors. With the pipeline, eight buffers were seen to fail.
         first = 9 if settings.get("pipelined") else 3
         return _fewest(bench, trial, system, "state_buffers", first, found)
 
@@ -58,7 +58,10 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
 def _fewest(
     bench: Bench, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """The others' settings and the first count that trains two steps; plenty, among the others, was for the trial."""
+    """Returns the settings `others` and the first number of buffers `name` with which DeepSpeed makes two steps.
+
+    A setting of `_BUFFERS_MAX` in `others` is for the trials alone, and left out of the result.
+    """
     answer: dict[str, Any] = {"error": "nothing was tried"}
     for count in range(first, _BUFFERS_MAX + 1):
         answer = bench.launcher.run(trial, system, steps=1, warm=1, settings={**others, name: count})

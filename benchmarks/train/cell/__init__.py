@@ -1,12 +1,12 @@
-"""Trains one workload with one system in a process of its own and reports what it took.
+"""Trains one workload with one system in a process of its own, and reports its time, memory and bytes.
 
-`python -m benchmarks.train.cell ORDER` is that process. It runs also in a peer's environment, so but for the systems
-nothing in here imports more of memascend than counters of a process and DeepSpeed's start.
+`python -m benchmarks.train.cell ORDER` is that process. It also runs in a peer's environment. So no module here, except
+for memascend's own systems, imports more of memascend than `cli.process`, `errors` and `text`.
 """
 
 from __future__ import annotations
 
 __all__ = ["ANSWER"]
 
-# Begins the line of the answer: peers print what they like before it.
+# The beginning of the answer's line. Peers may print other lines before it.
 ANSWER = "cell: "

@@ -22,11 +22,11 @@ __all__ = ["run"]
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Train, and measure.
+    """Trains; returns the measurements.
 
-    The order: `workload`, `system`, `settings` over those of the system, `storage`, `warm` and `steps`, `until` when
-    (of `time.time()`) the answer has to be there, and `cgroup`, the folder of the memory cgroup that this process is
-    in, if it is in one of its own.
+    The order has `workload`, `system`, `settings` (which override those of the system), `storage`, `warm` and `steps`,
+    `until` (the `time.time()` at which the cell must have answered, or None), and `cgroup` (the folder of this
+    process's own memory cgroup, or None).
     """
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
@@ -66,19 +66,19 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(system: System, work: Workload, record: Record) -> None:
-    """Steps, until they are enough."""
+    """Makes steps until the record has enough of them."""
     batches = tokens(work)
     while not record.enough:
         at = [record.now()]
         if len(batches) > 1:
-            # Each has its forward and its backward; all of it is told as backward.
+            # Each micro-batch has a forward and a backward. The record counts the seconds of all as backward.
             at.append(at[0])
             value = float(system.accumulate(batches))
         else:
             loss = system.forward(batches[0])
             value = loss.item()
             at.append(record.now())
-            # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
+            # In a workload with an overflow, the loss of one step is too large for 16-bit gradients.
             overflows = work.overflow and record.steps == OVERFLOWING_STEP
             system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
             del loss
@@ -90,7 +90,7 @@ def _trained(system: System, work: Workload, record: Record) -> None:
 
 
 def _limit(work: Workload) -> None:
-    """Let torch have as much of the device as the workload says."""
+    """Limits torch to the workload's `card` bytes of the device."""
     if work.device != "cpu" and work.card is not None:
         import torch
 
@@ -99,7 +99,7 @@ def _limit(work: Workload) -> None:
 
 
 def _synchronize(work: Workload) -> None:
-    """Until a device has done what is queued, which the next step would wait for."""
+    """Waits until the device has done all queued work, so that the next step does not wait for it."""
     if work.device != "cpu":
         import torch
 
@@ -107,7 +107,7 @@ def _synchronize(work: Workload) -> None:
 
 
 def _device_peak(work: Workload) -> int | None:
-    """What torch held of a device at once."""
+    """Returns the most bytes of the device that torch held; None on the CPU."""
     if work.device == "cpu":
         return None
     import torch
@@ -116,7 +116,7 @@ def _device_peak(work: Workload) -> int | None:
 
 
 def _restarted_peak(cgroup: Path | None) -> int | None:
-    """The cgroup's peak so far; where the kernel can, it then begins anew."""
+    """Returns the cgroup's peak so far, and resets it if the kernel can, which is in cgroup version 1."""
     if cgroup is None:
         return None
     peak = _peak(cgroup)

@@ -1,4 +1,4 @@
-"""Keeps what the steps of a cell took, and says when they are enough."""
+"""Records losses, seconds and counters of a cell's steps, and decides when the steps are enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 _PARTS = ("forward", "backward", "update")
-# Steps, of the time left, that the end of a cell may take.
+# The end of a cell may take as long as this number of steps.
 _END_STEPS = 2
 
 
@@ -25,14 +25,14 @@ class Record:
     """The steps of a cell.
 
     Attributes:
-        steps: so many were made.
+        steps: the number of steps made.
     """
 
     def __init__(self, order: dict[str, Any], storage: Path, system: System) -> None:
-        """For an order of a cell."""
+        """Makes an empty record for an order of a cell."""
         self.steps = 0
         counted = self._counted = system.counted
-        # Of a system that tries several ways, the one of the next step.
+        # Returns the way of the next step, if the system tries several ways; otherwise "", the result of `str()`.
         self._way: Callable[[], str] = getattr(system, "way", str)
         self._next, self._ways = self._way(), list[str]()
         self._first = self._last = counted()
@@ -43,19 +43,19 @@ class Record:
         self._between: list[dict[str, float]] = []
 
     def now(self) -> counters.Counts:
-        """The counters at this moment."""
+        """Returns the counters at this moment."""
         return counters.counts(self._storage)
 
     @property
     def enough(self) -> bool:
-        """Whether all steps were made, or another one might come too late; one is measured at least."""
+        """True if all steps were made, or another one might end too late; False until one step was measured."""
         if self.steps >= self._most:
             return True
         last = self._seconds["step"][-1] if self._between else 0.0
         return bool(self._between) and time.time() + (1 + _END_STEPS) * last > self._until
 
     def add(self, loss: float, at: Sequence[counters.Counts]) -> None:
-        """A step, with the counters before it, after it, and between its parts if they are known.
+        """Adds a step, with the counters before it, after it, and between its parts if they are known.
 
         Raises:
             ValueError: the loss is no number.
@@ -76,7 +76,7 @@ class Record:
             self._first = self._last
 
     def values(self, parameters: int) -> dict[str, Any]:
-        """What the measured steps took: seconds of each, means of what is counted."""
+        """Returns the seconds of each measured step, and the means of the counters."""
         steps = len(self._between)
         known = (self._between or [{}])[0]
         mean = {name: sum(counts[name] for counts in self._between) / steps for name in known}

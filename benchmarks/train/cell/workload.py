@@ -1,4 +1,4 @@
-"""Defines workloads: the models, batches and rules that every system gets alike."""
+"""Defines workloads: the models, batches and rules, which are the same for every system."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
 ]
 
 LEARNING_RATE = 1e-4
-# Where a workload has an overflow: the step whose loss is multiplied, and by what.
+# In a workload with an overflow: the step whose loss is multiplied, and the factor.
 OVERFLOWING_STEP = 1
 OVERFLOW_FACTOR = 1e7
-# Where the fp16 loss scale begins, in every system.
+# The first fp16 loss scale of every system is two to this power.
 LOSS_SCALE_POWER = 16
-# Tokens whose logits a chunked loss has at once.
+# The tokens of a chunk: a chunked loss has only their logits in memory.
 _CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what one step of it gets. Shapes are Qwen2's."""
+    """A model of Qwen2's shape, the batch of a step, and the rules of training."""
 
     name: str
     layers: int
@@ -42,25 +42,25 @@ class Workload:
     heads: int
     kv_heads: int
     vocabulary: int = 32_000
-    tied: bool = False  # the head to the embeddings
+    tied: bool = False  # True: the LM head has the weight of the embeddings
     dtype: str = "bfloat16"
     batch: int = 1
     micro_batches: int = 1
     length: int = 128
-    checkpoint: bool = False
-    loss: Literal["full", "chunked"] = "full"  # from the logits of all tokens, or of some at a time
-    clip: float | None = None
-    overflow: bool = False
+    checkpoint: bool = False  # True: the backward recomputes blocks
+    loss: Literal["full", "chunked"] = "full"  # "full" has the logits of all tokens at once, "chunked" those of a chunk
+    clip: float | None = None  # the limit of the gradients' norm
+    overflow: bool = False  # True: the gradients of one step overflow
     device: str = "cpu"
-    card: int | None = None  # bytes of the device that torch may have; None: all
+    card: int | None = None  # bytes of the device that torch may use; None: all
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Returns the fields, for JSON."""
         return asdict(self)
 
     @property
     def parameters(self) -> int:
-        """Of the model, counted from its shape."""
+        """The number of the model's parameters, from its shape."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head
         biases = self.hidden + 2 * self.kv_heads * head
@@ -100,17 +100,17 @@ WORKLOADS = _named()
 
 
 def on_device(work: Workload, device: str) -> Workload:
-    """The same, computed by "cpu" or "cuda", and named by it."""
+    """Returns the workload for another device, "cpu" or "cuda", with the device in its name."""
     return work if device == work.device else replace(work, device=device, name=f"{work.name}-{device}")
 
 
 def workload(values: dict[str, Any]) -> Workload:
-    """The workload that `to_dict` wrote."""
+    """Returns the workload of the fields that `to_dict` returned."""
     return Workload(**values)
 
 
 def configuration(work: Workload) -> Any:
-    """Of transformers, for a workload."""
+    """Returns the configuration of a workload's model, for transformers."""
     import transformers
 
     return transformers.Qwen2Config(
@@ -126,7 +126,7 @@ def configuration(work: Workload) -> Any:
 
 
 def made(work: Workload) -> Any:
-    """The model, with the same values in every process, ready to train. Its peak in memory is the model."""
+    """Returns the model, ready to train, with the same values in every process. Takes the memory of one model."""
     import torch
     import transformers
 
@@ -134,12 +134,12 @@ def made(work: Workload) -> Any:
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(configuration(work), dtype=dtype)
-    # DeepSpeed casts buffers too, so all do.
+    # DeepSpeed casts buffers, too, so all systems do.
     return prepared(work, model.to(dtype))
 
 
 def prepared(work: Workload, model: Any) -> Any:
-    """The model in training mode, with the recomputation and the loss that the workload says."""
+    """Sets a model to training mode, and to the recomputation and the loss of the workload; returns it."""
     model.train()
     model.config.use_cache = False
     if work.checkpoint:
@@ -150,7 +150,7 @@ def prepared(work: Workload, model: Any) -> Any:
 
 
 def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
-    """A forward whose loss never has the logits of all tokens, neither here nor in the backward."""
+    """Replaces the model's forward: neither it nor its backward has the logits of all tokens in memory at once."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -165,10 +165,10 @@ def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
 
 
 def tokens(work: Workload) -> list[Any]:
-    """The micro-batches of every step, one for most; the same each time, so that the loss of what trains falls."""
+    """Returns the micro-batches of a step. All steps have the same, so that the loss of a system that trains falls."""
     import torch
 
-    # Arithmetic, as random numbers may differ between versions of torch.
+    # The tokens are computed, since random numbers may differ between versions of torch.
     shape = (work.micro_batches, work.batch, work.length)
     count = work.micro_batches * work.batch * work.length
     return list((torch.arange(count) * 7919 % 9973 % work.vocabulary).view(shape).to(work.device))

@@ -21,7 +21,7 @@ impl Stochastic for Bf16 {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // From half-way above the largest number on, rounding to nearest gives infinity, and so does this.
+        // The largest number is the limit, but where rounding to nearest gives infinity: there `drawn` decides.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
         // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.

@@ -1,4 +1,4 @@
-"""Trains with torch's FSDP2 and its CPU offload, on one rank: float32 parameters, gathered in the model's type."""
+"""Trains with torch's FSDP2 and its CPU offload, on one rank: fp32 parameters, gathered in the model's dtype."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Sharded", "begin", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Import what a user imports."""
+    """Imports the libraries that a user imports; returns them."""
     libraries = in_ram.ready()
-    import torch.distributed.fsdp  # noqa: F401 - counted with what is imported
+    import torch.distributed.fsdp  # noqa: F401 - training's memory must not include it
 
     return libraries
 
 
-def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - as every system is begun
-    """The model's blocks sharded one by one, over one process."""
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - in every `begin`
+    """Makes the model, and shards its blocks one by one over one process."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -43,7 +43,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  
 
 
 class Sharded:
-    """The loop of FSDP2's documents."""
+    """Trains with FSDP2 as its documents do."""
 
     def __init__(self, work: Workload, model: Any) -> None:
         import torch
@@ -52,19 +52,19 @@ class Sharded:
         self.adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def forward(self, tokens: Any) -> Any:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Gradients."""
+        """Computes the gradients of a loss."""
         loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """The mean loss of the step's batches, with its gradients."""
+        """Computes the gradients of a step's micro-batches; returns their mean loss."""
         return in_ram.one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """The step."""
+        """Clips, makes the step, and drops the gradients."""
         import torch
 
         if self.work.clip is not None:
@@ -73,11 +73,11 @@ class Sharded:
         self.adam.zero_grad()
 
     def counted(self) -> int | None:
-        """It keeps no account."""
+        """Returns None: the system does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Leave the group."""
+        """Leaves the process group; returns no entries for the answer."""
         import torch
 
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Trains in the memory of what computes, as users do without memascend: float32 masters under torch's fused AdamW."""
+"""Trains in the memory of the device, as without memascend: fp32 master weights, torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["InRam", "begin", "one_after_the_other", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Import what a user imports."""
+    """Imports the libraries that a user imports; returns them."""
     import torch
     import transformers
 
-    # transformers loads a model's code when it is first asked for it.
+    # transformers imports a model's code at the first access to its class.
     transformers.Qwen2ForCausalLM  # noqa: B018
     return [torch, transformers]
 
 
-def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - as every system is begun
-    """The model beside its masters."""
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - part of every `begin`
+    """Makes the model and its master weights."""
     return InRam(
         made(work).to(work.device), clip=work.clip, scale=2.0**LOSS_SCALE_POWER if work.dtype == "float16" else None
     )
 
 
 def one_after_the_other(system: System, batches: list[Any]) -> Any:
-    """The usual loop over a step's micro-batches: the mean of their losses, each with its backward."""
+    """Computes forward and backward of micro-batches, one after the other; returns the mean of their losses."""
     total = 0.0
     for batch in batches:
         loss = system.forward(batch) / len(batches)
@@ -43,31 +43,31 @@ def one_after_the_other(system: System, batches: list[Any]) -> Any:
 
 
 class InRam:
-    """Trains a 16-bit model by float32 masters, all in memory."""
+    """Trains a 16-bit model with fp32 master weights, all in memory."""
 
     def __init__(self, model: Any, *, clip: float | None = None, scale: float | None = None) -> None:
         import torch
 
         self.model, self.clip, self.scale = model, clip, scale
-        self.grad_norm: float | None = None  # of the last step that had a limit
+        self.grad_norm: float | None = None  # the norm of the last step; None without a limit
         self.parameters = list(model.parameters())
         self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
 
     def forward(self, tokens: Any) -> Any:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Gradients, times the loss scale where there is one."""
+        """Computes the gradients of a loss, times the loss scale if the system has one."""
         (loss if self.scale is None else loss * self.scale).backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """The mean loss of the step's batches, with its gradients."""
+        """Computes the gradients of a step's micro-batches; returns their mean loss."""
         return one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """Through the masters; a step that overflowed is left out and halves the scale."""
+        """Updates the master weights and the model. Skips a step that overflowed, and halves the loss scale."""
         import torch
 
         with torch.no_grad():
@@ -84,7 +84,7 @@ class InRam:
         self.adam.zero_grad()
 
     def _finite(self) -> bool:
-        """Whether the step counts. The gradients have lost their scale afterwards."""
+        """True if no gradient overflowed. Divides the gradients by the loss scale, and halves it after an overflow."""
         import torch
 
         if self.scale is None:
@@ -98,9 +98,9 @@ class InRam:
         return finite
 
     def counted(self) -> int | None:
-        """It keeps no account."""
+        """Returns None: the system does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Nothing to add."""
+        """Returns no entries for the answer."""
         return {}

@@ -1,4 +1,4 @@
-"""Trains with memascend: model and optimizer offloaded."""
+"""Trains with memascend, which offloads the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Ours", "begin", "checkpoint", "ended", "held_budget", "moved", "read
 
 
 def ready() -> list[ModuleType]:
-    """Import what a user imports."""
+    """Imports the libraries that a user imports; returns them."""
     importlib.import_module("memascend.session.offload")
     return [*in_ram.ready(), sys.modules["memascend"]]
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
-    """The model in the store.
+    """Makes the model and offloads it.
 
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
-    smallest; `held`: a budget by the percentage of the parameters that are held; `lean`: the model is made on "meta"
-    and its values in the store, so that it is never in memory as a whole; `weights`: likewise, with the values of
-    `made()` from this folder, or (True) from one that another process writes; `turns`: micro-batches go one after the
-    other, not by layer; `state`, `durability`, `activations`: as of `offload()`.
+    smallest; `held`: a budget by the percentage of parameters kept in RAM; `lean`: the model is made on "meta" and its
+    values in the store, so that it is never in memory as a whole; `weights`: the model is made on "meta", and gets the
+    values of `made()` from this folder, or (True) from a folder that another process writes; `turns`: micro-batches
+    are computed one after the other, not by layer; `state`, `durability`, `activations`: options of `offload()`.
     """
     import torch
     import transformers
@@ -52,7 +52,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
-        # Where the dynamic scale begins is no option of ours; both begin at 2^16.
+        # memascend has no option for its first loss scale, which is 2^16.
         assert LOSS_SCALE_POWER == 16
     options |= {name: settings[name] for name in ("state", "durability", "activations") if name in settings}
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
@@ -67,7 +67,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
 
 def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
-    """The folder of the model's values that settings name, or a new one."""
+    """Returns the checkpoint folder that the settings name, or writes a new one."""
     if isinstance(settings.get("weights"), str):
         return Path(settings["weights"])
     folder = storage / "values"
@@ -76,7 +76,7 @@ def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
 
 
 def write(work: Workload, folder: Path) -> None:
-    """The values of every system's model, as a folder of the hub has them: this process never holds them."""
+    """Writes the values of `made()` to a checkpoint folder, in a new process: this one never holds the model."""
     writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
     writer.start()
     writer.join()
@@ -89,7 +89,7 @@ def _write(work: Workload, folder: Path) -> None:
 
 
 def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
-    """The least `host_memory` with which these options of `offload()` work. Nothing is offloaded."""
+    """Returns the least `host_memory` with which these options of `offload()` work; offloads nothing."""
     from memascend.errors import BudgetError
     from memascend.session.offload import offload
 
@@ -98,11 +98,11 @@ def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
     except BudgetError as error:
         smallest: int = error.smallest
         return smallest
-    raise AssertionError("a budget of one byte was taken")
+    raise AssertionError("offload() accepted a budget of one byte")
 
 
 def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: int) -> int:
-    """The `host_memory` that holds this part of all parameters. Nothing is offloaded."""
+    """Returns the `host_memory` that keeps `percent` % of the parameters in RAM; offloads nothing."""
     from memascend.plan.options import Options
     from memascend.session.decide import planned
 
@@ -111,63 +111,63 @@ def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: in
 
 
 class Ours:
-    """The usual loop, its optimizer offloaded."""
+    """Trains with an offloaded model and optimizer."""
 
     def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, by_layer: bool) -> None:
         self.model, self.optimizer, self.scaled, self.by_layer = model, optimizer, scaled, by_layer
 
     def forward(self, tokens: Any) -> Any:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Gradients; a loss scale goes through the optimizer."""
+        """Computes the gradients of a loss; the optimizer does so with a loss scale."""
         if self.scaled:
             self.optimizer.backward(loss)
         else:
             loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """The mean loss of the step's batches, with its gradients."""
+        """Computes the gradients of a step's micro-batches; returns their mean loss."""
         if not self.by_layer:
             return in_ram.one_after_the_other(self, batches)
         losses = self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)
         return sum(losses) / len(batches)
 
     def update(self) -> None:
-        """The step, committed."""
+        """Commits the step, and drops the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def counted(self) -> int | None:
-        """By the report."""
+        """Returns the bytes moved so far, by the report."""
         return moved(self.optimizer)
 
     def way(self) -> str:
-        """By the report."""
+        """Returns the part of the next step that writes deferred updates, by the report."""
         return way(self.optimizer)
 
     def end(self) -> dict[str, Any]:
-        """Report and plan, and the store closed."""
+        """Closes the store; returns the report and the plan."""
         return ended(self.optimizer)
 
 
 def moved(optimizer: OffloadedOptimizer) -> int:
-    """Bytes that it has read and written, by its report."""
+    """Returns the bytes that an optimizer has read and written, by its report."""
     report = optimizer.report().to_dict()
     return int(sum(report["read"].values()) + sum(report["written"].values()))
 
 
 def way(optimizer: OffloadedOptimizer) -> str:
-    """Where the next step writes the updates that the last one left; "": nowhere."""
+    """Returns the part of the next step that writes deferred updates; "" if there are none."""
     return str(optimizer.report().to_dict().get("deferred", {}).get("to", ""))
 
 
 def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Its report, its plan, and why micro-batches went one after the other; it is closed."""
+    """Closes an optimizer; returns its report, its plan, and why micro-batches were not computed by layer."""
     plan = optimizer.plan
     said = {
-        "in_turn_since": sorted(optimizer._session.accumulation._told),  # noqa: SLF001 - the log says it to users
+        "in_turn_since": sorted(optimizer._session.accumulation._told),  # noqa: SLF001 - users read it in the log
         "report": optimizer.report().to_dict(),
         "plan": {
             "host_peak": plan.host_peak,

@@ -1,4 +1,4 @@
-"""Trains with memascend by TRL's SFTTrainer: the model is loaded from a checkpoint, the examples are tokens already."""
+"""Trains with memascend in TRL's SFTTrainer, with a model from a checkpoint and tokenized examples."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Trainer", "begin", "ready", "substeps", "tokenizer"]
 
 
 def ready() -> list[ModuleType]:
-    """Import what a user imports."""
+    """Imports the libraries that a user imports; returns them."""
     import trl
 
     import memascend.trainer
 
-    # TRL loads a Trainer's code when it is first asked for it.
+    # TRL imports a Trainer's code at the first access to its class.
     trl.SFTTrainer  # noqa: B018
     return [*ours.ready(), trl, memascend.trainer]
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
-    """The Trainer, offloaded; settings are those of `ours.begin` that name `weights`, `turns` and options."""
+    """Makes a Trainer and offloads it. Settings, as in `ours`: `weights`, `turns`, `host_memory`, `activations`."""
     import trl
     from datasets import Dataset
     from transformers import PrinterCallback
@@ -49,9 +49,9 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
             str(folder), args=config, train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=tokenizer(),
         )  # fmt: skip
-    # What it prints would be taken for an answer.
+    # PrinterCallback would print each log to the cell's output.
     trainer.remove_callback(PrinterCallback)
-    # Streamed, as by offload(): a Trainer would take the RAM of the machine.
+    # A Trainer's own default is the machine's spare RAM. With "default", its state streams as with `offload()`.
     options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
     options.setdefault("host_memory", "default")
     optimizer = memascend.trainer.offload(
@@ -61,7 +61,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
 
 
 def tokenizer() -> Any:
-    """A tokenizer of some thousand words, w0 and further, with those for padding and for the end."""
+    """Returns a tokenizer of the words w0 to w999, a token for padding and one for the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +74,7 @@ def tokenizer() -> Any:
 
 
 class Trainer:
-    """The Trainer's own loop."""
+    """Trains in the loop of a Trainer."""
 
     def __init__(self, trainer: Any, optimizer: Any, *, turns: bool) -> None:
         self.trainer, self.optimizer = trainer, optimizer
@@ -82,32 +82,32 @@ class Trainer:
             trainer.add_callback(substeps())
 
     def train(self, record: Record) -> None:
-        """Steps, until they are enough."""
+        """Makes steps until the record has enough of them."""
         self.trainer.add_callback(_clock(record))
         self.trainer.train()
 
     def counted(self) -> int | None:
-        """By the report."""
+        """Returns the bytes moved so far, by the report."""
         return ours.moved(self.optimizer)
 
     def way(self) -> str:
-        """By the report."""
+        """Returns the part of the next step that writes deferred updates, by the report."""
         return ours.way(self.optimizer)
 
     def end(self) -> dict[str, Any]:
-        """Report and plan, and the store closed."""
+        """Closes the store; returns the report and the plan."""
         return ours.ended(self.optimizer)
 
 
 def _clock(record: Record) -> Any:
-    """Tells a record of each step: from one log to the next, as its loss is known then."""
+    """Returns a callback that adds each step to a record, from one log to the next: a log has the step's loss."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.last = record.now()
 
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - named by it
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - passed by name
             if "loss" not in kwargs["logs"]:
                 return
             now = record.now()
@@ -119,11 +119,11 @@ def _clock(record: Record) -> Any:
 
 
 def substeps() -> Any:
-    """Code of a user that runs between micro-batches: they go one after the other."""
+    """Returns a callback for `on_substep_end`, with which memascend computes micro-batches one after the other."""
     from transformers import TrainerCallback
 
     class Substeps(TrainerCallback):
         def on_substep_end(self, *_: Any, **__: Any) -> None:
-            """Do nothing."""
+            """Does nothing."""
 
     return Substeps()

@@ -16,7 +16,7 @@ __all__ = ["Zero", "begin", "config", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Import what a user imports, and all that DeepSpeed loads later: that is no part of what training takes either."""
+    """Imports a user's libraries, and DeepSpeed's later imports: none of them must count as memory of training."""
     import deepspeed
 
     libraries = in_ram.ready()
@@ -25,7 +25,7 @@ def ready() -> list[ModuleType]:
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
-    """The model in DeepSpeed's engine; for the settings see `config`."""
+    """Makes the model and DeepSpeed's engine. `config` describes the settings."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -44,11 +44,11 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
 
 
 def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str, Any]:
-    """What DeepSpeed is told: the smallest buffers that work, and everything that makes its I/O fast.
+    """Returns DeepSpeed's configuration, with the smallest buffers that work and the fastest I/O.
 
-    Settings: `stage`; `parameters` and `state`: where they are, "nvme", "cpu" or "none"; `parameter_buffers` and
-    `state_buffers`: how many of each, as tuning found; `pipelined`: the next group's state is read, and the last
-    one's written, while one is updated; `lean`: parameters leave memory while the model is made.
+    Settings: `stage`; `parameters` and `state`: the place of each, "nvme", "cpu" or "none"; `parameter_buffers` and
+    `state_buffers`: their numbers, from tuning; `pipelined`: DeepSpeed reads the next group's state and writes the
+    last one's while it updates a group; `lean`: parameters leave memory while the model is made.
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
@@ -58,7 +58,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         "stage": settings["stage"],
         "contiguous_gradients": True,
         "overlap_comm": False,
-        # A bucket takes the largest matrix of a block; what is larger goes by itself.
+        # A bucket takes the largest matrix of a block. DeepSpeed reduces a larger gradient alone.
         "reduce_bucket_size": matrix,
         "offload_optimizer": {
             "device": settings["state"],
@@ -73,7 +73,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
     if settings["stage"] == 3:
         zero |= {
             "sub_group_size": matrix,
-            # Anything else asserts where parameters are on SSD.
+            # With parameters on SSD, an assertion of DeepSpeed fails for any other value.
             "stage3_prefetch_bucket_size": 0,
             "stage3_max_live_parameters": largest,
             "stage3_max_reuse_distance": largest,
@@ -93,7 +93,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
         "gradient_clipping": work.clip or 0.0,
-        # As fast as any on the disks that were measured.
+        # No other settings were faster on the measured disks.
         "aio": {
             "block_size": 1 << 20,
             "queue_depth": 8,
@@ -103,7 +103,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         },
     }
     if work.dtype == "float16":
-        # An overflow halves the scale at once, as elsewhere.
+        # An overflow halves the scale at once, as in the other systems.
         scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
         described["fp16"] = {"enabled": True, **scale}
     else:
@@ -112,21 +112,24 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
 
 
 class Zero:
-    """DeepSpeed's own loop."""
+    """Trains with DeepSpeed's engine."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def forward(self, tokens: Any) -> Any:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self.engine(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Gradients."""
+        """Computes the gradients of a loss."""
         self.engine.backward(loss)
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """The mean loss of the step's batches, with its gradients; DeepSpeed divides, and counts its steps."""
+        """Computes the gradients of a step's micro-batches; returns their mean loss.
+
+        The engine divides gradients by the number of micro-batches, which it counts by a `step()` after each of them.
+        """
         total = 0.0
         for batch in batches:
             loss = self.forward(batch)
@@ -137,13 +140,13 @@ class Zero:
         return total / len(batches)
 
     def update(self) -> None:
-        """The step."""
+        """Makes the step."""
         self.engine.step()
 
     def counted(self) -> int | None:
-        """It keeps no account."""
+        """Returns None: the system does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Nothing to add."""
+        """Returns no entries for the answer."""
         return {}
