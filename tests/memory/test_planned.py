@@ -114,8 +114,8 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 
 def let_fetches_end(optimizer):
     """Waits for prefetches: the kernel counts their bytes when they are read, the store only when they are used."""
-    for home in optimizer._session.run.residency.units.homes:
-        while home.read is not None and not home.read.done():
+    for unit in optimizer._session.run.residency.units.all:
+        while unit.read is not None and not unit.read.done():
             time.sleep(0.001)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from memascend import UsageError
-from memascend.params.unit import Bytes, Home
+from memascend.params.unit import Bytes, CachedUnit
 
 
 def averaged(model, optimizer):
@@ -206,10 +206,10 @@ def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_p
 
 def test_a_read_that_fails_leaves_nothing():
     failing = mock.Mock(wait=mock.Mock(side_effect=ValueError("checksum")))
-    home = Home(0, "unit", 0, 4096, pinned=False)
-    home.begin_read(failing, torch.empty(0))
+    unit = CachedUnit(0, "unit", 0, 4096, pinned=False)
+    unit.begin_read(failing, torch.empty(0))
     with pytest.raises(ValueError, match="checksum"):
-        home.arrive()
-    assert home.state is Bytes.OFFLOADED
-    assert home.read is None
-    home.begin_read(failing, torch.empty(0))
+        unit.arrive()
+    assert unit.state is Bytes.OFFLOADED
+    assert unit.read is None
+    unit.begin_read(failing, torch.empty(0))

@@ -112,9 +112,9 @@ def test_a_unit_that_is_read_again_within_a_recomputation_is_no_part_of_it(tmp_p
             x = torch.ones(4, WIDTH)
             wanted, loss = plain(x), model(x)
             assert same_bits(wanted, loss)
-            for home in units.homes:
-                units.evict(home)
-                home.forget()
+            for unit in units.all:
+                units.evict(unit)
+                unit.forget()
             for of, step in ((wanted, theirs), (loss, optimizer)):
                 of.backward()
                 step.step()

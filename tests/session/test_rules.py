@@ -96,11 +96,11 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
     residency = optimizer._session.run.residency
     materialize, done = residency.materialize, []
 
-    def fails_second(home):
+    def fails_second(unit):
         if done:
             raise memascend.StorageError("no second one")
-        done.append(home.name)
-        materialize(home)
+        done.append(unit.name)
+        materialize(unit)
 
     with optimizer:
         expected = model[1](x())
@@ -109,7 +109,7 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
             with pytest.raises(memascend.StorageError, match="no second"):
                 model[1](x())
         assert done
-        assert not any(home.holders for home in residency.units.homes)
+        assert not any(unit.holders for unit in residency.units.all)
         assert torch.equal(model[1](x()), expected)
 
 

@@ -396,13 +396,13 @@ class RowSource:
     def _version(self) -> int:
         """The version of the rows' values; each change of the values changes it."""
         assert self._place is not None
-        return self.residency.units.home_of[self._place.name].version
+        return self.residency.units.unit_of[self._place.name].version
 
     @property
     def is_real(self) -> bool:
         """True if the rows are in memory, within `materialized()`."""
         # `materialized()` makes the units real in their order, so the last unit stands for all.
-        return NOBODY in self.residency.units.homes[-1].holders
+        return NOBODY in self.residency.units.all[-1].holders
 
     def rows(self) -> torch.Tensor:
         """Returns the real rows within `materialized()`, else a copy in an unlinked file that no other code has."""

@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memascend.grads.gradient import Gradient
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
 
 
 @dataclass
 class Path:
     """The order in which one micro-batch used the streamed units, and when each gradient arrived.
 
-    A use in a forward is `home.index`, a use in a backward is `~home.index`, so the two are never equal.
+    A use in a forward is `unit.index`, a use in a backward is `~unit.index`, so the two are never equal.
     """
 
     units: list[int] = field(default_factory=list)
     # By parameter name: the index in `units` of the use during which its gradient arrived; -1 before the first use.
     arrivals: dict[str, int] = field(default_factory=dict)
 
-    def reach(self, homes: Iterable[Home]) -> list[int]:
-        """Records that `homes` are about to be used; returns the uses that begin a stage."""
+    def reach(self, units: Iterable[CachedUnit]) -> list[int]:
+        """Records that `units` are about to be used; returns the uses that begin a stage."""
         begun = []
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        for home in homes:
+        for unit in units:
             # A unit that is always in memory, and a repeated use, begin no stage.
-            if home.pinned or home.in_ram or (self.units and self.units[-1] in (home.index, ~home.index)):
+            if unit.pinned or unit.in_ram or (self.units and self.units[-1] in (unit.index, ~unit.index)):
                 continue
-            use = ~home.index if backward else home.index
+            use = ~unit.index if backward else unit.index
             self.units.append(use)
             begun.append(use)
         return begun
@@ -78,9 +78,9 @@ class Recorder:
             self._changed = self._look()
         self.paths.append(Path())
 
-    def arrive(self, homes: Iterable[Home]) -> None:
-        """Records that a module or a backward is about to use `homes`."""
-        self.paths[-1].reach(homes)
+    def arrive(self, units: Iterable[CachedUnit]) -> None:
+        """Records that a module or a backward is about to use `units`."""
+        self.paths[-1].reach(units)
 
     def take(self, gradient: Gradient) -> bool:
         """Records the arrival of `gradient`; returns False, because the gradient stays in `p.grad`."""
@@ -326,12 +326,12 @@ class Baton:
         """The micro-batch that the current thread computes, or None."""
         return self._of.get(threading.get_ident())
 
-    def arrive(self, homes: Iterable[Home]) -> None:
+    def arrive(self, units: Iterable[CachedUnit]) -> None:
         """Waits for this micro-batch's turn each time that it is about to use another unit."""
         own = self.here
         if own is None:
             return
-        for unit in own.path.reach(homes):
+        for unit in own.path.reach(units):
             stage = self._course.next_stage(unit, own.stage)  # type: ignore[arg-type]
             if stage is None:
                 self.strayed = True

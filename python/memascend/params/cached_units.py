@@ -2,7 +2,7 @@
 
 [Note: living bytes] An eviction drops the cache's own reference to a slot. Views that autograd, an update or user code
 has keep the slot leased until the last of them is gone, so its memory may become free later than the eviction.
-`Home.weak` refers to such bytes: as long as they live and are of the current version, `Home.adopt` caches them again
+`CachedUnit.weak` refers to such bytes: as long as they live and are of the current version, `CachedUnit.adopt` caches them again
 without a read.
 """
 
@@ -17,7 +17,7 @@ import torch
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.params.settling import Settling
 from memascend.params.threads import FORKED, OwnProcess
-from memascend.params.unit import Bytes, Home, alive
+from memascend.params.unit import Bytes, CachedUnit, alive
 from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
@@ -114,48 +114,50 @@ class Order:
         self._position = 0
 
 
-def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
-    """Returns the unit to evict for `home`: of those with slots of its size, the one whose next use is farthest.
+def victim_for(
+    unit: CachedUnit, units: Iterable[CachedUnit], order: Order, current: CachedUnit | None, *, must: bool
+) -> CachedUnit | None:
+    """Returns the unit to evict for `unit`: of those with slots of its size, the one whose next use is farthest.
 
-    Without `must`, returns None rather than a unit that is used before `home`. `current`, the unit of the last
+    Without `must`, returns None rather than a unit that is used before `unit`. `current`, the unit of the last
     `CachedUnits.use`, is never returned.
     """
     stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
-    alike = (other for other in homes if other.slot_bytes == home.slot_bytes and other not in (home, current))
+    alike = (other for other in units if other.slot_bytes == unit.slot_bytes and other not in (unit, current))
     best = max(
         (other for other in alike if not (other.holders or other.pinned or other.state in stay)),
         key=lambda other: (order.next_use(other.index), -order.last_used.get(other.index, 0)),
         default=None,
     )
-    if best is not None and not must and order.next_use(best.index) <= order.next_use(home.index):
+    if best is not None and not must and order.next_use(best.index) <= order.next_use(unit.index):
         return None
     return best
 
 
-def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
+def is_leaving(unit: CachedUnit, units: Iterable[CachedUnit]) -> bool:
     """True if an evicted unit with slots of the same size has living bytes; see [Note: living bytes]."""
     return any(
-        other.slot_bytes == home.slot_bytes
-        and other is not home
+        other.slot_bytes == unit.slot_bytes
+        and other is not unit
         and other.state is Bytes.OFFLOADED
         and other.weak is not None
         and not other.weak[0].expired()
-        for other in homes
+        for other in units
     )
 
 
-def holders_beside(home: Home, homes: Iterable[Home]) -> str:
+def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
     """Returns the names of the units whose bytes occupy slots of the same size, for an error message."""
     return ", ".join(
         other.name
-        for other in homes
-        if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
+        for other in units
+        if other.slot_bytes == unit.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
     )
 
 
-def is_useless(home: Home, order: Order) -> bool:
+def is_useless(unit: CachedUnit, order: Order) -> bool:
     """True if a unit's bytes have no more use: this step does not use the unit again, and the commit changes it."""
-    return home.trained and not order.is_used_again(home.index)
+    return unit.trained and not order.is_used_again(unit.index)
 
 
 _log = logging.getLogger("memascend")
@@ -170,8 +172,8 @@ class CachedUnits:
     """The units of a model, and the cache of their bytes in the arena.
 
     Attributes:
-        homes: the units, in the order in which they were added.
-        home_of: the unit of each parameter, by the parameter's name.
+        all: the units, in the order in which they were added.
+        unit_of: the unit of each parameter, by the parameter's name.
         at: by address, the unit whose bytes were last stored there, and the version of these bytes.
         order: the order in which units are used.
         closed: after `close`, the message of the error that each use raises; None before.
@@ -187,8 +189,8 @@ class CachedUnits:
         self._lock = lock
         self._process = OwnProcess()
         self._engine = engine
-        self.homes: list[Home] = []
-        self.home_of: dict[str, Home] = {}
+        self.all: list[CachedUnit] = []
+        self.unit_of: dict[str, CachedUnit] = {}
         self.order = Order()
         # The indices of units in the RAM tier, which are always in memory.
         self._ram_tier: set[int] = set()
@@ -197,19 +199,19 @@ class CachedUnits:
         # Chooses the fetch of a unit that writes the updates which the last step deferred.
         self.settling = Settling()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
-        self.at: dict[int, tuple[Home, int]] = {}
+        self.at: dict[int, tuple[CachedUnit, int]] = {}
         # The unit of the last `use`, which is not evicted for a unit that is only fetched ahead.
-        self._current: Home | None = None
+        self._current: CachedUnit | None = None
 
     def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, in_ram: bool = False) -> None:
         """Adds a unit of `nbytes` bytes; `in_ram`: its values are in the RAM tier, so the unit needs no slot."""
         fitting = (size for size in sorted(self._limits.slots) if size >= nbytes)
         slot_bytes = 0 if in_ram else next(fitting, nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
-        self.homes.append(home)
+        unit = CachedUnit(len(self.all), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
+        self.all.append(unit)
         if in_ram:
-            self._ram_tier.add(home.index)
-        self.home_of.update((place.name, home) for place in places)
+            self._ram_tier.add(unit.index)
+        self.unit_of.update((place.name, unit) for place in places)
 
     def require_open(self) -> None:
         """Raises UsageError after `close`, and in a forked child."""
@@ -220,57 +222,57 @@ class CachedUnits:
 
     # --- reading ------------------------------------------------------------------------
 
-    def use(self, home: Home) -> torch.Tensor:
+    def use(self, unit: CachedUnit) -> torch.Tensor:
         """Returns the bytes of a unit once they have been read; also begins to fetch the next units."""
         with self._lock:
             self.require_open()
-            self._current = home
-            self.order.went_to(home.index)
-            if home.in_ram and home.is_stale(self._engine.store.ram_tier_epoch):
-                self.evict(home)
-            if home.base is None:
-                self._bring(home)
+            self._current = unit
+            self.order.went_to(unit.index)
+            if unit.in_ram and unit.is_stale(self._engine.store.ram_tier_epoch):
+                self.evict(unit)
+            if unit.base is None:
+                self._bring(unit)
             else:
                 self.counters["hits"] += 1
             self.look_ahead()
-            base = home.base
+            base = unit.base
             assert base is not None
             if self._memory.device is not None:
                 self._memory.used(base)
             return base
 
-    def _bring(self, home: Home) -> None:
+    def _bring(self, unit: CachedUnit) -> None:
         """Puts the bytes of a unit into memory; after an interrupt the next `use` calls this again."""
-        if home.in_ram:
+        if unit.in_ram:
             store = self._engine.store
             # Taken before the values: if an update changes them in between, the next `use` finds the unit stale.
             epoch = store.ram_tier_epoch
             with torch.inference_mode(mode=False):
-                values = store.ram_tier_unit(home.name)
-            assert values is not None, f"unit {home.name!r} is not in RAM"
-            self.at[values.data_ptr()] = (home, home.version)
-            home.stand(values, epoch)
+                values = store.ram_tier_unit(unit.name)
+            assert values is not None, f"unit {unit.name!r} is not in RAM"
+            self.at[values.data_ptr()] = (unit, unit.version)
+            unit.stand(values, epoch)
             return
-        if home.state is Bytes.OFFLOADED:
-            if self._adopt(home):
+        if unit.state is Bytes.OFFLOADED:
+            if self._adopt(unit):
                 return
-            self._start(home, must=True)
-        home.arrive()
+            self._start(unit, must=True)
+        unit.arrive()
 
-    def _start(self, home: Home, *, must: bool) -> bool:
+    def _start(self, unit: CachedUnit, *, must: bool) -> bool:
         """Takes memory and begins the read of a unit; False if there is no memory now and not `must`."""
-        settle = self._engine.is_behind and self.settling.settles(home.fetched)
-        base = self._room(home, must=must)
+        settle = self._engine.is_behind and self.settling.settles(unit.fetched)
+        base = self._room(unit, must=must)
         if base is None:
             return False
-        home.begin_read(self._memory.begin(home.name, base, settle=settle), base)
-        self.at[base.data_ptr()] = (home, home.version)
+        unit.begin_read(self._memory.begin(unit.name, base, settle=settle), base)
+        self.at[base.data_ptr()] = (unit, unit.version)
         self.counters["fetches"] += 1
         return True
 
-    def _adopt(self, home: Home) -> bool:
+    def _adopt(self, unit: CachedUnit) -> bool:
         """Caches living bytes of the current version again; True if there were any. See [Note: living bytes]."""
-        adopted = home.adopt()
+        adopted = unit.adopt()
         self.counters["adopted"] += adopted
         return adopted
 
@@ -280,47 +282,47 @@ class CachedUnits:
         # have slots of their own, and the drive should not idle until these units are next.
         near = self._limits.lookahead
         with self._lock:
-            if self.closed or len(self._ram_tier) == len(self.homes):
+            if self.closed or len(self._ram_tier) == len(self.all):
                 return
             for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
-                home = self.homes[index]
-                if home.holders or home.state is not Bytes.OFFLOADED:
+                unit = self.all[index]
+                if unit.holders or unit.state is not Bytes.OFFLOADED:
                     # Within materialized(), units have holders and no bytes: their parameters have copies.
                     continue
-                if is_useless(home, self.order) or self._adopt(home):
+                if is_useless(unit, self.order) or self._adopt(unit):
                     # A useless unit is fetched after the commit that changes its values.
                     continue
-                room = number < near or self._arena.free_slots(home.nbytes) or self._has_useless(home)
-                if room and not self._start(home, must=False):
+                room = number < near or self._arena.free_slots(unit.nbytes) or self._has_useless(unit)
+                if room and not self._start(unit, must=False):
                     return
 
-    def _has_useless(self, home: Home) -> bool:
+    def _has_useless(self, unit: CachedUnit) -> bool:
         """True if evicting some cached unit with slots of the same size costs this step no further read."""
         return any(
-            other.slot_bytes == home.slot_bytes
+            other.slot_bytes == unit.slot_bytes
             and other.base is not None
             and not (other.holders or other.pinned)
             and is_useless(other, self.order)
-            for other in self.homes
+            for other in self.all
         )
 
     # --- freeing memory -----------------------------------------------------------------
 
-    def _room(self, home: Home, *, must: bool) -> torch.Tensor | None:
+    def _room(self, unit: CachedUnit, *, must: bool) -> torch.Tensor | None:
         """Returns memory for a unit; None if none is free now and the unit is not needed yet (not `must`)."""
         waited, evicted = 0.0, False
         while True:
             # Free slots are counted first, since a lease that fails is slower: it makes an error with its message.
-            if waited or self._arena.free_slots(home.nbytes):
+            if waited or self._arena.free_slots(unit.nbytes):
                 try:
-                    return self._memory.take(home.nbytes, waited)
+                    return self._memory.take(unit.nbytes, waited)
                 except TimeoutExpired:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
-                        self._add_room(home)
+                        self._add_room(unit)
                         continue
             # For a unit that is only fetched ahead, at most one other unit is evicted.
-            way = None if evicted and not must else self._way_to_room(home, waited, must=must)
-            if isinstance(way, Home):
+            way = None if evicted and not must else self._way_to_room(unit, waited, must=must)
+            if isinstance(way, CachedUnit):
                 self.evict(way)
                 waited, evicted = 0.0, True
             elif way is not None:
@@ -328,79 +330,79 @@ class CachedUnits:
             else:
                 return None
 
-    def _way_to_room(self, home: Home, waited: float, *, must: bool) -> Home | float | None:
+    def _way_to_room(self, unit: CachedUnit, waited: float, *, must: bool) -> CachedUnit | float | None:
         """Decides how to get memory for a unit, after a lease waited for `waited` seconds in vain.
 
         Returns:
             A unit to evict; or the seconds to wait for a lease; or None if the unit is not needed yet. After None the
             next use of any unit tries again, since waiting here would stop compute.
         """
-        if is_leaving(home, self.homes):
+        if is_leaving(unit, self.all):
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
                 # A view that code reads from is released soon, and one that an update reads when the update is done.
                 return _RELEASE_SECONDS
-        victim = victim_for(home, self.homes, self.order, self._current, must=must)
+        victim = victim_for(unit, self.all, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
-    def holders_of_room(self, home: Home, here: int) -> set[int]:
+    def holders_of_room(self, unit: CachedUnit, here: int) -> set[int]:
         """Returns the other threads whose modules occupy all memory for a unit; empty if the unit can get memory."""
-        if home.in_ram or home.base is not None or self._arena.free_slots(home.nbytes):
+        if unit.in_ram or unit.base is not None or self._arena.free_slots(unit.nbytes):
             return set()
-        if victim_for(home, self.homes, self.order, None, must=True) is not None:
+        if victim_for(unit, self.all, self.order, None, must=True) is not None:
             return set()
-        alike = (other for other in self.homes if other.slot_bytes == home.slot_bytes)
+        alike = (other for other in self.all if other.slot_bytes == unit.slot_bytes)
         return {thread for other in alike for thread in other.holders if thread != here}
 
-    def _add_room(self, home: Home) -> None:
+    def _add_room(self, unit: CachedUnit) -> None:
         """Takes memory for a unit beyond the plan, which cannot know the views that user code keeps.
 
         Raises:
             BudgetError: the user gave a budget; the message has a budget that works.
         """
-        limits, holders = self._limits, holders_beside(home, self.homes) or "units in use"
+        limits, holders = self._limits, holders_beside(unit, self.all) or "units in use"
         if limits.add is None:
-            smallest = limits.larger(home.slot_bytes)
+            smallest = limits.larger(unit.slot_bytes)
             raise BudgetError(
-                f"no memory for unit {home.name!r} ({bytes_shown(home.nbytes)}): all places of its size are held by "
+                f"no memory for unit {unit.name!r} ({bytes_shown(unit.nbytes)}): all places of its size are held by "
                 f"views of {holders}, which a checkpoint segment of several blocks, another thread, or your code, "
                 "keeps; "
                 f'{limits.option}="{size_option(smallest)}" has a place for every unit',
                 smallest=smallest,
             ) from None
-        added = limits.add(home.nbytes)
+        added = limits.add(unit.nbytes)
         _log.warning(
             "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
             "which a checkpoint segment of several blocks, or your code, keeps",
             added,
             limits.option,
-            home.name,
+            unit.name,
             holders,
         )
 
-    def evict(self, home: Home) -> None:
+    def evict(self, unit: CachedUnit) -> None:
         """Drops the cache's reference to a unit's bytes; see [Note: living bytes]."""
         with self._lock:
-            home.leave()
+            unit.leave()
             self.counters["evictions"] += 1
 
     # --- values that change -------------------------------------------------------------
 
-    def find_written(self, homes: Iterable[Home]) -> None:
+    def find_written(self, units: Iterable[CachedUnit]) -> None:
         """Evicts units whose parameters code wrote to in place, as `_version` shows: no commit has such bytes."""
         with self._lock:
-            for home in homes:
-                written = home.written
+            for unit in units:
+                written = unit.written
                 if not written:
                     continue
                 self.written.update(written)
-                home.note_written()
+                unit.note_written()
                 # A write through the storage of one parameter may have reached the values of all others in the unit.
-                for place in home.places if home.in_ram else ():
+                for place in unit.places if unit.in_ram else ():
                     self._engine.store.spoil(place.name)
-                self.evict(home)
-                home.forget()
+                self.evict(unit)
+                unit.forget()
 
     def forget_written(self, but: Collection[str] = ()) -> set[str]:
         """Forgets writes in place, except to parameters in `but`; returns the forgotten names."""
@@ -411,10 +413,10 @@ class CachedUnits:
     def changed(self, names: Iterable[str]) -> None:
         """Evicts the units of parameters whose values on storage a commit has changed."""
         with self._lock:
-            for index in {self.home_of[name].index for name in names}:
-                home = self.homes[index]
-                home.train()
-                self.evict(home)
+            for index in {self.unit_of[name].index for name in names}:
+                unit = self.all[index]
+                unit.train()
+                self.evict(unit)
 
     def read_again(self) -> None:
         """Evicts units that no thread uses, after updates were discarded.
@@ -422,17 +424,17 @@ class CachedUnits:
         The engine may have rejected an update because a unit's cached values were not those of the last commit.
         """
         with self._lock:
-            for home in self.homes:
-                if not (home.in_ram or home.holders):
-                    self.evict(home)
-                    home.forget()
+            for unit in self.all:
+                if not (unit.in_ram or unit.holders):
+                    self.evict(unit)
+                    unit.forget()
 
     def drop_reads(self) -> None:
         """Drops reads that are under way, before a commit: parts that are read after it would belong to that commit."""
         with self._lock:
-            for home in self.homes:
-                if home.state is Bytes.READING and not home.holders:
-                    self.evict(home)
+            for unit in self.all:
+                if unit.state is Bytes.READING and not unit.holders:
+                    self.evict(unit)
 
     def end_step(self) -> None:
         """Ends the recorded order of the step, and begins to fetch the first units of the next one."""
@@ -451,13 +453,13 @@ class CachedUnits:
         The tensor is a view: the unit's slot stays leased while it lives.
         """
         with self._lock:
-            home = self.home_of[place.name]
+            unit = self.unit_of[place.name]
             # The engine has the values of the RAM tier itself.
-            return None if home.base is None or home.in_ram else home.view(place)
+            return None if unit.base is None or unit.in_ram else unit.view(place)
 
     def close(self, why: str) -> None:
         """Evicts all units; afterwards `use` raises `UsageError(why)`."""
         self.closed = why
-        for home in self.homes:
-            self.evict(home)
+        for unit in self.all:
+            self.evict(unit)
         self.at.clear()

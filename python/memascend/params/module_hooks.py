@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
 
 
 def let_go() -> None:
@@ -89,7 +89,7 @@ _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 class Gate:
     """The state of a module's hooks: the units to materialize, and how often the module is being computed."""
 
-    homes: tuple[Home, ...]
+    units: tuple[CachedUnit, ...]
     # The parameters of these units, with the tables of the modules that own them.
     owned: tuple[_Owned, ...]
     residency: Residency
@@ -117,7 +117,7 @@ class _Frame:
         """`caller`: the Python frame that called the outermost module of the thread; None for other modules."""
         self.module = module
         self.caller = caller
-        self._homes: list[Home] = []
+        self._homes: list[CachedUnit] = []
         self._pushed = False
         # The backward in which `begin` pushes the hooks (-1: none); see `end`.
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -125,9 +125,9 @@ class _Frame:
     def begin(self, gate: Gate) -> None:
         """Materializes the module's units, and pushes the saved-tensor hooks; after an exception `end` undoes both."""
         residency = gate.residency
-        for home in gate.homes:
-            residency.materialize(home)
-            self._homes.append(home)
+        for unit in gate.units:
+            residency.materialize(unit)
+            self._homes.append(unit)
         if self._homes or (gate.root and residency.hooks.keeper is not None):
             self._pushed = residency.hooks.push()
 
@@ -177,7 +177,7 @@ class Frames:
     def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Materializes all units of a module that is about to compute; after an exception, none of them."""
         self._residency.units.require_open()
-        if not gate.homes:
+        if not gate.units:
             # With units, `Residency.materialize` notes the thread.
             self._residency.turns.note_thread()
         _refuse_wrappers()
@@ -193,7 +193,7 @@ class Frames:
         if gate.root:
             self.unwind()
         if self._residency.stages is not None:
-            self._residency.stages.arrive(gate.homes)
+            self._residency.stages.arrive(gate.units)
         self._residency.session.entered(module, outermost=not stack)
         frame = _Frame(module, None if stack else _caller())
         # Pushed before `begin`, so that `unwind` finds the frame after an interrupt at any line.
@@ -209,7 +209,7 @@ class Frames:
 
     def leave(self, module: torch.nn.Module, gate: Gate, result: Any) -> None:
         """Undoes `enter` if that pushed a frame; `result` is the output of the module."""
-        if self._residency.stages is not None and gate.homes:
+        if self._residency.stages is not None and gate.units:
             self._announce(gate, result)
         stack = self.stack
         if not stack or stack[-1].module is not module:
@@ -227,7 +227,7 @@ class Frames:
 
         def begin(_: Any) -> None:
             if residency.stages is not None:
-                residency.stages.arrive(gate.homes)
+                residency.stages.arrive(gate.units)
 
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -265,24 +265,24 @@ class Frames:
 
 def open_gates(
     model: torch.nn.Module,
-    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
+    modules: Iterable[tuple[torch.nn.Module, tuple[CachedUnit, ...]]],
     residency: Residency,
 ) -> None:
     """Installs the hooks of each module in `modules`, which includes `model` itself, for its units."""
     owners = _owners(model)
     # All modules of a unit share this tuple.
-    owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
-    for module, homes in modules:
-        if homes not in owned:
-            owned[homes] = tuple(
-                one for home in homes for place in home.places for one in owners.get(id(place.parameter), ())
+    owned: dict[tuple[CachedUnit, ...], tuple[_Owned, ...]] = {}
+    for module, units in modules:
+        if units not in owned:
+            owned[units] = tuple(
+                one for unit in units for place in unit.places for one in owners.get(id(place.parameter), ())
             )
         if module._modules:  # noqa: SLF001
             # On modules without children, TorchScript fails at the hooks.
             module.__dict__[_SCRIPT] = _refuse_script
         _hook(module)
         # torch uses only the keys of this table. A separate attribute would cost each module an unshared `__dict__`.
-        gate: Any = Gate(homes, owned[homes], residency, root=module is model)
+        gate: Any = Gate(units, owned[units], residency, root=module is model)
         module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
 
 
@@ -334,8 +334,8 @@ def _before(module: torch.nn.Module, args: Any) -> None:
         # micro-batch may have materialized the units. The root always gets a frame.
         _enter(module, gate)
         return
-    for home in gate.homes:
-        if not home.holders:
+    for unit in gate.units:
+        if not unit.holders:
             _enter(module, gate)
             return
 

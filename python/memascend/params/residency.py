@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.grads.baton import Recorder
     from memascend.grads.microbatches import PartialSums
     from memascend.params.offloaded_param import Place
-    from memascend.params.unit import Home, Limits
+    from memascend.params.unit import CachedUnit, Limits
     from memascend.session.session import Session
     from memascend.storage import Engine
 
@@ -77,52 +77,52 @@ class Residency:
 
     # --- materializing ---------------------------------------------------------
 
-    def materialize(self, home: Home) -> None:
+    def materialize(self, unit: CachedUnit) -> None:
         """Gives a unit's parameters their values in this thread. `offload` must follow each call."""
         if self._memory.device is not None:
             self._memory.device.require_no_capture()
         here = current()
         with self.lock:
-            self.turns.wait_to_materialize(partial(self.units.holders_of_room, home, here))
-            if home.holders:
-                home.count(here, 1)
+            self.turns.wait_to_materialize(partial(self.units.holders_of_room, unit, here))
+            if unit.holders:
+                unit.count(here, 1)
                 return
             guarded = self.turns.several or self.turns.others_alive()
             # Code may have written to the parameters through views from an earlier forward.
-            self.units.find_written((home,))
+            self.units.find_written((unit,))
             with unseen():
-                self.units.use(home)
+                self.units.use(unit)
                 try:
-                    home.materialize(here, guarded=guarded)
+                    unit.materialize(here, guarded=guarded)
                 except BaseException:
-                    self.offload(home)
+                    self.offload(unit)
                     raise
 
-    def offload(self, home: Home, holder: int | None = None) -> None:
+    def offload(self, unit: CachedUnit, holder: int | None = None) -> None:
         """Undoes one call of `materialize`; `holder`: the thread of that call, if it is not this one."""
         here = current() if holder is None else holder
         with self.lock:
-            if here not in home.holders:
+            if here not in unit.holders:
                 # `close` or `offload_all` has undone the call already.
                 return
-            is_last = sum(home.holders.values()) == 1
+            is_last = sum(unit.holders.values()) == 1
             if is_last:
-                self.units.find_written((home,))
-                home.offload()
-            home.count(here, -1)
+                self.units.find_written((unit,))
+                unit.offload()
+            unit.count(here, -1)
             if is_last:
                 self.turns.note_release()
 
     def offload_all(self, holder: int) -> None:
         """Undoes all calls of `materialize` by a thread that computes nothing; an interrupt may have left some."""
         with self.lock:
-            for home in self.units.homes:
-                while holder in home.holders:
-                    self.offload(home, holder)
+            for unit in self.units.all:
+                while holder in unit.holders:
+                    self.offload(unit, holder)
 
     def holds(self, place: Place) -> bool:
         """True if this thread has materialized the unit of a parameter."""
-        return current() in self.units.home_of[place.name].holders
+        return current() in self.units.unit_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
@@ -130,20 +130,20 @@ class Residency:
         self.units.require_open()
         self.session.run.gradients.touched(places)
         with self.turns.touching(), ExitStack() as undo:
-            for home in self._homes(places):
-                self.materialize(home)
-                undo.callback(self.offload, home)
+            for unit in self._units_of(places):
+                self.materialize(unit)
+                undo.callback(self.offload, unit)
             if self.hooks.push():
                 undo.callback(self.hooks.pop)
             yield
 
-    def _homes(self, places: Iterable[Place]) -> list[Home]:
+    def _units_of(self, places: Iterable[Place]) -> list[CachedUnit]:
         """Returns the units of some parameters, each once."""
-        return list({home.index: home for home in (self.units.home_of[place.name] for place in places)}.values())
+        return list({unit.index: unit for unit in (self.units.unit_of[place.name] for place in places)}.values())
 
     def fits(self, places: Iterable[Place]) -> bool:
         """True if the units of some parameters fit into memory together."""
-        sizes = [home.slot_bytes for home in self._homes(places) if not home.in_ram]
+        sizes = [unit.slot_bytes for unit in self._units_of(places) if not unit.in_ram]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     def loading(self, load: Callable[[Place, torch.Tensor], None]) -> AbstractContextManager[None]:
@@ -172,17 +172,17 @@ class Residency:
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], _Taken]) -> _Taken:
         """Returns `take(values)` for a parameter's values; `take` must not keep the tensor."""
-        home = self.units.home_of[place.name]
-        self.materialize(home)
+        unit = self.units.unit_of[place.name]
+        self.materialize(unit)
         try:
-            return take(home.view(place))
+            return take(unit.view(place))
         finally:
-            self.offload(home)
+            self.offload(unit)
 
     def require_idle(self, call: str) -> None:
         """Raises UsageError if any thread uses a unit; `call` is the caller's name for the message."""
         with self.lock:
-            used = next((home.name for home in self.units.homes if home.holders), None)
+            used = next((unit.name for unit in self.units.all if unit.holders), None)
         if used is not None:
             raise UsageError(
                 f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
@@ -191,26 +191,26 @@ class Residency:
     def close(self, why: str) -> None:
         """Offloads and evicts all units; afterwards a use of a parameter raises `UsageError(why)`."""
         with self.lock:
-            for holder in {holder for home in self.units.homes for holder in home.holders}:
+            for holder in {holder for unit in self.units.all for holder in unit.holders}:
                 self.offload_all(holder)
             self.units.close(why)
             self.copies.close()
 
-    def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
+    def storage_of(self, unit: CachedUnit, version: int) -> torch.UntypedStorage:
         """Returns the bytes of a unit, after a read unless they are cached.
 
         Raises:
             UsageError: the unit's values have changed since `version`.
         """
         if self.stages is not None:
-            self.stages.arrive((home,))
+            self.stages.arrive((unit,))
         if self._memory.device is not None:
             self._memory.device.require_no_capture()
         with self.lock:
-            self.turns.wait_to_read(partial(self.units.holders_of_room, home, current()))
-            if home.version != version:
+            self.turns.wait_to_read(partial(self.units.holders_of_room, unit, current()))
+            if unit.version != version:
                 raise UsageError(
-                    f"a graph needs unit {home.name!r} as it was before step(), or before its values were changed: "
+                    f"a graph needs unit {unit.name!r} as it was before step(), or before its values were changed: "
                     "call backward() before that, or run the forward again"
                 )
-            return self.units.use(home).untyped_storage()
+            return self.units.use(unit).untyped_storage()

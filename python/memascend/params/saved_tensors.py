@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memascend.activations.activations import Activations
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -32,7 +32,7 @@ class Note(NamedTuple):
     See [Note: saved tensors].
     """
 
-    home: Home
+    unit: CachedUnit
     version: int
     offset: int
     dtype: torch.dtype
@@ -114,8 +114,8 @@ class SavedTensorHooks:
         if found is None and _is_offloaded(tensor):
             # The parameter has a copy for a moment (`WeightCopies.materialized`); its unit has the same values.
             place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001
-            home = self._residency.units.home_of[place.name]
-            found, start = (home, home.version), place.offset
+            unit = self._residency.units.unit_of[place.name]
+            found, start = (unit, unit.version), place.offset
         if found is None:
             return None
         return Note(
@@ -130,7 +130,7 @@ class SavedTensorHooks:
 
     def tensor_of(self, note: Note) -> torch.Tensor:
         """Returns the tensor that a note describes, on the bytes of its unit."""
-        storage = self._residency.storage_of(note.home, note.version)
+        storage = self._residency.storage_of(note.unit, note.version)
         tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
         if not (note.conjugate or note.negative):
             return tensor

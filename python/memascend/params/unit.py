@@ -1,6 +1,6 @@
 """Tracks the state of one unit: its parameters, its bytes, and the threads that have materialized it.
 
-[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `Home` changes `state` last: an interrupted
+[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `CachedUnit` changes `state` last: an interrupted
 change leaves the old state, and the next use of the unit makes the change again. `holders` is changed before parameters
 are materialized, and after they are offloaded, so that a cleanup finds every thread that may have materialized a unit.
 """
@@ -29,7 +29,7 @@ NOBODY = 0
 class Bytes(Enum):
     """Where the bytes of a unit are."""
 
-    # On storage. Views may keep the last bytes in memory; `Home.adopt` finds them.
+    # On storage. Views may keep the last bytes in memory; `CachedUnit.adopt` finds them.
     OFFLOADED = auto()
     # Being read into a slot of the arena.
     READING = auto()
@@ -53,10 +53,10 @@ _MOVES: dict[Move, dict[Bytes, Bytes]] = {
 
 
 @dataclass(eq=False, slots=True)
-class Home:
+class CachedUnit:
     """One unit at run time: its parameters, the state of its bytes, and the threads that have materialized it.
 
-    Only methods of `Home` write the attributes; see [Note: interrupts].
+    Only methods of `CachedUnit` write the attributes; see [Note: interrupts].
     """
 
     index: int

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
 
 # --- copies in files ---------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class HandedOut:
 class _Stale(NamedTuple):
     """Memory that other code has, with the values of a weight before a commit."""
 
-    home: Home
+    unit: CachedUnit
     place: Place | None  # None: the memory has all parameters of the unit
     memory: StorageWeakRef
     last_used: int  # the number of the unit's last use before the commit
@@ -155,7 +155,7 @@ class _Stale(NamedTuple):
         if self.place is not None:
             return self.place.name
         begin = int(view.storage_offset()) * view.element_size()
-        return max((place.offset, place.name) for place in self.home.places if place.offset <= begin)[1]
+        return max((place.offset, place.name) for place in self.unit.places if place.offset <= begin)[1]
 
 
 class WeightCopies:
@@ -213,7 +213,7 @@ class WeightCopies:
         residency = self._residency
         values = [self.of(place) for place in places]
         with residency.turns.alone(), contextlib.ExitStack() as undo:
-            if any(residency.units.home_of[place.name].holders for place in places):
+            if any(residency.units.unit_of[place.name].holders for place in places):
                 raise UsageError(
                     "another thread computes the model, which may evict the weights of a view: take views in that "
                     "thread, or afterwards"
@@ -351,7 +351,7 @@ class WeightCopies:
         with self._residency.lock:
             used = self._residency.units.order.last_used
             living = [one for one in self._stale if not one.memory.expired()]
-            due = {one.memory.cdata: one for one in living if used.get(one.home.index, 0) > one.last_used}
+            due = {one.memory.cdata: one for one in living if used.get(one.unit.index, 0) > one.last_used}
             self._stale = [one for one in living if one.memory.cdata not in due]
             for where, tensor in attributes(self._residency.model) if due else ():
                 storage = storage_of(tensor)
@@ -374,14 +374,14 @@ class WeightCopies:
                 one = self._now.pop(key)
                 self._older += [one] if one.is_held else []
                 if one.is_held and key[1] == "inside":
-                    self._note_stale(units.home_of[key[0]], StorageWeakRef(one.values.untyped_storage()), one.place)
-            for home in {id(home): home for home in map(units.home_of.__getitem__, names)}.values():
-                if home.weak is not None and not home.weak[0].expired():
-                    self._note_stale(home, home.weak[0])
+                    self._note_stale(units.unit_of[key[0]], StorageWeakRef(one.values.untyped_storage()), one.place)
+            for unit in {id(unit): unit for unit in map(units.unit_of.__getitem__, names)}.values():
+                if unit.weak is not None and not unit.weak[0].expired():
+                    self._note_stale(unit, unit.weak[0])
 
-    def _note_stale(self, home: Home, memory: StorageWeakRef, place: Place | None = None) -> None:
-        last_used = self._residency.units.order.last_used.get(home.index, 0)
-        self._stale.append(_Stale(home, place, memory, last_used))
+    def _note_stale(self, unit: CachedUnit, memory: StorageWeakRef, place: Place | None = None) -> None:
+        last_used = self._residency.units.order.last_used.get(unit.index, 0)
+        self._stale.append(_Stale(unit, place, memory, last_used))
 
     def close(self) -> None:
         """Drops all copies."""

@@ -18,7 +18,7 @@ from memascend.text import warn
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
     from memascend.session.run import Run
 
 
@@ -151,7 +151,7 @@ class Attachment:
     """Installs the hooks of one model, and removes them; the model does not change before `enter`."""
 
     model: torch.nn.Module
-    _gates: list[tuple[torch.nn.Module, tuple[Home, ...]]]  # modules to hook, each with the units it materializes
+    _gates: list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]  # modules to hook, each with the units it materializes
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:

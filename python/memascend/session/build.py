@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
     from memascend.plan.decision import Decision
     from memascend.session.decide import Subject
     from memascend.session.run import Resources
@@ -57,8 +57,8 @@ class Assembly:
         offloaded = OffloadedOptimizer(subject.original, session)
         # `move_buffers` fails if the device has too little memory, so it runs before any parameter changes.
         move_buffers(subject.model, self._device)
-        for home in session.run.residency.units.homes:
-            for place in home.places:
+        for unit in session.run.residency.units.all:
+            for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
                     # A parameter on meta, or on another device type, cannot take the placeholder as its `.data`.
                     embody(place.parameter, place.nothing)
@@ -67,7 +67,7 @@ class Assembly:
                     rule = subject.arithmetic.of(place.parameter)
                     session.run.gradients.watch(place, rule, resources.store.record(place.name)["step"])
         if subject.sharding is not None:
-            places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
+            places = {place.name: place for unit in session.run.residency.units.all for place in unit.places}
             subject.sharding.install(session.run.residency, places, session.run.gradients)
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
@@ -146,17 +146,17 @@ class Assembly:
         )
         model, keeper = self.subject.model, resources.activations
         residency = Residency(resources.units, limits, resources.engine, model, self.scratch, keeper)
-        for unit in self.decision.plan.units:
+        for planned in self.decision.plan.units:
             places = [
                 Place(
                     self.subject.named[name], name, resources.store.record(name)["unit_offset"], residency, self._device
                 )
-                for name in unit.parameters
+                for name in planned.parameters
             ]
-            nbytes = self.decision.sizes.unit_bytes[unit.name]
-            in_ram = unit.name in plan.ram_tier_units
-            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, in_ram=in_ram)
-        index = {home.name: home.index for home in residency.units.homes}
+            nbytes = self.decision.sizes.unit_bytes[planned.name]
+            in_ram = planned.name in plan.ram_tier_units
+            residency.units.add(planned.name, places, nbytes, pinned=planned.pinned, in_ram=in_ram)
+        index = {unit.name: unit.index for unit in residency.units.all}
         forward = [index[unit.name] for unit in forward_order(plan.units)]
         residency.units.order.expect(forward + forward[::-1])
         return residency
@@ -195,7 +195,7 @@ class Assembly:
             residency=residency,
         )
 
-    def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
+    def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]:
         """Returns the modules to hook, each with the units that it materializes.
 
         A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
@@ -203,19 +203,21 @@ class Assembly:
         if self.subject.sharding is not None:
             # FSDP2's gather materializes this rank's rows while it copies them, so the modules need no hooks.
             return [(self.subject.model, ())]
-        homes = {home.name: home for home in residency.units.homes}
-        home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
-        whole = {unit.module: homes[unit.name] for unit in self.decision.plan.units if unit.module is not None}
+        units = {unit.name: unit for unit in residency.units.all}
+        unit_of = {id(place.parameter): unit for unit in units.values() for place in unit.places}
+        whole = {
+            planned.module: units[planned.name] for planned in self.decision.plan.units if planned.module is not None
+        }
         gates = []
         # Modules that materialize the same units share one tuple.
-        alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}
+        alike: dict[tuple[CachedUnit, ...], tuple[CachedUnit, ...]] = {}
         for name, module in self.subject.model.named_modules():
             needed = [whole[name]] if name in whole else []
-            needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
+            needed += [unit_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             for child in module.children():
                 # torch never calls a ParameterList or ParameterDict, so its parent materializes its parameters.
                 if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
-                    needed += [home_of[id(own)] for own in child.parameters()]
+                    needed += [unit_of[id(own)] for own in child.parameters()]
             if needed or module is self.subject.model:
                 needs = tuple(dict.fromkeys(needed))
                 gates.append((module, alike.setdefault(needs, needs)))

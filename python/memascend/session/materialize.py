@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memascend.distributed.sharding import Sharding
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
-    from memascend.params.unit import Home
+    from memascend.params.unit import CachedUnit
     from memascend.session.attachment import Newcomers
     from memascend.session.run import Run
     from memascend.session.value_edits import Edit, Edits
@@ -78,7 +78,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     session = session_of(optimizer)
     run, attachment, edits = session.run, session.attachment, session.edits
     reshard: Callable[[], object] = int if session.sharding is None else session.sharding.reshard
-    homes: list[Home] = []
+    units: list[CachedUnit] = []
     # Checksums find changes that a block without `modify` drops. With `modify`, `Edits.stage` compares with storage.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
@@ -92,7 +92,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             with run.residency.turns.alone():
                 run.residency.require_idle("materialized()")
                 run.residency.copies.require_unwritten()
-                _make_real(run.residency, homes, checksums)
+                _make_real(run.residency, units, checksums)
             # If `_make_real` failed on a rank, all ranks raise here, before code in the block waits for that rank.
             edits.is_any(False)
             _MATERIALIZED.add(model)
@@ -104,14 +104,14 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             reshard()
             if modify:
                 run.require_open()
-            values, written = _taken(slots, homes, checksums)
+            values, written = _taken(slots, units, checksums)
         finally:
             slots.restore()
             if model in _MATERIALIZED:
                 _MATERIALIZED.discard(model)
                 if not run.resources.closed:
                     attachment.enter(optimizer)
-            _release(run.residency, homes)
+            _release(run.residency, units)
             # Also after an exception: the next forward would compute with parameters that were gathered in the block.
             reshard()
         if not run.resources.closed:
@@ -216,42 +216,42 @@ def _misfit(name: str, what: str, why: str) -> UsageError:
     return UsageError(f"{name!r} was {what} within materialized(), and nothing was changed on storage: {why}")
 
 
-def _make_real(residency: Residency, homes: list[Home], checksums: dict[str, str] | None) -> None:
+def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[str, str] | None) -> None:
     """Gives every parameter its values, in an unlinked file.
 
-    Appends each finished unit to `homes`, so that `_release` can undo a partial run, and adds the values' checksums to
+    Appends each finished unit to `units`, so that `_release` can undo a partial run, and adds the values' checksums to
     `checksums`, by the parameters' names.
     """
-    for home in residency.units.homes:
-        copies = [residency.copy_of(place) for place in home.places]
+    for unit in residency.units.all:
+        copies = [residency.copy_of(place) for place in unit.places]
         if checksums is not None:
-            named = zip(home.places, copies, strict=True)
+            named = zip(unit.places, copies, strict=True)
             checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
         with residency.lock:
             # The next unit needs this unit's slot in the arena.
-            residency.units.evict(home)
-            homes.append(home)
+            residency.units.evict(unit)
+            units.append(unit)
             # `NOBODY` stands for all threads: while it holds the unit, forwards in the block neither read nor evict it.
-            home.count(NOBODY, 1)
-            for place, copy in zip(home.places, copies, strict=True):
+            unit.count(NOBODY, 1)
+            for place, copy in zip(unit.places, copies, strict=True):
                 place.release(copy)
 
 
 def _taken(
-    slots: _Slots, homes: list[Home], checksums: Mapping[str, str] | None
+    slots: _Slots, units: list[CachedUnit], checksums: Mapping[str, str] | None
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """Returns the values of all parameters at the end of the block, and the name of a changed one.
 
     With `checksums` of the values at the beginning (a block without `modify`), values of replacements are left out, and
     the name is that of a changed or replaced parameter, or None. Without `checksums` the name is always None.
     """
-    own: dict[str, torch.Tensor] = {place.name: place.parameter for home in homes for place in home.places}
+    own: dict[str, torch.Tensor] = {place.name: place.parameter for unit in units for place in unit.places}
     written = None
     if checksums is None:
         own.update(slots.given())
         _require_own_memory(own, slots.model)
     else:
-        written = next(slots.replaced(), None) or _written(homes, checksums)
+        written = next(slots.replaced(), None) or _written(units, checksums)
     return {name: one.detach() for name, one in own.items()}, written
 
 
@@ -261,7 +261,7 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
     found = []
     if edit is not None:
         edits.run.require_quiet()
-    for place in (place for home in edits.run.residency.units.homes for place in home.places):
+    for place in (place for unit in edits.run.residency.units.all for place in unit.places):
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
@@ -287,20 +287,20 @@ def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Modul
         )
 
 
-def _release(residency: Residency, homes: list[Home]) -> None:
-    """Makes the parameters of `homes` placeholders again, the last unit first; an interrupted call can be repeated."""
+def _release(residency: Residency, units: list[CachedUnit]) -> None:
+    """Makes the parameters of `units` placeholders again, the last unit first; an interrupted call can be repeated."""
     with residency.turns.alone(), residency.lock:
-        while homes:
-            home = homes[-1]
-            for place in home.places:
+        while units:
+            unit = units[-1]
+            for place in unit.places:
                 place.offload()
-            home.count(NOBODY, -1)
-            homes.pop()
+            unit.count(NOBODY, -1)
+            units.pop()
 
 
-def _written(homes: list[Home], checksums: Mapping[str, str]) -> str | None:
+def _written(units: list[CachedUnit], checksums: Mapping[str, str]) -> str | None:
     """Returns the name of a parameter whose values, shape, dtype, strides or device changed; None if none did."""
-    for place in (place for home in homes for place in home.places):
+    for place in (place for unit in units for place in unit.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
         if not is_alike or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:

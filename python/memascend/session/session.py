@@ -371,7 +371,7 @@ class Session:
 
     def _refuse_written(self) -> None:
         """Rejects the step if user code wrote in place to values while the model computed with them."""
-        self.run.residency.units.find_written(self.run.residency.units.homes)
+        self.run.residency.units.find_written(self.run.residency.units.all)
         if self.run.residency.units.written:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
