@@ -13,8 +13,8 @@ fn main() {
         return;
     }
     for compiler in ["cc", "gcc", "clang"] {
-        let Ok(told) = Command::new(compiler).arg("-print-file-name=libgcc_s.so.1").output() else { continue };
-        let path = String::from_utf8_lossy(&told.stdout).trim().to_owned();
+        let Ok(output) = Command::new(compiler).arg("-print-file-name=libgcc_s.so.1").output() else { continue };
+        let path = String::from_utf8_lossy(&output.stdout).trim().to_owned();
         if Path::new(&path).is_absolute() {
             println!("cargo::rustc-cdylib-link-arg={path}");
             return;

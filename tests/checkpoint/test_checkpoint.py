@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import memascend
 from memascend.checkpoint import files, shares
 from memascend.checkpoint import reader as checkpoints
-from memascend.checkpoint.files import new_folder, put_in_place
+from memascend.checkpoint.files import new_folder, replace_folder
 from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
 from memascend.storage import checksum_of
 from memascend.text import Progress
@@ -624,7 +624,7 @@ def test_who_comes_second_takes_nothing_away_also_once_the_folder_is_in_its_plac
             with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
                 pass
             assert (new / "part").read_text() == "mine"
-        put_in_place(target, new)
+        replace_folder(target, new)
         assert new.exists() == is_there, "`new` has the earlier checkpoint until the end"
         with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
             pass

@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 import memascend
 from memascend.distributed.control_plane import Agreement, Alone, Exchange
-from memascend.distributed.opening import EARLIER, Stores, choose, common_of, outlived_by, require_own, seen_at
+from memascend.distributed.opening import EARLIER, Stores, choose, common_of, require_own, seen_at, superseded_by
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.rows import Layout, Rows
 from memascend.distributed.setup import places_of_others
@@ -71,7 +71,7 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 
 
 def stores(count, *each, said=None):
-    """Returns the `Stores` of `count` ranks; None in `each`: that rank has no store. `said`: the `told_by` of each."""
+    """Returns the `Stores` of `count` ranks; None in `each`: no store. `said`: each one's `describe_store`."""
     seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
@@ -106,25 +106,25 @@ ZEROS = {**store(4), "there": False, "filled": True}
     ],
 )
 def test_new_stores_stand_for_what_they_name(old, outlived):
-    assert list(outlived_by([old, new(said(identity(4, 9)))])) == outlived
+    assert list(superseded_by([old, new(said(identity(4, 9)))])) == outlived
     # The new stores do not name the old ones.
-    assert not outlived_by([old, new(said())])
-    assert not outlived_by([old, new(None)])
+    assert not superseded_by([old, new(said())])
+    assert not superseded_by([old, new(None)])
 
 
 @pytest.mark.parametrize("last", [None, store(2)])
 def test_stores_of_which_one_is_missing_stand_for_none(last):
     old = stores(4, *[store(4, 9, 8)] * 4)
-    assert not outlived_by([old, stores(2, store(2, 1), last, said=said(identity(4, 9)))])
+    assert not superseded_by([old, stores(2, store(2, 1), last, said=said(identity(4, 9)))])
 
 
 def test_stores_stand_for_all_that_those_had_outlived():
     """The run had one process, then two ranks, then three; a store of the two ranks is missing."""
     two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
     three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
-    assert sorted(outlived_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
+    assert sorted(superseded_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
     # The store of the single process has a newer step: no other store replaced it.
-    assert list(outlived_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
+    assert list(superseded_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ _RENAME_EXCHANGE = 2
 def new_folder(target: Path) -> Iterator[Path]:
     """Makes a new folder beside the target, and removes it with its contents at the end of the block.
 
-    First removes the folder that a killed process left. `put_in_place()` moves the new folder away before the end.
+    First removes the folder that a killed process left. `replace_folder()` moves the new folder away before the end.
     """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
@@ -115,7 +115,7 @@ def _locked(target: Path) -> Iterator[None]:
         yield
 
 
-def put_in_place(target: Path, new: Path) -> None:
+def replace_folder(target: Path, new: Path) -> None:
     """Flushes `new`, and replaces `target` by it; at every moment one complete folder is on disk."""
     with file_errors(target, "cannot be written"):
         if target.is_dir():

@@ -248,7 +248,7 @@ def _takes_one(function: object) -> bool:
 
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Rejects parameters on meta that `embody()` cannot make real in place."""
+    """Rejects parameters on meta that `materialize_parameter()` cannot make real in place."""
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
@@ -263,7 +263,7 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Moves a parameter on meta to the CPU, with `values`; module and optimizer keep the same object."""
     # Take `.data`, which has its own version counter: many parameters may share the memory of `values`.
     other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)

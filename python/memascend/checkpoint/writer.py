@@ -18,7 +18,7 @@ from memascend.checkpoint.files import (
     is_empty,
     make_file,
     new_folder,
-    put_in_place,
+    replace_folder,
     saved_name,
     sync,
 )
@@ -93,7 +93,7 @@ def save(
             sync(new / name)
         with file_errors(target, "cannot be written"):
             _keep_others(target, new)
-        put_in_place(target, new)
+        replace_folder(target, new)
 
 
 def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Module, fill: Fill) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memascend.distributed.groups import let_go
+from memascend.distributed.groups import leave_group
 from memascend.distributed.rows import Layout
 from memascend.errors import UsageError
 from memascend.storage import Checksum, checksum_of
@@ -66,7 +66,7 @@ class Collectives:
             self._done.append(done)
         self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
 
-    def told(self) -> str:
+    def take_checksum(self) -> str:
         """Returns a checksum of gathers and reductions since the last call; it must be equal on all ranks."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
@@ -78,17 +78,17 @@ class Collectives:
             said = f"{name} {checksum_of(flat(rows).cpu())}".encode()
             self._rows[name] = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
 
-    def told_rows(self) -> int:
+    def take_row_digest(self) -> int:
         """Returns a digest of the rows noted since the last call; it must be equal on ranks with the same rows."""
         found, self._rows = sum(self._rows.values()), {}
         return found
 
-    def require_same(self, told: Sequence[str]) -> None:
-        """Rejects a step in which ranks mixed rows or gradients of different modules; `told` has all ranks' checksums.
+    def require_same(self, checksums: Sequence[str]) -> None:
+        """Rejects a step in which ranks mixed rows or gradients of different modules. `checksums`: of all ranks.
 
         FSDP2 does not detect this, because it compares only shapes.
         """
-        if len(set(told)) == 1:
+        if len(set(checksums)) == 1:
             return
         names = self._exchange.tell("what was gathered and reduced", self._last)
         other = next((rank for rank, one in enumerate(names) if one != names[0]), 1)
@@ -145,4 +145,4 @@ class Collectives:
         groups = self._group, self._group_of_peers
         self._group = self._group_of_peers = None
         for group in groups:
-            let_go(group)
+            leave_group(group)

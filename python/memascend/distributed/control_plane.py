@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import distributed
 
-from memascend.distributed.groups import Line, Meeting, let_go
+from memascend.distributed.groups import Line, Meeting, leave_group
 from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -195,8 +195,8 @@ class Exchange:
 
     def first_other(self, mine: Any) -> int | None:
         """Returns the first rank whose JSON value differs from that of rank 0; None if all are equal."""
-        told = self.everyone(mine)
-        return next((rank for rank, one in enumerate(told) if one != told[0]), None)
+        values = self.everyone(mine)
+        return next((rank for rank, one in enumerate(values) if one != values[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
         """Calls `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
@@ -268,7 +268,7 @@ class Exchange:
         # Handles of sends keep connections open.
         group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
-        let_go(group)
+        leave_group(group)
 
     def _heard(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
         """Sends the next message; returns the messages of all ranks with the same number."""
@@ -299,11 +299,13 @@ class Exchange:
             # All ranks answered in the end, after one had given up: the rank that waited least was late.
             lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
-        told = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
-        if told:
-            failed = tuple(rank for rank, one in told.items() if one.kind == "failed")
-            self.failure = Failure(failed, "; ".join(f"rank {rank}: {told[rank].value}" for rank in failed or told))
-            if any(one.kind == "lost" for one in told.values()):
+        problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
+        if problems:
+            failed = tuple(rank for rank, one in problems.items() if one.kind == "failed")
+            self.failure = Failure(
+                failed, "; ".join(f"rank {rank}: {problems[rank].value}" for rank in failed or problems)
+            )
+            if any(one.kind == "lost" for one in problems.values()):
                 self.end(self.failure.reasons)
                 assert self.broken is not None
                 raise self.broken

@@ -81,7 +81,7 @@ class Meeting:
                     return group
         except RuntimeError as error:
             why, missing, apart = f"{why}; {store_failed(error)}", (), {}
-        let_go(group)
+        leave_group(group)
         self.left_by(missing)
         if missing or not apart:
             raise gone(missing, timeout, why)
@@ -186,7 +186,7 @@ def _store() -> Any:
     return distributed.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def let_go(group: Any) -> None:
+def leave_group(group: Any) -> None:
     """Leaves a group, which ends the waits of other ranks for this one. None, and a second call, do nothing."""
     if group is not None:
         # The user may have destroyed the group already.
@@ -230,7 +230,7 @@ class Line:
     def close(self) -> None:
         """Leaves the group, which ends the waits of other ranks for this one."""
         group, self._group = self._group, None
-        let_go(group)
+        leave_group(group)
 
     def send(self, tensor: int, start: int, values: torch.Tensor) -> None:
         """Sends elements of tensor number `tensor`, from element `start` on, to the first rank.

@@ -43,7 +43,7 @@ class Stores:
 
     count: int  # the number of ranks that shard the rows of a replica
     all_owners: Mapping[int, int]  # by old rank, the present rank that reads its store
-    # By old rank, the contents of its roots: the result of `seen_at`, and under "said" that of `told_by`.
+    # By old rank, the contents of its roots: the result of `seen_at`, and under "said" that of `describe_store`.
     all_seen: Mapping[int, Mapping[str, Any]]
 
     @cached_property
@@ -93,7 +93,7 @@ class Stores:
 
     @property
     def said(self) -> Mapping[str, Any] | None:
-        """The result of `told_by` for the first store; None if that store cannot be opened."""
+        """The result of `describe_store` for the first store; None if that store cannot be opened."""
         first = min(rank for rank, one in self.seen.items() if one["commits"] or one["error"])
         said: Mapping[str, Any] | None = self.seen[first]["said"]
         return said
@@ -121,7 +121,7 @@ class Stores:
         return _is_unverified(one) or (not one["commits"] and (not one["there"] or not one["filled"]))
 
 
-def told_by(file: Path) -> dict[str, Any] | None:
+def describe_store(file: Path) -> dict[str, Any] | None:
     """Returns id, step and replaced stores of a store; None if the store cannot be opened."""
     try:
         with look(file) as store:
@@ -132,7 +132,7 @@ def told_by(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def outlived_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
+def superseded_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
     """Returns the identities of those filled stores that newer, complete stores replaced, by number of ranks."""
     by_count = {one.count: one for one in found}
     outlived: dict[int, Mapping[str, Any]] = {}
@@ -282,7 +282,7 @@ def choose(
     require_own(kept, layout.shards)
     run, number, identity = _common(kept, existing, _ANEW if layout.replicas == 1 else _BEHIND)
     if existing == "resume":
-        number, identity, lost = _left_out(kept, layout, number, identity, lost)
+        number, identity, lost = _drop_lagging_replicas(kept, layout, number, identity, lost)
     anew = replace(anew, run=run, number=number, identity=identity, lost=lost)
     if exchange.rank in lost:
         return replace(anew, existing="replace")
@@ -292,7 +292,7 @@ def choose(
     return replace(anew, existing="resume" if newest else "previous")
 
 
-def _left_out(
+def _drop_lagging_replicas(
     seen: Mapping[int, dict[str, Any]], layout: Layout, number: int, identity: bytes, lost: dict[int, int]
 ) -> tuple[int, bytes, dict[int, int]]:
     """Returns the commit to open and the ranks to fill, if the last replicas took no part in the newest commit.
@@ -371,7 +371,7 @@ def _require_read(seen: Mapping[int, dict[str, Any]]) -> None:
 
 def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
     """Rejects stores whose commits name other rows than those of their rank; `count` ranks shard the rows."""
-    known = {rank: whose for rank, one in seen.items() if (whose := _whose(one)) is not None}
+    known = {rank: whose for rank, one in seen.items() if (whose := _owner_in(one)) is not None}
     apart = {
         rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
         for rank, whose in known.items()
@@ -388,7 +388,7 @@ def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
     raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
 
 
-def _whose(one: dict[str, Any]) -> tuple[int, int] | None:
+def _owner_in(one: dict[str, Any]) -> tuple[int, int] | None:
     """Returns the rank and the number of ranks that the commits of a store name; None if no commit names them."""
     return next(((commit["rank"], commit["ranks"]) for commit in one["commits"] if commit["ranks"]), None)
 
@@ -415,12 +415,12 @@ def _require_none_elsewhere(
     if not looks:
         return
     own = [rank for seer, rank in looks.values() if seer == exchange.rank]
-    told = exchange.tell("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
-    found = [(rank, one) for each in told for rank, one in each if one["there"] and one["filled"]]
+    reports = exchange.tell("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    found = [(rank, one) for each in reports for rank, one in each if one["there"] and one["filled"]]
     if not found:
         return
     there = "; ".join(
-        f"{one['at']} is the store of {_rank_of(_whose(one) or (rank, len(seen)))}" for rank, one in found
+        f"{one['at']} is the store of {_rank_of(_owner_in(one) or (rank, len(seen)))}" for rank, one in found
     )
     missing = {rank: f"{_NOTHING} at {one['at']}" for rank, one in enumerate(seen) if not one["there"]}
     raise ConfigError(

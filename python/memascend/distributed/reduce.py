@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
-class _Met:
+class _Collective:
     """A collective of FSDP2 for one unit, which `Collectives` runs."""
 
     def __init__(self, collectives: Collectives, name: str) -> None:
@@ -34,7 +34,7 @@ class _Met:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_Met, AllGather):
+class Gather(_Collective, AllGather):
     """Gathers the rows of one unit."""
 
     def __call__(
@@ -49,7 +49,7 @@ class Gather(_Met, AllGather):
         )
 
 
-class NativeReduction(_Met, ReduceScatter):
+class NativeReduction(_Collective, ReduceScatter):
     """Reduces the gradients of one unit by torch's backend, in its order."""
 
     def __call__(
@@ -63,7 +63,7 @@ class NativeReduction(_Met, ReduceScatter):
         )
 
 
-class OrderedReduction(_Met, ReduceScatter):
+class OrderedReduction(_Collective, ReduceScatter):
     """Exchanges the parts of one group's gradients, so that each rank can add the parts of its rows in order of ranks.
 
     FSDP2 takes the output of the call for the whole gradient, and then calls the hooks of each parameter in turn. These

@@ -84,10 +84,10 @@ class Refill:
             "hyperparameters": store.hyperparameters,
             "records": len(_names(store)),
         }
-        told = exchange.tell("the stores that fill others", said if self._targets else None)
-        self._records = max(each["records"] for each in told if each is not None)
+        sources = exchange.tell("the stores that fill others", said if self._targets else None)
+        self._records = max(each["records"] for each in sources if each is not None)
         if self.source is not None:
-            self._facts = told[self.source]
+            self._facts = sources[self.source]
             self.step, self.user_state = self._facts["step"], self._facts["user_state"]
             # The commit has number 0 until `_end` has verified the store.
             store.shared.alone(0, bytes(16))

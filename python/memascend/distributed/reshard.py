@@ -16,7 +16,16 @@ from torch import distributed
 
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Alone
-from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
+from memascend.distributed.opening import (
+    EARLIER,
+    Stores,
+    common_of,
+    describe_store,
+    is_at,
+    require_own,
+    seen_at,
+    superseded_by,
+)
 from memascend.distributed.rows import Rows, is_in_blocks
 from memascend.errors import ConfigError
 from memascend.storage import Store, order_of, pending_file
@@ -174,7 +183,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
             f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
             "existing='resume' resumes from them; to begin anew, move them away"
         )
-    known = outlived_by(found.values())
+    known = superseded_by(found.values())
     newest = [one for one in found.values() if one.count not in known]
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
@@ -208,7 +217,7 @@ def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Sto
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
     own = [(of, number) for of, each in owners.items() for number, owner in each.items() if owner == exchange.rank]
     files = {(of, number): file_of_rank(folder, number, of) for of, number in sorted(own)}
-    seen = [[of, number, {**seen_at(file), "said": told_by(file)}] for (of, number), file in files.items()]
+    seen = [[of, number, {**seen_at(file), "said": describe_store(file)}] for (of, number), file in files.items()]
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
     for of, number, one in (one for each in exchange.tell("the contents of the stores", seen) for one in each):
         all_seen[of][number] = one

@@ -314,7 +314,7 @@ def _sharding(
 
     sharding = Sharding(model, reduction, exchange)
     for member in members_of(optimizer):
-        sharding.stand_in(member, undo)
+        sharding.use_local_rows(member, undo)
     return sharding
 
 
@@ -391,11 +391,11 @@ class PlannedSharding(RowsOfRank):
             gathered=count * (root + 2 * max(blocks, default=0) + 2 * max(gradients)),
         )
 
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def use_local_rows(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns a copy of the optimizer that owns the rows instead of the whole parameters."""
         members = members_of(optimizer)
         if len(members) > 1:
-            return JoinedOptimizers([self.stand_in(member) for member in members])
+            return JoinedOptimizers([self.use_local_rows(member) for member in members])
         made = copy.copy(optimizer)
         made.param_groups = [
             {**group, "params": [self.local_of(one) for one in group["params"]]} for group in optimizer.param_groups

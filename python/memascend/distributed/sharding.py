@@ -111,7 +111,7 @@ class Sharding(RowsOfRank):
         if self.opening is not None:
             retire(self._left, self.opening)
 
-    def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
+    def use_local_rows(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
         """Gives the optimizer this rank's rows in place of the model's parameters, with the rows of its state."""
         leaves = {id(one.leaf) for one in self._sharded.values()}
         for group in optimizer.param_groups:
@@ -201,7 +201,7 @@ class Sharding(RowsOfRank):
                 one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:
-                    one.leaf.register_post_accumulate_grad_hook(partial(self._hear, one, reduction))
+                    one.leaf.register_post_accumulate_grad_hook(partial(self._on_reduced, one, reduction))
             group.settle()
 
     def require_exact(self) -> None:
@@ -239,7 +239,7 @@ class Sharding(RowsOfRank):
     def _alone(self) -> AbstractContextManager[None]:
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
-    def _hear(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
+    def _on_reduced(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
         """Passes on a gradient that FSDP2 has reduced."""
         if leaf is not one.leaf:
             # A user's hook returned another tensor, which torch rejects after the last hook.
@@ -250,10 +250,10 @@ class Sharding(RowsOfRank):
             gradients = self._gradients()
             if gradients is None:
                 return
-            total = None if reduction is None else reduction.take(one, gradients.earlier_sum)
+            total = None if reduction is None else reduction.take(one, gradients.accumulated_value)
             local = self.named.get(one.name)
             if local is None:
                 # This rank has no rows of the parameter, so its gradient is dropped.
                 one.set_grad(None)
                 return
-            gradients.heard_sum(local, total)
+            gradients.on_sum(local, total)

@@ -1,7 +1,7 @@
 """Runs the micro-batches of one call in threads; one thread computes at a time.
 
 [Note: Stages] A stage is one use of a streamed unit, in a forward or in a backward. `Recorder` records the path of
-each micro-batch through the units while they are computed one after the other; `Course` merges these paths into one
+each micro-batch through the units while they are computed one after the other; `StageOrder` merges these paths into one
 order of stages. `Baton` then always lets a micro-batch at the lowest stage compute, so that all micro-batches use a
 unit while it is in memory.
 """
@@ -101,14 +101,14 @@ class Recorder:
         return self._unfit or self._changed()
 
 
-class Course:
+class StageOrder:
     """The stages of a micro-batch: uses of units, in the order of earlier micro-batches."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Merges the paths of micro-batches. A path may lack units, such as experts that its micro-batch skipped."""
         self.units: list[int] = []
-        alike = Counter(tuple(path.units) for path in paths)
-        for units in alike:
+        distinct = Counter(tuple(path.units) for path in paths)
+        for units in distinct:
             self.units = _merged(self.units, list(units))
         self._stages: dict[int, list[int]] = {}
         for stage, unit in enumerate(self.units):
@@ -290,7 +290,7 @@ class Baton:
     """Runs the micro-batches of one call, one at a time; see [Note: Stages]."""
 
     def __init__(
-        self, course: Course, generators: Generators, states: list[list[torch.Tensor]], tidy: Callable[[], None]
+        self, course: StageOrder, generators: Generators, states: list[list[torch.Tensor]], tidy: Callable[[], None]
     ) -> None:
         """Creates the micro-batches; `run()` starts them.
 
@@ -301,7 +301,7 @@ class Baton:
         # The lowest stage of any running micro-batch: all others have reached it, too.
         self.low: float = -1
         # True once a micro-batch has used units in an order that no earlier call has shown.
-        self.strayed = False
+        self.left_known_order = False
         self._course = course
         self._generators = generators
         self._tidy = tidy
@@ -334,7 +334,7 @@ class Baton:
         for unit in own.path.reach(units):
             stage = self._course.next_stage(unit, own.stage)  # type: ignore[arg-type]
             if stage is None:
-                self.strayed = True
+                self.left_known_order = True
                 continue
             own.reach(stage)
             self._pass(own)
@@ -414,10 +414,10 @@ class Baton:
                 if self._failure is None:
                     own.finish(compute(own))
         except _Abandoned:
-            module_hooks.let_go()
+            module_hooks.drain_autograd_queue()
         except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._fail(error)
-            module_hooks.let_go()
+            module_hooks.drain_autograd_queue()
         finally:
             del self._of[threading.get_ident()]
             self._end(own)

@@ -14,7 +14,7 @@ import torch
 
 from memascend.errors import ConfigError, UsageError
 from memascend.grads.lazy_grad import GradientHandle
-from memascend.params.weight_access import Outlived
+from memascend.params.weight_access import WeakValues
 from memascend.tensors import laid_out, rounded
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GradientState(Enum):
     STORED = (2, "stored")
     # On storage; the update by it is staged.
     STORED_STAGED = (3, "stored staged")
-    # On storage; the update by it has begun before step(), as if step() changed no gradient. `let_stand()` makes the
+    # On storage; the update by it has begun before step(), as if step() changed no gradient. `confirm()` makes the
     # update a part of the step. Any other move discards the update, and the gradient is as in STORED.
     EARLY = (4, "stored early")
     # Used up by a staged update: only the measure of the gradient is left.
@@ -112,7 +112,7 @@ def _is_shared(values: torch.Tensor) -> bool:
     return shares_memory(values) or bool(values._use_count() > _TENSOR_USES)  # noqa: SLF001
 
 
-def was_there(values: torch.Tensor, *, shared: bool) -> bool:
+def is_user_memory(values: torch.Tensor, *, shared: bool) -> bool:
     """True if `values` is on memory of a tensor that the user put into `p.grad` before the backward.
 
     A gradient that autograd makes is not a view, and its memory can be resized. Accumulation into an existing gradient
@@ -156,7 +156,7 @@ class Gradient:
         # tensor.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
         # The memory on which the gradient arrived, if other code holds it: in-memory training would go on using it.
-        self._given: Outlived | None = None
+        self._given: WeakValues | None = None
 
     def expect_pieces(self) -> None:
         """Records that one backward delivers the gradient in several pieces."""
@@ -178,7 +178,7 @@ class Gradient:
     def store(self, gradient: torch.Tensor) -> None:
         """Writes the parameter's first gradient of a step to storage and puts a handle into `p.grad`."""
         self._spill("store", gradient)
-        self._stand_in()
+        self._install_handle()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
         """Replaces the gradient on storage by `gradient`, or adds `gradient` to it."""
@@ -211,7 +211,7 @@ class Gradient:
             # The update uses the gradient up: only its measure is left.
             self.found = gradients.norms.measure(values)
             self._begin("take", values, 1.0)
-            self._stand_in()
+            self._install_handle()
         elif not (whole and self.begin(values)):
             self.store(values)
 
@@ -262,7 +262,7 @@ class Gradient:
         self._scale = self._gradients.scale.inverse
         self._gradients.speculation.begun()
         if gradient is not None:
-            self._stand_in()
+            self._install_handle()
         return True
 
     @property
@@ -275,7 +275,7 @@ class Gradient:
         """True if the update that began early is the step's update; the caller compares the options of the group."""
         return self._scale == self._gradients.scale.inverse * factor and not self.is_changed
 
-    def let_stand(self) -> None:
+    def confirm(self) -> None:
         """Makes the update that began early a part of the step."""
         self._move("stage")
 
@@ -345,14 +345,14 @@ class Gradient:
 
     # --- the value of p.grad --------------------------------------------------------
 
-    def _stand_in(self) -> None:
+    def _install_handle(self) -> None:
         place = self.place
         # The handle has only a weak reference to this object: Python's collector does not see torch's edge to `grad`.
         of = (weakref.ref(self), self.dropped, self.name)
         self.handle = GradientHandle(place.shape, place.stride, place.dtype, place.device, of)
         self.put(self.handle)
 
-    def stands_in(self, values: torch.Tensor | None) -> bool:
+    def is_handle(self, values: torch.Tensor | None) -> bool:
         """True if `values` is `self.handle`, or another handle of this gradient, which then becomes `self.handle`."""
         if values is not self.handle and isinstance(values, GradientHandle) and values.is_of(self):
             self.handle = values
@@ -375,7 +375,7 @@ class Gradient:
 
     def note_given(self, values: torch.Tensor) -> None:
         """Records that the gradient arrived on memory that other code may hold, too."""
-        self._given = Outlived(self.place, values)
+        self._given = WeakValues(self.place, values)
 
     def require_own(self) -> None:
         """Raises UsageError if other code holds the memory on which the gradient arrived: it would see the change."""

@@ -15,7 +15,7 @@ import torch
 
 from memascend.distributed.fsdp import LocalParameter
 from memascend.errors import UsageError
-from memascend.grads.gradient import Gradient, GradientState, shares_memory, was_there
+from memascend.grads.gradient import Gradient, GradientState, is_user_memory, shares_memory
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.grads.loop import Backwards, in_reentrant_checkpoint
 from memascend.grads.norms import norm_of
@@ -72,7 +72,7 @@ class Gradients:
         self._defers = False
         # True if a gradient has arrived or changed since the last step.
         self.fresh = False
-        # Seconds that backwards spent in `_hear()`, including waits for memory.
+        # Seconds that backwards spent in `_on_gradient()`, including waits for memory.
         self.handing_seconds = 0.0
         # True within `scaled()`: optimizer.backward() began the backward.
         self._scaled = False
@@ -81,9 +81,9 @@ class Gradients:
         # By `id()` of the parameter.
         self._of: dict[int, Gradient] = {}
         # By parameter name: the value of `backwards.count` when its gradient last arrived.
-        self._brought: dict[str, int] = {}
+        self._arrival_backward: dict[str, int] = {}
         # torch holds hooks where Python's collector does not look: a strong reference would keep this object alive.
-        weak = weakref.WeakMethod(self._hear)
+        weak = weakref.WeakMethod(self._on_gradient)
 
         def accumulated(parameter: torch.Tensor) -> None:
             method = weak()
@@ -114,7 +114,7 @@ class Gradients:
 
     # --- arrival ---------------------------------------------------------------------
 
-    def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
+    def _on_gradient(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
         """Handles an accumulated gradient; `assigned`: autograd added it to one that the user had put into `p.grad`."""
         began = time.perf_counter()
         gradient = self._of.get(id(parameter))
@@ -125,7 +125,7 @@ class Gradients:
             values, parts = parameter.grad, self.residency.stages
             if values is not None and parts is not None and parts.take(gradient):
                 values = None
-            if values is not None and gradient.handle is not None and gradient.stands_in(values):
+            if values is not None and gradient.handle is not None and gradient.is_handle(values):
                 self.backwards.enter()
             elif values is not None:
                 # For a LocalParameter, the code that delivers the gradient refers to it as well, and no user code does.
@@ -135,7 +135,7 @@ class Gradients:
         # Updates may have released units since the last use of a unit: prefetch again.
         self.residency.units.look_ahead()
 
-    def heard_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
+    def on_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
         """Handles a gradient in `p.grad`, or `total`, which is its sum with the gradient that `p.grad` has."""
         if total is not None:
             with torch.no_grad():
@@ -144,9 +144,9 @@ class Gradients:
                     before.gradient.replace_by_sum(total)
                 elif before is not total:
                     before.copy_(total)
-        self._hear(parameter, assigned=total is not None)
+        self._on_gradient(parameter, assigned=total is not None)
 
-    def earlier_sum(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+    def accumulated_value(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         """Returns the gradient `before`, to which the caller adds another one; None unless `needed`."""
         if isinstance(before, GradientHandle):
             before.gradient.require_open()
@@ -170,7 +170,7 @@ class Gradients:
             )
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
-        if lasting or (not own_rows and was_there(values, shared=shared)):
+        if lasting or (not own_rows and is_user_memory(values, shared=shared)):
             # User code reads and writes this tensor elsewhere, so it stays in `p.grad`, as under "ram".
             return
         if shared and not own_rows:
@@ -216,7 +216,7 @@ class Gradients:
         if gradient.handle is not None:
             # User code removed the handle from `p.grad`: drop the gradient behind it.
             gradient.drop()
-        self._brought[gradient.name] = self.backwards.count
+        self._arrival_backward[gradient.name] = self.backwards.count
         self.fresh = True
 
     def note_change(self) -> None:
@@ -251,7 +251,7 @@ class Gradients:
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
-        brought = self._brought.get(gradient.name, -1)
+        brought = self._arrival_backward.get(gradient.name, -1)
         again = brought == self.backwards.count and inside
         if again:
             gradient.expect_pieces()
@@ -262,7 +262,7 @@ class Gradients:
             if self.loop.mode == "fused":
                 self.backwards.require_declared(gradient.name)
         gradient.require_own()
-        self._brought[gradient.name] = self.backwards.count
+        self._arrival_backward[gradient.name] = self.backwards.count
         self.fresh = True
         self.backwards.enter(delivers=inside)
         gradient.change(gradient.laid_out(values), add=not summed)
@@ -281,7 +281,7 @@ class Gradients:
             return
         for gradient, left in self._left:
             values = gradient.values
-            if values is not None and (values is left() or gradient.stands_in(values)):
+            if values is not None and (values is left() or gradient.is_handle(values)):
                 raise UsageError(
                     f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
                     "zero_grad()"
@@ -309,7 +309,7 @@ class Gradients:
             )
         if self.backwards.count and self.loop.mode == "fused":
             every = self.by_name.values()
-            if not any(one.handle is not None and one.stands_in(one.values) for one in every):
+            if not any(one.handle is not None and one.is_handle(one.values) for one in every):
                 # The user dropped all gradients by p.grad = None, as model.zero_grad() does: count backwards from 0.
                 self.backwards.restart()
 
@@ -331,7 +331,7 @@ class Gradients:
             if id(gradient.place.parameter) in parameters:
                 gradient.expect_pieces()
 
-    def are_taken_away(self) -> bool:
+    def all_grads_removed(self) -> bool:
         """True if something is staged and every `p.grad` is None, as `model.zero_grad()` leaves it."""
         return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
@@ -358,7 +358,7 @@ class Gradients:
         found = []
         for gradient in self.by_name.values():
             values = gradient.values
-            if gradient.handle is not None and not gradient.stands_in(values):
+            if gradient.handle is not None and not gradient.is_handle(values):
                 gradient.drop()
             elif gradient.state is GradientState.MEMORY_STAGED:
                 # A step that failed staged this update by a gradient in memory, which may have changed since.
@@ -434,7 +434,7 @@ class Gradients:
         is_same = bool(now == gradient.options)
         if gradient.state is GradientState.EARLY:
             if is_same and gradient.stands(factor):
-                gradient.let_stand()
+                gradient.confirm()
                 return True
             return False
         if not is_same:
@@ -505,12 +505,12 @@ class Gradients:
         self.loop.notice("zero_grad(set_to_none=False)")
         every = [(gradient, gradient.values) for gradient in self.by_name.values()]
         present = [(gradient, values) for gradient, values in every if values is not None]
-        if any(gradient.stands_in(values) and not gradient.state.stored for gradient, values in present):
+        if any(gradient.is_handle(values) and not gradient.state.stored for gradient, values in present):
             raise UsageError(
                 'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
             )
         for gradient, values in present:
-            in_memory = not gradient.stands_in(values)
+            in_memory = not gradient.is_handle(values)
             if in_memory and gradient.handle is not None:
                 gradient.drop()
             elif gradient.state.staged:

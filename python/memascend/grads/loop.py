@@ -66,15 +66,15 @@ class Loop:
         """True if gradients wait on storage until step() in the next step, too."""
         return self.mode == "ssd" and (not self._learning or self._keeps or bool(self._noticed))
 
-    def learn(self) -> str | None:
+    def decide_mode(self) -> str | None:
         """Decides after the first step how gradients wait; returns the text for the log, None on later calls."""
         if not self._learning:
             return None
         self._learning = False
         if self._figures is not None:
             # The union over all ranks, so that all decide alike.
-            told = self._figures.everyone(sorted(self._noticed))
-            self._noticed = {word for theirs in told for word in theirs}
+            by_rank = self._figures.everyone(sorted(self._noticed))
+            self._noticed = {word for theirs in by_rank for word in theirs}
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
             return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'
@@ -220,7 +220,7 @@ class Backwards:
         elif self._state in ("open", "delivers"):
             self._state = "failed"
             self._fails()
-            module_hooks.let_go()
+            module_hooks.drain_autograd_queue()
 
     def restart(self) -> None:
         """Counts backwards from 0 again: a step ended, or all gradients were dropped."""

@@ -28,10 +28,10 @@ from memascend.grads.baton import (
     Baton,
     CallerModes,
     CallerStream,
-    Course,
     Generators,
     Path,
     Recorder,
+    StageOrder,
     same_states,
 )
 from memascend.grads.gradient import shares_memory
@@ -86,7 +86,7 @@ class PartialSums:
     """Sums the gradients of one call; hands each sum on once no micro-batch can add to it."""
 
     gradients: Gradients  # takes complete sums
-    course: Course  # has the stage at which each gradient arrives
+    course: StageOrder  # has the stage at which each gradient arrives
     baton: Baton  # knows which micro-batch computes, and the stages of the others
     # Bytes in memory for sums and for parts that wait for an earlier micro-batch's. Other sums are on storage, and each
     # part is added there.
@@ -318,8 +318,8 @@ class Accumulation:
         # The time from which `_tidy` may free MKL's memory again.
         self._gives_back_at = 0.0
         # The stages that earlier calls have shown; None before the first.
-        self._course: Course | None = None
-        self._told: set[str] = set()
+        self._course: StageOrder | None = None
+        self._logged: set[str] = set()
 
     def run(
         self,
@@ -394,7 +394,7 @@ class Accumulation:
         with self.residency.followed_by(recorder):
             yield recorder
         self.never = recorder.against_layers()
-        self._course = Course(recorder.paths)
+        self._course = StageOrder(recorder.paths)
         if len(self._course.units) < 2:
             self.never = self.never or "no more than one unit is streamed"
         if self.never is not None:
@@ -402,8 +402,8 @@ class Accumulation:
 
     def explain(self, why: str) -> None:
         """Logs, once for each reason, why micro-batches are computed one after the other."""
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             _log.info("accumulate(): micro-batches are computed one after the other, since %s", why)
 
     # --- by layer -----------------------------------------------------------------------
@@ -455,9 +455,9 @@ class Accumulation:
         finally:
             free_scratch()
         backwards.note_ended(len(batches))
-        if baton.strayed:
+        if baton.left_known_order:
             before = Path(self._course.units, self._course.arrivals)
-            self._course = Course([before, *(one.path for one in baton.micro_batches)])
+            self._course = StageOrder([before, *(one.path for one in baton.micro_batches)])
         self._generators.load(baton.micro_batches[-1].states)
         return [one.result for one in baton.micro_batches]
 

@@ -24,9 +24,9 @@ from memascend.optim.shared import (
     copied,
     give_gradient,
     named,
+    plain_parameter,
     run,
     same,
-    stand_in,
     storable,
     user_attributes,
 )
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Manner:
+class RunMode:
     """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
     # Leaves out groups without a parameter: the optimizer stacks the parameters of each group, and fails on an empty
@@ -52,7 +52,7 @@ class Manner:
     scratch: frozenset[str] = frozenset()
 
 
-PLAIN = Manner()
+PLAIN = RunMode()
 # Steps of a trial in which every parameter has a gradient.
 _STEPS = 4
 # The size of a tried parameter in each dimension is at most this.
@@ -65,7 +65,7 @@ _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
 MODES = ("train", "eval")
 
 
-class _Draws(TorchDispatchMode):
+class _RandomGuard(TorchDispatchMode):
     """Rejects operations that draw random numbers, on any device."""
 
     @classmethod
@@ -108,7 +108,7 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            _Draws(optimizer),
+            _RandomGuard(optimizer),
             warnings.catch_warnings(),
             uncompiled("force_eager"),
         ):
@@ -147,7 +147,7 @@ class _Member:
         return torch.randn(self.shape, generator=generator).to(self.dtype)
 
 
-class _Joint:
+class _TogetherRun:
     """Steps all members in one copy of the optimizer, as torch does."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _Joint:
     ) -> None:
         """`spread`: each member has its real position in the group, among parameters that never have a gradient."""
         shared = begin.copy(deep=True)
-        self.parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
+        self.parameters = [plain_parameter(member.begin.clone(), member.attributes) for member in members]
         groups = [{**options, "params": []} for options in shared.groups]
         for number, group in enumerate(groups):
             mine = {m.position: p for m, p in zip(members, self.parameters, strict=True) if m.group == number}
@@ -177,17 +177,17 @@ class _Joint:
         return [parameter.data for parameter in self.parameters], states, SharedValues.of(self.copy)
 
 
-class _OneByOne:
+class _SeparateRun:
     """Steps each member in a copy of its own; each copy starts with the shared values after the previous step."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], manner: Manner
+        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], run_mode: RunMode
     ) -> None:
         self._optimizer = optimizer
         self._members = members
-        self._manner = manner
+        self._manner = run_mode
         self._shared = begin.copy(deep=True)
-        self._parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
+        self._parameters = [plain_parameter(member.begin.clone(), member.attributes) for member in members]
         self._states: list[dict[str, Any]] = [{} for _ in members]
 
     def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -227,23 +227,23 @@ def copy_of_one(
     group: int,
     parameter: torch.Tensor,
     state: Mapping[str, Any],
-    manner: Manner,
+    run_mode: RunMode,
 ) -> torch.optim.Optimizer:
     """Returns a copy of the optimizer with these shared values and one parameter, in the group of that number."""
     groups = [{**shared.groups[group], "params": [parameter]}]
-    if not manner.omits:
+    if not run_mode.omits:
         groups = [{**own, "params": [parameter] if at == group else []} for at, own in enumerate(shared.groups)]
     return cloned(optimizer, shared.attributes, groups, {parameter: state} if state else {})
 
 
 def changes_alone(
-    begin: SharedValues, copy: torch.optim.Optimizer, group: int, manner: Manner
+    begin: SharedValues, copy: torch.optim.Optimizer, group: int, run_mode: RunMode
 ) -> dict[SharedName, Any]:
     """Returns the shared values that `copy` changed; it has one parameter, in the group of that number."""
     after = SharedValues.of(copy)
-    if manner.omits:
+    if run_mode.omits:
         after = SharedValues(after.attributes, [*begin.groups[:group], *after.groups, *begin.groups[group + 1 :]])
-    return without_scratch(begin.changes(after), manner.scratch)
+    return without_scratch(begin.changes(after), run_mode.scratch)
 
 
 def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> dict[SharedName, Any]:
@@ -277,8 +277,10 @@ def _members_at_size(
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
     count = max(2, min(_STACK_MAX, _STACK_BYTES_MAX // max(1, first.numel() * dtype.itemsize)))
-    alike = [(place, one) for place, one in enumerate(params) if one.shape == first.shape][:count]
-    return [_Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in alike]
+    same_shape = [(place, one) for place, one in enumerate(params) if one.shape == first.shape][:count]
+    return [
+        _Member(group, place, one, dtype, generator, dim_max=max(one.shape, default=1)) for place, one in same_shape
+    ]
 
 
 # The calls of a trial: the name of the method, and for each member whether it has a gradient.
@@ -314,13 +316,13 @@ class _Comparison:
     optimizer: torch.optim.Optimizer
     begin: SharedValues
     members: Sequence[_Member]
-    manner: Manner
-    spread: bool  # see `_Joint.__init__`
+    run_mode: RunMode
+    spread: bool  # see `_TogetherRun.__init__`
 
     def __post_init__(self) -> None:
         try:
-            self._one_by_one = _OneByOne(self.optimizer, self.begin, self.members, self.manner)
-            self._joint = _Joint(self.optimizer, self.begin, self.members, spread=self.spread)
+            self._one_by_one = _SeparateRun(self.optimizer, self.begin, self.members, self.run_mode)
+            self._joint = _TogetherRun(self.optimizer, self.begin, self.members, spread=self.spread)
         except Exception as error:
             raise refused(
                 self.optimizer, f"its attributes and options cannot be copied ({type(error).__name__}: {error})"
@@ -371,7 +373,7 @@ class _Comparison:
     def _require_same(self, method: str) -> None:
         values, states, shared = self._joint.now()
         others, other_states, other_shared = self._one_by_one.now()
-        differs = next(iter(without_scratch(shared.changes(other_shared), self.manner.scratch)), None)
+        differs = next(iter(without_scratch(shared.changes(other_shared), self.run_mode.scratch)), None)
         if differs is not None:
             raise refused(
                 self.optimizer,
@@ -420,17 +422,17 @@ def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
 
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
-) -> tuple[dict[SharedName, Any], Manner]:
+) -> tuple[dict[SharedName, Any], RunMode]:
     """Rejects an optimizer whose parameters get other bits one at a time than together; see [Note: One at a time].
 
     Steps small parameters several times, first all with a gradient, then some without, and also calls `train()` and
     `eval()` if the class has them. Returns the values that a step changes for all parameters alike, as at the end of
-    the trial, and the first `Manner` in which the bits agree.
+    the trial, and the first `RunMode` in which the bits agree.
     """
     first: ConfigError | None = None
     for omits, zeros in itertools.product((False, True), repeat=2):
         try:
-            return _tried(optimizer, master_dtype, Manner(omits=omits, zeros=zeros))
+            return _tried(optimizer, master_dtype, RunMode(omits=omits, zeros=zeros))
         except ConfigError as error:
             # The error of code that runs, and differs, explains more than that of code that fails.
             if first is None or (first.__cause__ is not None and error.__cause__ is None):
@@ -440,28 +442,28 @@ def require_independent(
 
 
 def _tried(
-    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner
-) -> tuple[dict[SharedName, Any], Manner]:
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, run_mode: RunMode
+) -> tuple[dict[SharedName, Any], RunMode]:
     generator = torch.Generator().manual_seed(1)
     members = _chosen_members(optimizer, master_dtype, generator)
     begin = SharedValues.of(optimizer)
     try:
         with on_trial(optimizer):
-            every = _Comparison(optimizer, begin, members, manner, spread=False)
+            every = _Comparison(optimizer, begin, members, run_mode, spread=False)
             after = every.follow(_all_present(optimizer, members), generator)
-            some = _Comparison(optimizer, begin, members, manner, spread=True)
+            some = _Comparison(optimizer, begin, members, run_mode, spread=True)
             some.follow(_some_missing(optimizer, members), generator)
             for group in sorted(every.stacked):
                 whole = _members_at_size(optimizer, group, master_dtype, generator)
                 whole += [member for member in members if member.group != group]
-                true = _Comparison(optimizer, begin, whole, manner, spread=False)
+                true = _Comparison(optimizer, begin, whole, run_mode, spread=False)
                 true.follow([("step", [True] * len(whole))] * 2, generator)
     except Disagreement as other:
-        name, scratch = other.place.name, manner.scratch
+        name, scratch = other.place.name, run_mode.scratch
         is_attribute = other.place.group is None and name not in scratch
         if is_attribute and type(begin.attributes.get(name)) is torch.Tensor:
             # If an update reads the attribute before it writes it, the repeated trial fails, too.
-            return _tried(optimizer, master_dtype, replace(manner, scratch=scratch | {name}))
+            return _tried(optimizer, master_dtype, replace(run_mode, scratch=scratch | {name}))
         raise refused(optimizer, f"its step changes {other} by values of single parameters") from None
-    changes = without_scratch(begin.changes(after), manner.scratch)
-    return changes, replace(manner, stacks=bool(every.stacked))
+    changes = without_scratch(begin.changes(after), run_mode.scratch)
+    return changes, replace(run_mode, stacks=bool(every.stacked))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.errors import ConfigError, UsageError
-from memascend.optim.comparison import Manner, changes_alone, copy_of_one, without_scratch
+from memascend.optim.comparison import RunMode, changes_alone, copy_of_one, without_scratch
 from memascend.optim.shared import (
     GONE,
     Disagreement,
@@ -23,10 +23,10 @@ from memascend.optim.shared import (
     named,
     parts_of,
     plain,
+    plain_parameter,
     put,
     restored,
     run,
-    stand_in,
     storable,
 )
 from memascend.optim.trial import known
@@ -87,12 +87,12 @@ class OwnUpdate:
         assert whole or not layout.whole, "the update needs the whole parameter at once"
         values = self._laid(chunk.values, whole)
         target = self._laid(chunk.state["master"], whole) if layout.master else values
-        parameter = stand_in(target, layout.attributes)
+        parameter = plain_parameter(target, layout.attributes)
         if self.method == "step":
             give_gradient(parameter, self._gradient_of(chunk, target, whole))
         state = {} if self.first else self._state_of(chunk, whole)
         begin = self._begin if self._is_known else self._begin.copy()
-        copy = copy_of_one(self.optimizer, begin, self.group, parameter, state, layout.manner)
+        copy = copy_of_one(self.optimizer, begin, self.group, parameter, state, layout.run_mode)
         run(copy, self.method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
@@ -101,7 +101,7 @@ class OwnUpdate:
                 values.copy_(target)
             self._keep(chunk, copy.state.get(parameter, {}), whole)
         if chunk.last:
-            self.ended({} if self._is_known else changes_alone(self._begin, copy, self.group, layout.manner))
+            self.ended({} if self._is_known else changes_alone(self._begin, copy, self.group, layout.run_mode))
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
         """Returns `tensor` with the parameter's shape and strides; flat if it is only a part of the parameter."""
@@ -247,7 +247,7 @@ class Runs:
 
     optimizer: torch.optim.Optimizer
     examples: dict[SharedName, Any]  # values that steps change, as a step leaves them: `restore` needs their types
-    manner: Manner
+    run_mode: RunMode
     first_group: int  # the number of the optimizer's first group among the groups of all optimizers
 
     def __post_init__(self) -> None:
@@ -338,7 +338,7 @@ class Runs:
         groups = [{**group, "params": []} for group in given.groups]
         copy = cloned(self.optimizer, given.attributes, groups, {})
         run(copy, mode)
-        return without_scratch(begin.changes(SharedValues.of(copy)), self.manner.scratch)
+        return without_scratch(begin.changes(SharedValues.of(copy)), self.run_mode.scratch)
 
     def _home(self, place: SharedName) -> dict[str, Any]:
         return vars(self.optimizer) if place.group is None else self.optimizer.param_groups[place.group]

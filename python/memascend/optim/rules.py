@@ -345,7 +345,7 @@ class Arithmetic:
         members, first = [], 0
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
             code = Runs(member, *require_streamable(member, master_dtype), first)
-            own, trials = given.of(member, master_dtype), StateTrials(member, master_dtype, code.manner)
+            own, trials = given.of(member, master_dtype), StateTrials(member, master_dtype, code.run_mode)
             for number, group in enumerate(member.param_groups, first):
                 for parameter in filter(torch.is_floating_point, group["params"]):
                     key, form = id(parameter), own.get(id(parameter))

@@ -128,7 +128,7 @@ def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(parameter).items() if not name.startswith("_memascend")}
 
 
-def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) -> torch.nn.Parameter:
+def plain_parameter(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) -> torch.nn.Parameter:
     """Returns a parameter on the memory of `values`, with the user's attributes of the real parameter."""
     parameter = torch.nn.Parameter(values)
     vars(parameter).update(attributes or {})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from memascend.errors import ConfigError
-from memascend.optim.comparison import PLAIN, Manner, copy_of_one, on_trial
+from memascend.optim.comparison import PLAIN, RunMode, copy_of_one, on_trial
 from memascend.optim.shared import (
     SharedValues,
     TensorParts,
@@ -18,9 +18,9 @@ from memascend.optim.shared import (
     give_gradient,
     named,
     parts_of,
+    plain_parameter,
     run,
     same,
-    stand_in,
     user_attributes,
 )
 from memascend.optim.trial import elementwise, known
@@ -55,7 +55,7 @@ class StateTrials:
 
     _optimizer: torch.optim.Optimizer
     _master_dtype: torch.dtype | None  # the dtype in which 16-bit parameters are updated; None: their own
-    _manner: Manner = PLAIN
+    _manner: RunMode = PLAIN
     _found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = field(init=False, default_factory=dict)
 
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
@@ -77,7 +77,7 @@ class StateTrials:
             # In chunks, the scalars of a 0-dim parameter would be mistaken for state of the parameter's shape.
             whole=not elementwise(optimizer) or parameter.dim() == 0,
             attributes={} if known(optimizer) else attributes,
-            manner=self._manner,
+            run_mode=self._manner,
         )
         if layout.master:
             layout.tensors[_MASTER] = torch.empty_strided(parameter.shape, layout.stride, dtype=dtype, device="meta")
@@ -156,7 +156,7 @@ class StateTrials:
         # foreach and fused have no kernels for meta. torch's own classes keep the same state without these options.
         plain = known(self._optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
-        parameter = stand_in(values, attributes)
+        parameter = plain_parameter(values, attributes)
         states = self._stepping(group, parameter, gradients, off)
         with on_trial(self._optimizer, meta=way.device == "meta"):
             return _steady(self._optimizer, states)
@@ -256,7 +256,7 @@ class StateLayout:
     master: bool  # whether the parameter has a master, from which its values are rounded
     whole: bool  # whether an update needs the whole parameter at once
     attributes: Mapping[str, Any] = field(default_factory=dict)  # set by users on the parameter
-    manner: Manner = PLAIN  # how the optimizer is run for one parameter
+    run_mode: RunMode = PLAIN  # how the optimizer is run for one parameter
 
     @property
     def names(self) -> list[str]:

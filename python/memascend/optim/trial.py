@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError
-from memascend.optim.comparison import PLAIN, Manner, refused, require_independent
+from memascend.optim.comparison import PLAIN, RunMode, refused, require_independent
 from memascend.optim.shared import SharedName, attributes_of, named
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
-) -> tuple[dict[SharedName, Any], Manner]:
+) -> tuple[dict[SharedName, Any], RunMode]:
     """Rejects an optimizer whose updates cannot be exact on streamed state; the result is `require_independent`'s.
 
     The optimizer, its parameters and the random number generators do not change.

@@ -2,8 +2,8 @@
 
 [Note: living bytes] An eviction drops the cache's own reference to a slot. Views that autograd, an update or user code
 has keep the slot leased until the last of them is gone, so its memory may become free later than the eviction.
-`CachedUnit.weak` refers to such bytes: as long as they live and are of the current version, `CachedUnit.adopt` caches them again
-without a read.
+`CachedUnit.weak` refers to such bytes: as long as they live and are of the current version, `CachedUnit.adopt` caches
+them again without a read.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def victim_for(
     `CachedUnits.use`, is never returned.
     """
     stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
-    alike = (other for other in units if other.slot_bytes == unit.slot_bytes and other not in (unit, current))
+    same_size = (other for other in units if other.slot_bytes == unit.slot_bytes and other not in (unit, current))
     best = max(
-        (other for other in alike if not (other.holders or other.pinned or other.state in stay)),
+        (other for other in same_size if not (other.holders or other.pinned or other.state in stay)),
         key=lambda other: (order.next_use(other.index), -order.last_used.get(other.index, 0)),
         default=None,
     )
@@ -352,8 +352,8 @@ class CachedUnits:
             return set()
         if victim_for(unit, self.all, self.order, None, must=True) is not None:
             return set()
-        alike = (other for other in self.all if other.slot_bytes == unit.slot_bytes)
-        return {thread for other in alike for thread in other.holders if thread != here}
+        same_size = (other for other in self.all if other.slot_bytes == unit.slot_bytes)
+        return {thread for other in same_size for thread in other.holders if thread != here}
 
     def _add_room(self, unit: CachedUnit) -> None:
         """Takes memory for a unit beyond the plan, which cannot know the views that user code keeps.

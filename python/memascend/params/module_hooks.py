@@ -1,8 +1,8 @@
 """Hooks modules: materializes their units while they compute, and cleans up after interrupts and failed backwards.
 
 [Note: failed backwards] Autograd keeps the unfinished work of a failed backward in a queue of its thread. The
-process crashes if tensors in that queue are freed after Python has shut down. `let_go` empties the queue: `_End` calls
-`let_go` when a thread ends, and `_exit` does when the process ends.
+process crashes if tensors in that queue are freed after Python has shut down. `drain_autograd_queue` empties the
+queue: `_End` calls it when a thread ends, and `_exit` when the process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memascend.params.unit import CachedUnit
 
 
-def let_go() -> None:
+def drain_autograd_queue() -> None:
     """Frees the work that failed backwards left in this thread, unless a backward runs in it now.
 
     See [Note: failed backwards].
@@ -42,10 +42,10 @@ def let_go() -> None:
 
 
 class _End:
-    """Calls `let_go` when it is deleted: by its thread, when the thread ends, while Python still runs."""
+    """Calls `drain_autograd_queue` when it is deleted: by its thread, when the thread ends, while Python still runs."""
 
     def __del__(self) -> None:
-        let_go()
+        drain_autograd_queue()
 
 
 class _Thread(threading.local):
@@ -53,7 +53,7 @@ class _Thread(threading.local):
         self._end: _End | None = None
 
     def watch(self) -> None:
-        """Makes this thread call `let_go` when it ends; call it in each thread in which a backward may begin."""
+        """Makes this thread call `drain_autograd_queue` when it ends; call it where a backward may begin."""
         if not _exiting:
             self._end = self._end or _End()
 
@@ -86,7 +86,7 @@ _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 @dataclass(eq=False, slots=True)
-class Gate:
+class HookState:
     """The state of a module's hooks: the units to materialize, and how often the module is being computed."""
 
     units: tuple[CachedUnit, ...]
@@ -111,24 +111,24 @@ class Gate:
 class _Frame:
     """A module that is being computed: the units materialized and the hooks pushed for it."""
 
-    __slots__ = ("_homes", "_pushed", "_task", "caller", "module")
+    __slots__ = ("_pushed", "_task", "_units", "caller", "module")
 
     def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
         """`caller`: the Python frame that called the outermost module of the thread; None for other modules."""
         self.module = module
         self.caller = caller
-        self._homes: list[CachedUnit] = []
+        self._units: list[CachedUnit] = []
         self._pushed = False
         # The backward in which `begin` pushes the hooks (-1: none); see `end`.
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
 
-    def begin(self, gate: Gate) -> None:
+    def begin(self, state: HookState) -> None:
         """Materializes the module's units, and pushes the saved-tensor hooks; after an exception `end` undoes both."""
-        residency = gate.residency
-        for unit in gate.units:
+        residency = state.residency
+        for unit in state.units:
             residency.materialize(unit)
-            self._homes.append(unit)
-        if self._homes or (gate.root and residency.hooks.keeper is not None):
+            self._units.append(unit)
+        if self._units or (state.root and residency.hooks.keeper is not None):
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
@@ -139,8 +139,8 @@ class _Frame:
             # top hooks belong to other code.
             if holder is None and self._task == torch._C._current_graph_task_id():  # noqa: SLF001
                 residency.hooks.pop()
-        while self._homes:
-            residency.offload(self._homes.pop(), holder)
+        while self._units:
+            residency.offload(self._units.pop(), holder)
 
 
 class _Stack(threading.local):
@@ -174,14 +174,14 @@ class Frames:
         self.stacks = [(thread, stack) for thread, stack in self.stacks if stack or thread.is_alive()]
         self.stacks.append((threading.current_thread(), own))
 
-    def enter(self, module: torch.nn.Module, gate: Gate) -> None:
+    def enter(self, module: torch.nn.Module, state: HookState) -> None:
         """Materializes all units of a module that is about to compute; after an exception, none of them."""
         self._residency.units.require_open()
-        if not gate.units:
+        if not state.units:
             # With units, `Residency.materialize` notes the thread.
             self._residency.turns.note_thread()
         _refuse_wrappers()
-        for table, name, parameter in gate.owned:
+        for table, name, parameter in state.owned:
             if table.get(name) is not parameter:
                 raise UsageError(
                     f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or "
@@ -190,35 +190,35 @@ class Frames:
                     "changed within memascend.materialized(model, modify=True)"
                 )
         stack = self.stack
-        if gate.root:
+        if state.root:
             self.unwind()
         if self._residency.stages is not None:
-            self._residency.stages.arrive(gate.units)
+            self._residency.stages.arrive(state.units)
         self._residency.session.entered(module, outermost=not stack)
         frame = _Frame(module, None if stack else _caller())
         # Pushed before `begin`, so that `unwind` finds the frame after an interrupt at any line.
         stack.append(frame)
         try:
-            frame.begin(gate)
-            gate.count(module)
+            frame.begin(state)
+            state.count(module)
         except BaseException:
             frame.end(self._residency)
             stack.remove(frame)
-            gate.count(module)
+            state.count(module)
             raise
 
-    def leave(self, module: torch.nn.Module, gate: Gate, result: Any) -> None:
+    def leave(self, module: torch.nn.Module, state: HookState, result: Any) -> None:
         """Undoes `enter` if that pushed a frame; `result` is the output of the module."""
-        if self._residency.stages is not None and gate.units:
-            self._announce(gate, result)
+        if self._residency.stages is not None and state.units:
+            self._announce(state, result)
         stack = self.stack
         if not stack or stack[-1].module is not module:
             return
         stack[-1].end(self._residency)
         stack.pop()
-        gate.count(module)
+        state.count(module)
 
-    def _announce(self, gate: Gate, result: Any) -> None:
+    def _announce(self, state: HookState, result: Any) -> None:
         """Makes the backward of the module notify `stages` when it begins.
 
         Unpacking a saved weight notifies `stages`, too, but the backward of an embedding unpacks none.
@@ -227,7 +227,7 @@ class Frames:
 
         def begin(_: Any) -> None:
             if residency.stages is not None:
-                residency.stages.arrive(gate.units)
+                residency.stages.arrive(state.units)
 
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -258,12 +258,12 @@ class Frames:
         while stack:
             stack[-1].end(self._residency, holder)
             module = stack.pop().module
-            gate = _gate_of(module)
-            if gate is not None:
-                gate.count(module)
+            state = _state_of(module)
+            if state is not None:
+                state.count(module)
 
 
-def open_gates(
+def install_hooks(
     model: torch.nn.Module,
     modules: Iterable[tuple[torch.nn.Module, tuple[CachedUnit, ...]]],
     residency: Residency,
@@ -282,8 +282,8 @@ def open_gates(
             module.__dict__[_SCRIPT] = _refuse_script
         _hook(module)
         # torch uses only the keys of this table. A separate attribute would cost each module an unshared `__dict__`.
-        gate: Any = Gate(units, owned[units], residency, root=module is model)
-        module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
+        state: Any = HookState(units, owned[units], residency, root=module is model)
+        module._forward_hooks_always_called[_KEY] = state  # type: ignore[index] # noqa: SLF001
 
 
 def _hook(module: torch.nn.Module) -> None:
@@ -293,8 +293,8 @@ def _hook(module: torch.nn.Module) -> None:
     module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
 
 
-def close_gates(modules: Iterable[torch.nn.Module]) -> None:
-    """Removes the hooks that `open_gates` installed."""
+def remove_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Removes the hooks that `install_hooks` installed."""
     for module in modules:
         module.__dict__.pop(_SCRIPT, None)
         module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
@@ -302,14 +302,14 @@ def close_gates(modules: Iterable[torch.nn.Module]) -> None:
         module._forward_hooks_always_called.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
 
 
-def gated(model: torch.nn.Module) -> bool:
+def has_hooks(model: torch.nn.Module) -> bool:
     """True if a module, or one inside it, is offloaded."""
-    return any(_gate_of(module) is not None for module in model.modules())
+    return any(_state_of(module) is not None for module in model.modules())
 
 
-def _gate_of(module: torch.nn.Module) -> Gate | None:
-    gate: Any = module.__dict__.get("_forward_hooks_always_called", {}).get(_KEY)
-    return gate  # type: ignore[no-any-return]
+def _state_of(module: torch.nn.Module) -> HookState | None:
+    state: Any = module.__dict__.get("_forward_hooks_always_called", {}).get(_KEY)
+    return state  # type: ignore[no-any-return]
 
 
 def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
@@ -325,37 +325,37 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 def _before(module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook: enters the module, unless its units are materialized already."""
     del args
-    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
-    if gate is None:
+    state: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if state is None:
         raise _hooks_moved(module, "")
-    residency = gate.residency
-    if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
+    residency = state.residency
+    if state.open > 0 or state.root or residency.turns.several or residency.stages is not None:
         # Here the check of `holders` below is not enough: an open module calls itself, and another thread or
         # micro-batch may have materialized the units. The root always gets a frame.
-        _enter(module, gate)
+        _enter(module, state)
         return
-    for unit in gate.units:
+    for unit in state.units:
         if not unit.holders:
-            _enter(module, gate)
+            _enter(module, state)
             return
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     """Forward hook, called also after an exception: leaves the module if `_before` entered it."""
     del args
-    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
-    if gate is not None and gate.open > 0:
-        _leave(module, gate, result)
+    state: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if state is not None and state.open > 0:
+        _leave(module, state, result)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
-def _enter(module: torch.nn.Module, gate: Gate) -> None:
-    gate.residency.frames.enter(module, gate)
+def _enter(module: torch.nn.Module, state: HookState) -> None:
+    state.residency.frames.enter(module, state)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
-def _leave(module: torch.nn.Module, gate: Gate, result: Any) -> None:
-    gate.residency.frames.leave(module, gate, result)
+def _leave(module: torch.nn.Module, state: HookState, result: Any) -> None:
+    state.residency.frames.leave(module, state, result)
 
 
 def _refuse_wrappers() -> None:
@@ -389,22 +389,22 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     """
     if parameter is None:
         return
-    gate = _gate_of(module)
+    state = _state_of(module)
     table: dict[str, Any] = module._parameters  # noqa: SLF001
-    gone = {} if gate is None else {of: one for where, of, one in gate.owned if where is table and of not in table}
+    gone = {} if state is None else {of: one for where, of, one in state.owned if where is table and of not in table}
     place: Any = parameter.__dict__.get("_memascend")
     if place is None:
         # A plain parameter may replace an offloaded one. Within materialized(), no parameter has `_memascend`.
         place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
         if place is None:
             return
-    elif gate is None:
+    elif state is None:
         # A module outside of the offloaded model may share the parameter, as a separate LM head does.
         if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
             return
-    elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
+    elif any(where is table and of == name and one is parameter for where, of, one in state.owned):
         return
-    elif all(of != name and one is not parameter for _, of, one in gate.owned):
+    elif all(of != name and one is not parameter for _, of, one in state.owned):
         # The parameter stays in its own module, and replaces none of this module's parameters.
         return
     # Callers may have removed the module's own parameters first.
@@ -422,10 +422,10 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
     """
     if module is None:
         return
-    if _gate_of(module) is None:
+    if _state_of(module) is None:
         if _before in module._forward_pre_hooks.values() or _after in module._forward_hooks.values():  # noqa: SLF001
             for own in wrapper.modules():
-                if _gate_of(own) is not None:
+                if _state_of(own) is not None:
                     _hook(own)
             raise _hooks_moved(module, name)
         return

@@ -55,7 +55,7 @@ METADATA = _metadata()
 _HOW = f"use memascend.materialized(model) to read it; {DOORS}"
 # Methods that hand out a parameter's memory, or write to it, without raising its `_version`. While a module computes,
 # its parameters have their plain class, whose methods `session.process_hooks` replaces: they return a copy.
-HANDED_OUT = (
+MEMORY_METHODS = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
 )  # fmt: skip
@@ -84,8 +84,8 @@ class Placeholder:
         places = placeholders_in(args, kwargs)
         if all(place.source.holds(place) for place in places):
             # This thread has materialized these parameters: `func` treats them as plain ones.
-            if func == _GET_DATA or getattr(func, "__name__", "") in HANDED_OUT:
-                return _stand_in(func, places, args, kwargs)
+            if func == _GET_DATA or getattr(func, "__name__", "") in MEMORY_METHODS:
+                return _call_on_copies(func, places, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -121,12 +121,12 @@ class Placeholder:
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._memascend
         _require_outside(place, "pickled")
-        return place.source.copies.stand_in(place).__reduce_ex__(protocol)
+        return place.source.copies.plain_copy(place).__reduce_ex__(protocol)
 
 
 # `session.process_hooks` replaces these methods of `nn.Parameter`. Placeholders keep torch's own methods, which call
 # `__torch_function__`.
-for _name in HANDED_OUT:
+for _name in MEMORY_METHODS:
     setattr(Placeholder, _name, getattr(torch.Tensor, _name))
 
 
@@ -176,7 +176,7 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
     """Calls `func`, whose arguments contain placeholders.
 
     Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `func` does so only if its
-    result has none of that memory (`_borrow`); otherwise `func` gets copies (`_stand_in`).
+    result has none of that memory (`_borrow`); otherwise `func` gets copies (`_call_on_copies`).
     """
     source = places[0].source
     written = _written(func, args, kwargs)
@@ -197,7 +197,7 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
             # The result is a view with a graph that must lead to the parameter itself, so `func` gets the parameter.
             with source.copies.materialized(places):
                 return func(*args, **kwargs)
-    return _stand_in(func, places, args, kwargs)
+    return _call_on_copies(func, places, args, kwargs)
 
 
 # `_borrow` returns this where it has no result.
@@ -227,9 +227,11 @@ def _borrow(
     return found
 
 
-def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_copies(
+    func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls `func` on copies of the parameters; a copy in the result is replaced by its parameter."""
-    instead = {place: place.source.copies.stand_in(place) for place in places}
+    instead = {place: place.source.copies.plain_copy(place) for place in places}
     own = {id(copy): place.parameter for place, copy in instead.items()}
     given, options = tree_map(
         lambda leaf: instead[leaf._memascend] if isinstance(leaf, Placeholder) else leaf,  # noqa: SLF001
@@ -311,7 +313,7 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
             "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
             "nn.Parameter(p.detach().clone()) is a plain copy"
         )
-    return _stand_in(func, [place], (tensor,), {})
+    return _call_on_copies(func, [place], (tensor,), {})
 
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Tracks the state of one unit: its parameters, its bytes, and the threads that have materialized it.
 
-[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `CachedUnit` changes `state` last: an interrupted
-change leaves the old state, and the next use of the unit makes the change again. `holders` is changed before parameters
-are materialized, and after they are offloaded, so that a cleanup finds every thread that may have materialized a unit.
+[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `CachedUnit` changes `state` last: an
+interrupted change leaves the old state, and the next use of the unit makes the change again. `holders` is changed
+before parameters are materialized, and after they are offloaded, so that a cleanup finds every thread that may have
+materialized a unit.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ return from memory to the store only at the end of a door.
 | `Bytes.READING` | a lease of the arena | the read | the read: verified (`CACHED`), or failed (`OFFLOADED`) |
 | `Bytes.CACHED` | a lease of the arena | no code: `_version` shows a write, and `step()` raises | eviction, a commit |
 | `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; no other code, as above | `close()` |
-| `HandedOut`, a view (`.data`, `detach()`) | a file | no code: a checksum shows a write | release, before a commit |
-| `HandedOut`, a snapshot (`state_dict()`) | a file | no code, as above | release |
+| `TrackedCopy`, a view (`.data`, `detach()`) | a file | no code: a checksum shows a write | release, before a commit |
+| `TrackedCopy`, a snapshot (`state_dict()`) | a file | no code, as above | release |
 | a door: `materialized()`, `edit()` | a file | user code | the end of the block, which commits changes |
 | a deep copy of the model | a file | user code: the copy is another model's | release |
 
@@ -111,18 +111,18 @@ _FEW = 16
 _LOOKS, _PAUSE_SECONDS = 20, 0.005
 
 
-class HandedOut:
+class TrackedCopy:
     """A copy of a weight that user code may have.
 
     Attributes:
         seen: the checksum of the copy's values when they were last compared, at first when the copy was made.
     """
 
-    __slots__ = ("_alike", "is_snapshot", "place", "seen", "values")
+    __slots__ = ("_sharing_count", "is_snapshot", "place", "seen", "values")
 
-    def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, alike: int = 1) -> None:
-        """`is_snapshot`: the copy may outlive a change of the weight; `alike`: the number of copies in its memory."""
-        self._alike = alike
+    def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, sharing_count: int = 1) -> None:
+        """`is_snapshot`: the copy may outlive a change of the weight; `sharing_count`: copies in its memory."""
+        self._sharing_count = sharing_count
         self.place = place
         self.is_snapshot = is_snapshot
         self.seen = checksum(values, place)
@@ -134,7 +134,7 @@ class HandedOut:
     @property
     def is_held(self) -> bool:
         """True if other code has the memory, too."""
-        return uses(self.values) > uses_of_one() + self._alike - 1
+        return uses(self.values) > uses_of_one() + self._sharing_count - 1
 
     def compare(self) -> bool:
         """True if the values changed since the last call, which makes a change reported once."""
@@ -164,9 +164,9 @@ class WeightCopies:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         # Copies of the present values, by name of the weight and reader, which `of` returns again.
-        self._now: dict[tuple[str, For], HandedOut] = {}
+        self._now: dict[tuple[str, For], TrackedCopy] = {}
         # Copies of earlier values that user code still has.
-        self._older: list[HandedOut] = []
+        self._older: list[TrackedCopy] = []
         # Memory from a forward that other code still had when a commit changed its weights.
         self._stale: list[_Stale] = []
         # At this length of `_now`, `of` compares all copies and not only recent ones.
@@ -200,10 +200,10 @@ class WeightCopies:
                 values = residency.copy_of(place)
                 # A state dict stays on the host: it may be larger than the device's memory.
                 values = values if of == "state dict" else values.to(place.device)
-                one = self._now[place.name, of] = HandedOut(place, values, is_snapshot=of != "view")
+                one = self._now[place.name, of] = TrackedCopy(place, values, is_snapshot=of != "view")
             return one.values.detach()
 
-    def stand_in(self, place: Place) -> torch.nn.Parameter:
+    def plain_copy(self, place: Place) -> torch.nn.Parameter:
         """Returns a plain parameter on the copy from `of`, for a function that was called on the offloaded one."""
         return place.plain(self.of(place))
 
@@ -236,11 +236,11 @@ class WeightCopies:
 
         Several of these tensors may be parts of one vector.
         """
-        alike = Counter(values.untyped_storage()._cdata for _, values in kept)  # noqa: SLF001
+        sharing_count = Counter(values.untyped_storage()._cdata for _, values in kept)  # noqa: SLF001
         with self._residency.lock:
             for place, values in kept:
-                count = alike[values.untyped_storage()._cdata]  # noqa: SLF001
-                self._older.append(HandedOut(place, values, is_snapshot=is_snapshot, alike=count))
+                count = sharing_count[values.untyped_storage()._cdata]  # noqa: SLF001
+                self._older.append(TrackedCopy(place, values, is_snapshot=is_snapshot, sharing_count=count))
 
     # --- checking -------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ def checksum(values: torch.Tensor, place: Place) -> str:
         return checksum_of(bytes_of(values).cpu())
 
 
-class Outlived:
+class WeakValues:
     """A weak reference to a parameter's values in memory that user code keeps.
 
     Attributes:

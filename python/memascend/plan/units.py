@@ -273,21 +273,21 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
     """Yields the repeated blocks: similar children of the outermost module lists that have such children."""
     children = [child for child in tree.children(module) if tree.below(child)]
-    alike: set[str] = set()
+    repeated: set[str] = set()
     kind = tree.modules[module]
     if _is_one_of(kind, "ModuleList") and len(children) == 1:
         # A model of one layer, or with one group of shared layers, has a list of one block.
-        alike = set(children)
+        repeated = set(children)
     elif _is_one_of(kind, "ModuleList", "Sequential"):
-        alike = _alike(tree, children)
+        repeated = _repeated(tree, children)
     for child in children:
-        if child in alike and tree.is_whole(child):
+        if child in repeated and tree.is_whole(child):
             yield tree.draft(child, tree.below(child))
         else:
             yield from _blocks(tree, child)
 
 
-def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
+def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
     """Returns the children that are repeated blocks.
 
     All children of a class are such blocks if two of them have the same parameter shapes, or if one has all shapes of

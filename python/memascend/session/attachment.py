@@ -12,7 +12,7 @@ import torch
 
 from memascend.checkpoint.init import persistent_buffers
 from memascend.errors import ConfigError
-from memascend.params.module_hooks import close_gates, open_gates
+from memascend.params.module_hooks import install_hooks, remove_hooks
 from memascend.text import warn
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-class Newcomers:
+class AddedParameters:
     """Rejects trainable parameters that were added to a model after `offload()`.
 
     The check runs when the model is used, not when a parameter is registered: peft registers an adapter before it
     freezes the adapter.
     """
 
-    # The number of modules and parameters that this process registered. `judge` checks the model again if it changed.
+    # The number of modules and parameters that this process registered. A change makes `check_before_forward` check the
+    # model again.
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
@@ -45,7 +46,7 @@ class Newcomers:
         del module, name
         cls._registrations += given is not None
 
-    def judge(self) -> None:
+    def check_before_forward(self) -> None:
         """Rejects new trainable parameters before a forward, unless gradients are disabled: then nothing is trained."""
         if self._judged != self._registrations and torch.is_grad_enabled():
             self.require_none()
@@ -151,12 +152,14 @@ class Attachment:
     """Installs the hooks of one model, and removes them; the model does not change before `enter`."""
 
     model: torch.nn.Module
-    _gates: list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]  # modules to hook, each with the units it materializes
+    _hooked_modules: list[
+        tuple[torch.nn.Module, tuple[CachedUnit, ...]]
+    ]  # modules to hook, each with the units it materializes
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the model an offloaded one: installs hooks and copiers, and refers to `optimizer`."""
-        open_gates(self.model, self._gates, self._run.residency)
+        install_hooks(self.model, self._hooked_modules, self._run.residency)
         for module in self.model.modules():
             # A class with its own `__deepcopy__` would copy the attributes of memascend, too.
             if getattr(type(module), _COPIER, copy_module) is not copy_module:
@@ -167,5 +170,5 @@ class Attachment:
         """Makes the model a plain one: removes hooks and attributes."""
         for module in self.model.modules():
             module.__dict__.pop(_COPIER, None)
-        close_gates(module for module, _ in self._gates)
+        remove_hooks(module for module, _ in self._hooked_modules)
         self.model.__dict__.pop("_memascend", None)

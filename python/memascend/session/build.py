@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend.checkpoint.init import embody, move_buffers
+from memascend.checkpoint.init import materialize_parameter, move_buffers
 from memascend.grads.gradients import Gradients
 from memascend.grads.loop import Loop, Speculation
 from memascend.grads.loss_scale import LossScale
@@ -20,7 +20,7 @@ from memascend.params.residency import Residency
 from memascend.params.unit import Limits
 from memascend.plan.units import forward_order
 from memascend.session import original_state
-from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
+from memascend.session.attachment import AddedParameters, Attachment, AutocastWatch
 from memascend.session.materialize import Saving
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.session.report import Measurements
@@ -61,7 +61,7 @@ class Assembly:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
                     # A parameter on meta, or on another device type, cannot take the placeholder as its `.data`.
-                    embody(place.parameter, place.nothing)
+                    materialize_parameter(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
                     rule = subject.arithmetic.of(place.parameter)
@@ -81,7 +81,7 @@ class Assembly:
         residency = self._residency()
         scale = self._scale()
         gradients = self._gradients(residency, scale)
-        newcomers = Newcomers(subject.model, look=subject.sharding is None)
+        added_parameters = AddedParameters(subject.model, look=subject.sharding is None)
         resumed = not resources.store.created or subject.earlier is not None or subject.refilled is not None
         schedule = Schedule(subject.original.param_groups, self.given, resources.store, resumed)
         run = Run(
@@ -93,7 +93,7 @@ class Assembly:
             metadata=Metadata(resources.store, subject.arithmetic, scale, schedule, self._stored_budget),
         )
         edits = Edits(run, None if subject.sharding is None else subject.sharding.exchange)
-        attachment = Attachment(subject.model, self._gates(residency), run)
+        attachment = Attachment(subject.model, self._hooked_modules(residency), run)
         heap_bytes = sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0
         if heap_bytes:
             # From here on the C library maps large allocations. `_offloaded` calls `settle_heap` again, once the
@@ -101,10 +101,10 @@ class Assembly:
             settle_heap()
         session = Session(
             run=run,
-            newcomers=newcomers,
+            added_parameters=added_parameters,
             watch=AutocastWatch(subject.named.values(), self._device.type),
             edits=edits,
-            saving=Saving(subject.model, run, newcomers, subject.sharding),
+            saving=Saving(subject.model, run, added_parameters, subject.sharding),
             attachment=attachment,
             measurements=Measurements(run, self.decision, mentions=subject.options.host_memory is None),
             accumulation=self._accumulation(gradients, residency),
@@ -195,7 +195,7 @@ class Assembly:
             residency=residency,
         )
 
-    def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]:
+    def _hooked_modules(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]:
         """Returns the modules to hook, each with the units that it materializes.
 
         A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
@@ -208,9 +208,9 @@ class Assembly:
         whole = {
             planned.module: units[planned.name] for planned in self.decision.plan.units if planned.module is not None
         }
-        gates = []
+        hooked = []
         # Modules that materialize the same units share one tuple.
-        alike: dict[tuple[CachedUnit, ...], tuple[CachedUnit, ...]] = {}
+        shared_tuples: dict[tuple[CachedUnit, ...], tuple[CachedUnit, ...]] = {}
         for name, module in self.subject.model.named_modules():
             needed = [whole[name]] if name in whole else []
             needed += [unit_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
@@ -220,8 +220,8 @@ class Assembly:
                     needed += [unit_of[id(own)] for own in child.parameters()]
             if needed or module is self.subject.model:
                 needs = tuple(dict.fromkeys(needed))
-                gates.append((module, alike.setdefault(needs, needs)))
-        return gates
+                hooked.append((module, shared_tuples.setdefault(needs, needs)))
+        return hooked
 
     def _scale(self) -> LossScale:
         subject = self.subject

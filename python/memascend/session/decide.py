@@ -120,11 +120,11 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
         )
     if not only_planned:
         # These modules import torch's compiler, which takes seconds; a mere plan needs none of them.
-        from memascend.params.module_hooks import gated
+        from memascend.params.module_hooks import has_hooks
         from memascend.session.materialize import is_materialized
         from memascend.session.optimizer import OffloadedOptimizer
 
-        if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
+        if any(isinstance(one, OffloadedOptimizer) for one in members) or has_hooks(model) or is_materialized(model):
             raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
@@ -287,7 +287,7 @@ def planned(
             from memascend.distributed.setup import PlannedSharding
 
             sharding = PlannedSharding(model, ranks, options)
-            original = sharding.stand_in(original)
+            original = sharding.use_local_rows(original)
         rows = cast("Sharding | None", sharding)
         subject = Subject(model, original, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
     from memascend.params.residency import Residency
     from memascend.params.unit import CachedUnit
-    from memascend.session.attachment import Newcomers
+    from memascend.session.attachment import AddedParameters
     from memascend.session.run import Run
     from memascend.session.value_edits import Edit, Edits
 
@@ -319,7 +319,7 @@ class Saving:
 
     _model: torch.nn.Module
     _run: Run
-    _newcomers: Newcomers
+    _newcomers: AddedParameters
     _sharding: Sharding | None
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from memascend.optim.state import options_of_formats
 from memascend.plan.decision import folders_of
 from memascend.session.decide import temporary
 from memascend.session.optimizer import session_of
-from memascend.storage.store import not_as_written
+from memascend.storage.store import foreign_contents_error
 from memascend.text import Progress, expanded, warn
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
             objects = [*groups, stored.get("attributes") or {}, stored.get("loss_scale") or {}]
             if all(isinstance(one, dict) for one in objects):
                 return stored
-    raise not_as_written(
+    raise foreign_contents_error(
         store.info()["devices"][0], f"the hyperparameters of step {store.step} are not those of an optimizer"
     )
 

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
-from memascend.params.offloaded_param import HANDED_OUT, Placeholder, refused_write
+from memascend.params.offloaded_param import MEMORY_METHODS, Placeholder, refused_write
 from memascend.params.weight_access import state_dicts
-from memascend.session.attachment import Newcomers, copy_module
+from memascend.session.attachment import AddedParameters, copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 from memascend.text import replaced
 
@@ -62,9 +62,9 @@ def _install(undo: contextlib.ExitStack) -> None:
     registrations = torch.nn.modules.module
     for handle in (
         registrations.register_module_module_registration_hook(refuse_wrapper),
-        registrations.register_module_module_registration_hook(Newcomers.note_registration),
+        registrations.register_module_module_registration_hook(AddedParameters.note_registration),
         registrations.register_module_parameter_registration_hook(refuse_moved),
-        registrations.register_module_parameter_registration_hook(Newcomers.note_registration),
+        registrations.register_module_parameter_registration_hook(AddedParameters.note_registration),
         register_optimizer_step_pre_hook(_refuse_foreign_step),
     ):
         undo.callback(handle.remove)
@@ -75,7 +75,7 @@ def _install(undo: contextlib.ExitStack) -> None:
     undo.enter_context(replaced(_Module, "__deepcopy__", copy_module))
     undo.enter_context(replaced(_Module, "state_dict", _make_state_dict))
     undo.enter_context(replaced(_Module, "load_state_dict", _load_state_dict))
-    for name in HANDED_OUT:
+    for name in MEMORY_METHODS:
         undo.enter_context(replaced(_Parameter, name, _of_a_copy(getattr(torch.Tensor, name))))
     undo.enter_context(replaced(_Parameter, "data", property(_of_a_copy(_TENSOR_DATA.__get__), _set_data)))
 
@@ -94,7 +94,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
         # model's DTensor.
         is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Placeholder)
         if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001
-            parameter = place.source.copies.stand_in(place)
+            parameter = place.source.copies.plain_copy(place)
         return method(parameter, *args, **options)
 
     return given

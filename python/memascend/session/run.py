@@ -175,15 +175,15 @@ class Metadata:
         self._positioned = positioned
 
     @property
-    def is_followed(self) -> bool:
+    def commits_position(self) -> bool:
         """True if steps commit a trainer's position."""
         return self._positioned is not None
 
-    def take_position(self) -> None:
+    def update_position(self) -> None:
         """Sets `position` to the trainer's position after the step that is about to be committed."""
-        self.keep_position(None if self._positioned is None else self._positioned())
+        self.set_position(None if self._positioned is None else self._positioned())
 
-    def keep_position(self, position: str | None) -> None:
+    def set_position(self, position: str | None) -> None:
         """Sets the trainer's position that the next commits store."""
         self.position = position
 
@@ -297,7 +297,7 @@ class Run:
         """
         self.require_open()
         self.residency.copies.require_unwritten(loads=loads)
-        if self.gradients.are_taken_away():
+        if self.gradients.all_grads_removed():
             self.discard()
         if self.gradients.is_staged():
             raise UsageError("a step is staged, and this would mix with it: call step() or zero_grad() first")

@@ -20,7 +20,7 @@ from torch import distributed
 
 from memascend.errors import ConfigError, UsageError
 from memascend.optim.shared import SharedValues, copied, group_options, plain, put, restored, same, storable
-from memascend.storage.store import not_as_written
+from memascend.storage.store import foreign_contents_error
 from memascend.text import counted, warn
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _NONE = "none"
 _log = logging.getLogger("memascend")
 
 
-class _Moment:
+class _Snapshot:
     """A snapshot of schedulers' states and of the options of all groups, which schedulers set."""
 
     def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -54,7 +54,7 @@ class _Moment:
         self.entries = [_entries(scheduler) for scheduler in schedulers]
         self.options = SharedValues({}, [group_options(group) for group in groups])
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Restores schedulers and groups to the snapshot."""
         for scheduler, entries in zip(self._schedulers, self.entries, strict=True):
             _load(scheduler, entries)
@@ -80,8 +80,8 @@ class Schedule:
     _schedulers: tuple[Any, ...] = ()
     _fresh: list[dict[str, Any]] = field(default_factory=list)  # fresh states of `_schedulers`; [Note: fresh states]
     _options: set[str] = field(default_factory=set)  # names of the group options that schedulers have changed in steps
-    _now: _Moment | None = None  # the snapshot for the next commit; None without schedulers
-    _before: _Moment | None = None  # the snapshot before the last `advance`; None if that advanced no scheduler
+    _now: _Snapshot | None = None  # the snapshot for the next commit; None without schedulers
+    _before: _Snapshot | None = None  # the snapshot before the last `advance`; None if that advanced no scheduler
     _stepped: bool = False  # True once this run has called `advance`, unless `take_back` followed
     _had_stepped: bool = False  # the value of `_stepped` before the present step
 
@@ -109,7 +109,7 @@ class Schedule:
                 f"{_listed(dropped)} was given to schedule() before, and no step() advances it any more: give all "
                 "schedulers in one call"
             )
-        now = _Moment(schedulers, self._groups)
+        now = _Snapshot(schedulers, self._groups)
         # A scheduler that was attached before has advanced, so keep its known fresh state.
         known = dict(zip(map(id, self._schedulers), self._fresh, strict=True))
         fresh = [known.get(id(one), entries) for one, entries in zip(schedulers, now.entries, strict=True)]
@@ -142,7 +142,7 @@ class Schedule:
         """Returns the schedulers' entry of the last commit; rejects an entry that memascend never writes."""
         stored: dict[str, Any] | None = (self._store.hyperparameters or {}).get("schedule")
         if stored is not None and not _is_schedule(stored):
-            raise not_as_written(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
+            raise foreign_contents_error(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
         return stored
 
     def _kept_groups(self) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ class Schedule:
         return groups
 
     def _require_fits(
-        self, schedulers: Sequence[Any], fresh: Sequence[Mapping[str, Any]], now: _Moment, stored: Mapping[str, Any]
+        self, schedulers: Sequence[Any], fresh: Sequence[Mapping[str, Any]], now: _Snapshot, stored: Mapping[str, Any]
     ) -> None:
         """Rejects schedulers if their classes or arguments, or the optimizer's initial rates, differ from the run's."""
         instead = (
@@ -191,7 +191,7 @@ class Schedule:
                 found.append((number, name, kept[name], given.get(name, now) if now == kept[name] else now))
         return [f"{name} of group {number} {had} -> {now}" for number, name, had, now in found if now != had]
 
-    def _restored(self, schedulers: Sequence[Any], now: _Moment, stored: Mapping[str, Any]) -> _Moment:
+    def _restored(self, schedulers: Sequence[Any], now: _Snapshot, stored: Mapping[str, Any]) -> _Snapshot:
         """Loads the stored states and options into schedulers and groups; returns the new snapshot.
 
         If that fails, restores the snapshot `now`.
@@ -202,22 +202,22 @@ class Schedule:
             for group, theirs in zip(self._groups, self._kept_groups(), strict=True):
                 for name in {"lr", *stored["options"]} & theirs.keys():
                     put(group, name, restored(theirs[name], group.get(name)))
-            return _Moment(schedulers, self._groups)
+            return _Snapshot(schedulers, self._groups)
         except BaseException:
-            now.bring_back()
+            now.restore()
             raise
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, is_followed: bool) -> None:
+    def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, commits_position: bool) -> None:
         """Rejects a scheduler that other code advanced; warns of schedulers that a resumed run does not restore.
 
-        `optimizers`: the optimizers for which the user may have made schedulers. `is_followed`: a trainer stores and
+        `optimizers`: those for which the user may have made schedulers. `commits_position`: a trainer stores and
         restores its schedulers with its position, so none is missing here.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
-        is_missing = not self._schedulers and not is_followed
+        is_missing = not self._schedulers and not commits_position
         if is_missing and self._resumed and not self._stepped and self._store.step:
             self._warn_of_others(optimizers)
 
@@ -260,14 +260,14 @@ class Schedule:
         self._stepped = True
         if not self._schedulers:
             return
-        self._before = before = _Moment(self._schedulers, self._groups)
+        self._before = before = _Snapshot(self._schedulers, self._groups)
         for scheduler in self._schedulers:
             try:
                 scheduler.step()
             except Exception as error:
                 error.add_note(f"{_title(scheduler)} was advanced by optimizer.step(), and nothing was committed")
                 raise
-        now = _Moment(self._schedulers, self._groups)
+        now = _Snapshot(self._schedulers, self._groups)
         self._options |= {place.name for place in before.options.changes(now.options)}
         _require_small(self._saved(self._schedulers, now, self._fresh, self._options))
         self._now = now
@@ -276,7 +276,7 @@ class Schedule:
         """Undoes `advance` after the commit failed: restores schedulers and groups."""
         self._stepped = self._had_stepped
         if self._before is not None:
-            self._before.bring_back()
+            self._before.restore()
             self._now, self._before = self._before, None
 
     def committed(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class Schedule:
         return {"schedule": self._saved(self._schedulers, self._now, self._fresh, self._options)}
 
     def _saved(
-        self, schedulers: Sequence[Any], now: _Moment, fresh: Sequence[Mapping[str, Any]], options: set[str]
+        self, schedulers: Sequence[Any], now: _Snapshot, fresh: Sequence[Mapping[str, Any]], options: set[str]
     ) -> dict[str, Any]:
         states = [
             {"scheduler": _title(one), "state": state, "fresh": _since(state, began)}
@@ -305,12 +305,12 @@ class Schedule:
         A trainer then logs the learning rate of that step, and advances the schedulers itself.
         """
         if self._before is not None:
-            self._before.bring_back()
+            self._before.restore()
 
     def catch_up(self) -> None:
         """Restores schedulers and groups to the state after the last step, whether a trainer advanced them or not."""
         if self._now is not None and self.is_foreign:
-            self._now.bring_back()
+            self._now.restore()
 
     @property
     def is_foreign(self) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memascend.grads.gradients import Present
     from memascend.grads.microbatches import Accumulation
     from memascend.grads.norms import Numbers
-    from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
+    from memascend.session.attachment import AddedParameters, Attachment, AutocastWatch
     from memascend.session.materialize import Saving
     from memascend.session.report import Measurements, Report
     from memascend.session.run import Run
@@ -47,7 +47,7 @@ _log = logging.getLogger("memascend")
 # The numbers of a rank without gradients, and of a step whose norm is taken later: all finite, no squares.
 _NOTHING: Numbers = (False, 0)
 # The remedy if replicas computed different values in RAM: ranks compare these in the step after their commit.
-_PARTED = (
+_REPLICAS_DIFFER = (
     "the last commit has these values, so the replicas' stores differ: move one of them aside and start all ranks "
     "again; it is refilled from the other"
 )
@@ -58,7 +58,7 @@ class Session:
     """The run of one offloaded model and optimizer; `OffloadedOptimizer` and the module hooks call its methods."""
 
     run: Run
-    newcomers: Newcomers
+    added_parameters: AddedParameters
     watch: AutocastWatch
     edits: Edits
     saving: Saving
@@ -91,7 +91,7 @@ class Session:
             # Only a CUDA device can capture graphs.
             refuse_graphs()
         if outermost:
-            self.newcomers.judge()
+            self.added_parameters.check_before_forward()
             if self.sharding is not None and torch.is_grad_enabled():
                 self.sharding.require_exact()
             self.run.residency.copies.forward_begins()
@@ -159,7 +159,7 @@ class Session:
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
         with self.run.resources.store.preparing():
             metadata = self.run.metadata
-            metadata.schedule.begin_step(optimizers, is_followed=metadata.is_followed)
+            metadata.schedule.begin_step(optimizers, commits_position=metadata.commits_position)
             committed = self._prepared_step()
         rejection, self._rejection = self._rejection, None
         if rejection is not None:
@@ -181,7 +181,7 @@ class Session:
             raise UsageError(
                 "step() was called inside of the model's forward, which uses the parameters: call it after the forward"
             )
-        self.newcomers.require_none()
+        self.added_parameters.require_none()
         self.run.frames.unwind()
         with self.run.residency.turns.alone():
             return self._step()
@@ -228,17 +228,17 @@ class Session:
         def failed() -> None:
             metadata.schedule.take_back()
             metadata.scale.load(before)
-            metadata.keep_position(position)
+            metadata.set_position(position)
             metadata.blocks = blocks
             give_back()
 
         with run.committing(lambda: self._committed(present, of_commit), failed):
             metadata.schedule.advance()
-            metadata.take_position()
+            metadata.update_position()
             engine.commit(step, user_state=metadata.user_state, hyperparameters=metadata.hyperparameters())
-        learnt = gradients.loop.learn()
-        if learnt:
-            _log.info(learnt)
+        decision = gradients.loop.decide_mode()
+        if decision:
+            _log.info(decision)
         return True
 
     @property
@@ -259,11 +259,11 @@ class Session:
         is_any = self.figures.add([present])
         sums = self.figures.add(summands(own))
         traffic = self.figures.add(self.measurements.own_figures())
-        rows = collectives.told_rows()
+        rows = collectives.take_row_digest()
         apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
-        collectives.require_same(self.figures.tell("the gradients", collectives.told()))
+        collectives.require_same(self.figures.tell("the gradients", collectives.take_checksum()))
         if any(apart):
-            self.run.resources.store.shared.reject(rows, _PARTED)
+            self.run.resources.store.shared.reject(rows, _REPLICAS_DIFFER)
         self.measurements.note_all_ranks(self.figures.size, traffic)
         return any(is_any), of_all_ranks(own, sums, self.figures)
 
@@ -278,7 +278,7 @@ class Session:
         is_bad = not math.isfinite(norm)
         self.overflowed = is_scaled or (is_bad and self.nonfinite == "skip")
         if is_bad and not is_scaled and self.nonfinite == "raise":
-            self._rejection = UsageError(self._words_on(norm, gradients.nonfinite(present)))
+            self._rejection = UsageError(self._nonfinite_message(norm, gradients.nonfinite(present)))
         elif not self.overflowed:
             return False
         gradients.skip()
@@ -286,7 +286,7 @@ class Session:
             scale.update(overflowed=True)
         return True
 
-    def _words_on(self, norm: float, names: Sequence[str]) -> str:
+    def _nonfinite_message(self, norm: float, names: Sequence[str]) -> str:
         """Returns the text of the error for a norm that is not finite; `names` are the parameters that cause it."""
         step = self.run.metadata.step
         found = f" (not finite: {listed(names)})" if names else ""
@@ -343,7 +343,7 @@ class Session:
         for a trainer, which logs the norm of a committed step even if the process is killed in between.
         """
         kept = self.run.gradients.loop.mode != "fused"
-        return kept or self.run.metadata.is_followed or self.nonfinite == "skip"
+        return kept or self.run.metadata.commits_position or self.nonfinite == "skip"
 
     def _committed(self, present: Present, norm: Callable[[], float] | None) -> None:
         """Updates the run's records of position, norm, buffers and cached values after the store's commit."""
@@ -418,7 +418,7 @@ class Session:
         if self.run.resources.closed or self.run.resources.process.is_elsewhere:
             return
         self.run.frames.unwind(all_of_it=True)
-        module_hooks.let_go()
+        module_hooks.drain_autograd_queue()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
             # While an exception is handled, an error of this check would hide it.

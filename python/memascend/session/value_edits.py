@@ -193,8 +193,8 @@ class Edits:
             if position is not None:
                 stored = self.run.resources.store.hyperparameters or {}
                 edit.hyperparameters = {**stored, "position": position}
-                edit.undo.callback(metadata.keep_position, metadata.position)
-                metadata.keep_position(position)
+                edit.undo.callback(metadata.set_position, metadata.position)
+                metadata.set_position(position)
 
             def load(place: Place, values: torch.Tensor) -> None:
                 if place.name in edit.names:

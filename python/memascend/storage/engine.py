@@ -237,4 +237,4 @@ class Engine(_core.Engine):
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Waits for all queued updates, then commits them as `step` in one atomic write; returns the new generation."""
-        return self.store.make_live(self.commit_as, step, user_state, hyperparameters)
+        return self.store.commit_with_ranks(self.commit_as, step, user_state, hyperparameters)

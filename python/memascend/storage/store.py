@@ -56,7 +56,7 @@ def pending_file(file: Path) -> Path:
     return file.with_name(file.name + _core.PENDING_SUFFIX)
 
 
-def not_as_written(path: str, what: str) -> CorruptionError:
+def foreign_contents_error(path: str, what: str) -> CorruptionError:
     """Makes the error for a store with right checksums whose contents no version of memascend writes."""
     return CorruptionError(
         f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy, or "
@@ -161,7 +161,9 @@ class Store(_core.Store):
             return json.loads(info[which] or "null")
         except (ValueError, RecursionError) as error:
             what = {"user": "user_state", "hyperparameters": "the hyperparameters"}[which]
-            raise not_as_written(info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}") from error
+            raise foreign_contents_error(
+                info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}"
+            ) from error
 
     def records(self) -> list[dict[str, Any]]:
         """Returns all records as dicts: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", more.
@@ -222,7 +224,7 @@ class Store(_core.Store):
 
         None for `user_state` or `hyperparameters` keeps the value of the last commit.
         """
-        return self.make_live(self.commit_as, step, user_state, hyperparameters)
+        return self.commit_with_ranks(self.commit_as, step, user_state, hyperparameters)
 
     def share(self, commits: Agreement) -> None:
         """Makes later commits together with other ranks, through `commits`."""
@@ -234,7 +236,7 @@ class Store(_core.Store):
         assert self._shared is not None
         return self._shared
 
-    def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
+    def commit_with_ranks(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commits by `commit` (`commit_as` of the store or of its engine), together with the other ranks, if any."""
         said = (step, _json_of(user_state), _json_of(hyperparameters))
         if self._shared is None:

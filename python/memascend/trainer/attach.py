@@ -168,7 +168,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
             f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so its place in the "
             "data is not known: begin from weights alone, or train on with memascend.offload() and Callback()"
         )
-    callback = Attached(resume)
+    callback = OffloadCallback(resume)
     callback.attach(optimizer)
     callbacks = trainer.callback_handler.callbacks
     for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
@@ -182,7 +182,7 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         session_of(optimizer).run.gradients.expect_clipping()
 
 
-class Attached(Callback):
+class OffloadCallback(Callback):
     """The callback that `memascend.trainer.offload()` adds; `Resume` stores the scheduler in the Trainer's position."""
 
     def __init__(self, resume: Resume) -> None:
@@ -216,10 +216,10 @@ class Attached(Callback):
         if args.world_size == 1:
             super().on_save(args, state, *given, **others)
         if args.should_save and not args.save_only_model:
-            _close_to_others(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
+            _block_plain_resume(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
 
-# `_close_to_others()` adds this text as a field of trainer_state.json. A Trainer without memascend passes it to
+# `_block_plain_resume()` adds this text as a field of trainer_state.json. A Trainer without memascend passes it to
 # TrainerState() as an unknown argument, and the TypeError shows the text.
 _NOTICE = (
     "the optimizer's state of this checkpoint is memascend's: resume it by memascend.trainer.offload(trainer, "
@@ -227,7 +227,7 @@ _NOTICE = (
 )
 
 
-def _close_to_others(folder: Path) -> None:
+def _block_plain_resume(folder: Path) -> None:
     """Makes a resume without memascend fail with `_NOTICE`: it would silently continue with a fresh optimizer."""
     file = folder / names.STATE
     state = json.loads(file.read_text())

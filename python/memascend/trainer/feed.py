@@ -207,7 +207,7 @@ class Feed:
         # Earlier versions stored a list of states of loader and samplers: ignore it, since each epoch sets them anew.
         self._begun_own = taken["begun_own"] if isinstance(taken["begun_own"], dict) else {}
         self._begun = RandomNumbers.of(taken["begun"])
-        self._begun.bring_back()
+        self._begun.restore()
         self._restore(self._begun_own, are_all=False)
         iterator = iter(self._loader)
         fetched = taken["fetched"]
@@ -216,9 +216,9 @@ class Feed:
         self._before = RandomNumbers.of(taken["before"])
         self._before_own = {**self._begun_own, **taken.get("before_own", {})}
         self._restore(self._before_own, are_all=True)
-        self._before.bring_back()
+        self._before.restore()
         newest = self._next(iterator, fetched, fetched) if fetched else None
-        own.bring_back()
+        own.restore()
         self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
         # The program may have drawn between the newest fetch and the commit.
         self._now_own = {**self._before_own, **taken.get("now_own", {})}

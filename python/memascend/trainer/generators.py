@@ -211,7 +211,7 @@ def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
         for path, value, attributes in objects if made else ():
             _take_back(path, value, attributes, made)
         restore(generators, states)
-        own.bring_back()
+        own.restore()
 
 
 def _take_back(path: str, value: Any, attributes: dict[str, Any], made: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ class RandomNumbers:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls([random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda])  # noqa: NPY002
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Sets the process's generators to these states."""
         python, numpy, cpu, *cuda = self.states
         random.setstate(python)
@@ -134,7 +134,7 @@ def decoded(text: str, where: str) -> dict[str, Any]:
     return found
 
 
-class Figures:
+class TrainerSnapshot:
     """Reads and restores a Trainer's counters, sums, callbacks' states and attributes named in `keep=`."""
 
     def __init__(self, trainer: Any, keep: Sequence[str] = ()) -> None:
@@ -192,7 +192,7 @@ class Figures:
             fill(vars(state).setdefault(name, {}), _with_tensors(value))
         state.log_history[:] = taken["log_history"]
 
-    def bring_back(self, taken: dict[str, Any], *, control: bool = True) -> None:
+    def restore(self, taken: dict[str, Any], *, control: bool = True) -> None:
         """Sets all values that `taken()` returned, in place.
 
         Without `control`, leaves TrainerControl (the orders to log, save or stop) as it is.

@@ -38,7 +38,7 @@ from memascend.trainer.callback import counted_in, is_streamed
 from memascend.trainer.description import require_same, require_same_arguments
 from memascend.trainer.feed import Feed
 from memascend.trainer.kept import Watch
-from memascend.trainer.position import Figures, RandomNumbers, decoded, encoded, numbers
+from memascend.trainer.position import RandomNumbers, TrainerSnapshot, decoded, encoded, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ class Resume:
         norm. `keep`: names of attributes of the Trainer that each commit stores.
         """
         self._trainer, self.run, self.clips_exactly = trainer, run, exact_norm
-        self._figures = Figures(trainer, keep)
+        self._figures = TrainerSnapshot(trainer, keep)
         self._watch = Watch(trainer, keep)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
@@ -85,7 +85,7 @@ class Resume:
         self._next_epoch = 0
         # Lines that a shorter training logged at its end; the longer training adds them to its log.
         self._lines: list[dict[str, Any]] = []
-        # `Figures.taken()` after the last step's events, and the number of `session.edits` blocks committed until then.
+        # `TrainerSnapshot.taken()` after the last step's events, and the `session.edits` blocks committed until then.
         self._ended: dict[str, Any] = {}
         # The gradient norm of the current step, for the log.
         self._norm: float | None = None
@@ -314,10 +314,10 @@ class Resume:
                 put(group, name, restored(value, group.get(name)))
 
     def begin_training(self) -> None:
-        """Restores sums and callbacks. `Attached`, the first callback, calls it in `on_train_begin`."""
+        """Restores sums and callbacks. `OffloadCallback`, the first callback, calls it in `on_train_begin`."""
         if self._kept is not None:
             # Leave the control: a restored order to stop would end the loop before the repeated step.
-            self._figures.bring_back(self._known(), control=False)
+            self._figures.restore(self._known(), control=False)
             self._install()
 
     def _load_rng_state(self, *given: Any, **named: Any) -> None:
@@ -392,7 +392,7 @@ class Resume:
         """Replaces `optimizer.step()` of the repeated step: restores the values of the commit."""
         stands.close()
         kept = self._kept
-        self._figures.bring_back(kept)
+        self._figures.restore(kept)
         # The loop adds 1 after this step.
         self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
@@ -403,7 +403,7 @@ class Resume:
         if kept["feed"]["fetched"]:
             assert self._feed is not None
             self._feed.restore_generators()
-        RandomNumbers.of(kept["random"]).bring_back()
+        RandomNumbers.of(kept["random"]).restore()
 
     def _go_on(self, blocks: int) -> None:
         """Ends the resume: makes `session.edits` drop its next `blocks` blocks, whose changes the last commit has."""

@@ -33,7 +33,7 @@ pub(crate) struct QueueState {
     /// The first error of the step. `failure` returns it once; after that the step can only be discarded.
     pub(crate) failed: Option<Error>,
     /// True once `failure` has returned `failed`.
-    pub(crate) told: bool,
+    pub(crate) is_reported: bool,
     /// The error that ended the pipeline's thread before `closing`. No job runs after it.
     ended_by: Option<Error>,
     /// `piped` has the pipeline's counts, `counters` those of all other code.
@@ -58,8 +58,8 @@ impl QueueState {
         self.alive()?;
         match &self.failed {
             None => Ok(()),
-            Some(error) if !self.told => {
-                self.told = true;
+            Some(error) if !self.is_reported => {
+                self.is_reported = true;
                 Err(error.clone())
             }
             Some(error) => Err(Error::Usage(format!("this step failed, so it can only be discarded: {error}"))),

@@ -60,11 +60,11 @@ impl Engine {
             let (replay, room, done) = (Arc::clone(&replay), Arc::clone(&room), Arc::clone(&done));
             jobs.push(Job::new(record, RecordReplay { replay, rules, room, done, step }));
         }
-        let mut told = || progress(done.load(Relaxed), all);
+        let mut report = || progress(done.load(Relaxed), all);
         // Verify first: staging overwrites the previous commit, which `existing="previous"` opens if this one is
         // damaged.
-        store.check_log(&mut told)?;
-        let replayed = if told() { self.replayed(jobs, &mut told) } else { Err(interrupted()) };
+        store.check_log(&mut report)?;
+        let replayed = if report() { self.replayed(jobs, &mut report) } else { Err(interrupted()) };
         if replayed.is_err() {
             self.discard(Wait::forever())?;
         }

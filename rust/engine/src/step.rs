@@ -175,7 +175,7 @@ impl Engine {
         {
             let mut state = self.shared.queue.lock();
             state.failed = None;
-            state.told = false;
+            state.is_reported = false;
         }
         Ok(self.shared.store.discard(wait)?)
     }

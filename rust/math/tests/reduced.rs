@@ -384,21 +384,21 @@ fn what_does_not_belong_together_is_refused() {
     let exec = exec(1, Simd::PORTABLE);
     let rule = Rule::Adam(adam(true, 1));
     let grad = [0.0; 8];
-    let told = |state: Reduced<'_>, grad: &[f32], rule: &Rule, first| {
+    let rejection = |state: Reduced<'_>, grad: &[f32], rule: &Rule, first| {
         let place = Position { random: Random::default(), first };
         update(state, Floats::F32(grad), rule, place, exec).map_or_else(|error| error.to_string(), |()| String::new())
     };
     let (two, one) = (of(Weight::Single, Moment::Bf16, true), of(Weight::Single, Moment::Bf16, false));
-    assert!(told(one.state(), &grad, &rule, 0).contains("two moments"));
-    assert!(told(two.state(), &grad, &Rule::Momentum(momentum(1, false)), 0).contains("one moment"));
-    assert!(told(two.state(), &grad[1..], &rule, 0).contains("grad has 7"));
+    assert!(rejection(one.state(), &grad, &rule, 0).contains("two moments"));
+    assert!(rejection(two.state(), &grad, &Rule::Momentum(momentum(1, false)), 0).contains("one moment"));
+    assert!(rejection(two.state(), &grad[1..], &rule, 0).contains("grad has 7"));
     let blocks = of(Weight::Single, Moment::Blocks, true);
-    assert!(told(blocks.state(), &grad, &rule, 128).contains("multiple of 256"));
-    assert!(told(two.state(), &grad, &Rule::Adam(adam(true, 0)), 0).contains("step"));
+    assert!(rejection(blocks.state(), &grad, &rule, 128).contains("multiple of 256"));
+    assert!(rejection(two.state(), &grad, &Rule::Adam(adam(true, 0)), 0).contains("step"));
     let compact = of(Weight::Compact, Moment::Bf16, true);
     let Reduced { weights, .. } = compact.state();
     let eight = of(Weight::Compact, Moment::Blocks, true);
     let Reduced { moments, .. } = eight.state();
-    assert!(told(Reduced { weights, moments }, &grad, &rule, 0).contains("rounded_up"));
-    assert!(told(two.state(), &grad, &rule, 256).is_empty());
+    assert!(rejection(Reduced { weights, moments }, &grad, &rule, 0).contains("rounded_up"));
+    assert!(rejection(two.state(), &grad, &rule, 256).is_empty());
 }

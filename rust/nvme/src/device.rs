@@ -216,7 +216,7 @@ impl Drop for Device {
         // See [Note: undo]: the lock is still held.
         let undo = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed));
         if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.absolute)) {
-            undo.carry_out(&place, &self.file);
+            undo.restore(&place, &self.file);
         }
         lock::unlock(&self.file);
     }

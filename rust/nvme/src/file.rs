@@ -29,7 +29,7 @@ const MODE_BITS: u32 = 0o7777;
 /// Permission bits of the group and of others.
 const OTHERS_BITS: u32 = 0o077;
 
-/// The former state of a file that was created, grown or made private, so that `carry_out` can restore it.
+/// The former state of a file that was created, grown or made private, so that `restore` can restore it.
 #[derive(Debug)]
 pub(crate) struct Undo {
     /// Length in bytes when it was opened; `None` for a file that was created.
@@ -65,7 +65,7 @@ impl Undo {
     }
 
     /// Restores the former state. Call it only while the file is locked: after the unlock, another process may own it.
-    pub(crate) fn carry_out(self, path: &Path, file: &File) {
+    pub(crate) fn restore(self, path: &Path, file: &File) {
         // Errors are ignored: the caller already reports the failure that led here.
         match self.length_before {
             None if lost(path, file).is_none() => {
@@ -343,7 +343,7 @@ pub(crate) mod tests {
         });
         assert!(!undo.is_new());
         drop(file.set_len(4096));
-        undo.carry_out(&path, &file);
+        undo.restore(&path, &file);
         assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs", "undo keeps the content found under the lock");
     }
 
@@ -369,7 +369,7 @@ pub(crate) mod tests {
         assert_eq!(lost(&path, &file), Some(Lost::Moved));
         drop(fs::write(&path, b"new"));
         assert_eq!(lost(&path, &file), Some(Lost::Replaced));
-        undo.carry_out(&path, &file);
+        undo.restore(&path, &file);
         assert_eq!(fs::read(&path).unwrap_or_default(), b"new", "another process's file has the name");
         drop((fs::remove_file(&path), fs::remove_file(folder.0.join("else"))));
         assert_eq!(lost(&path, &file), Some(Lost::Deleted));
@@ -412,11 +412,11 @@ pub(crate) mod tests {
         };
         let (file, undo) = made(&path);
         assert!(undo.is_new());
-        undo.carry_out(&path, &file);
+        undo.restore(&path, &file);
         assert!(!folder.0.join("new").exists());
         let (file, undo) = made(&path);
         drop(fs::write(folder.0.join("new/other"), b"theirs"));
-        undo.carry_out(&path, &file);
+        undo.restore(&path, &file);
         assert!(!path.exists() && folder.0.join("new/other").exists(), "the other file stays");
     }
 }

@@ -218,7 +218,7 @@ mod tests {
         let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(undo.is_new() && name == Name::Pending && file.metadata().is_ok_and(|file| file.len() == 0));
         assert_eq!(fs::read_to_string(folder.0.join("copy")).unwrap_or_default(), LEFT);
-        undo.carry_out(&folder.0.join("file.new"), &file);
+        undo.restore(&folder.0.join("file.new"), &file);
         assert_eq!(names(&folder), ["copy"]);
     }
 
@@ -285,7 +285,7 @@ mod tests {
         let linked = link_new(&folder.0.join("file.new"), &path);
         assert!(linked.is_err_and(|error| error.kind() == io::ErrorKind::AlreadyExists));
         assert_eq!(fs::read_to_string(&path).unwrap_or_default(), "theirs");
-        undo.carry_out(&folder.0.join("file.new"), &file);
+        undo.restore(&folder.0.join("file.new"), &file);
         assert_eq!(names(&folder), ["file"]);
         // A file that lost its pending name is not renamed.
         drop(fs::remove_file(&path));

@@ -281,11 +281,11 @@ impl Driver {
         } else {
             request.bytes
         };
-        self.carry_out(request, moved);
+        self.perform(request, moved);
         error.map_or(Ok(moved), Err)
     }
 
-    fn carry_out(&self, request: &Request, moved: usize) {
+    fn perform(&self, request: &Request, moved: usize) {
         let mut guard = locked(&self.disks[request.device].state);
         let medium = &mut *guard;
         let Address(memory) = request.address;

@@ -77,7 +77,7 @@ fn serve(queue: &Guarded<Queue>, devices: &[Device]) {
             if more {
                 queue.notify_one();
             }
-            while let Fate::Again { pause } = request.answered(carry_out(&request, &devices[request.device])) {
+            while let Fate::Again { pause } = request.answered(perform(&request, &devices[request.device])) {
                 if pause {
                     std::thread::sleep(PAUSE);
                 }
@@ -92,7 +92,7 @@ fn serve(queue: &Guarded<Queue>, devices: &[Device]) {
     }
 }
 
-fn carry_out(request: &Request, device: &Device) -> Result<usize, i32> {
+fn perform(request: &Request, device: &Device) -> Result<usize, i32> {
     let descriptor = device.descriptor();
     let place = libc::iovec { iov_base: request.address.0.cast(), iov_len: request.bytes };
     let offset = i64::try_from(request.offset).map_err(|_| libc::EFBIG)?;

@@ -97,7 +97,7 @@ impl Store {
         // From here on, dropping the volume no longer undoes the length and mode that opening gave the files. A new
         // file is kept once `take_name` has renamed it.
         self.volume.keep();
-        let result = self.carry_out(commit, reach, agree);
+        let result = self.write_commit(commit, reach, agree);
         let mut index = self.index.lock();
         if matches!(index.phase, Phase::Committing) {
             index.phase = Phase::Open;
@@ -151,11 +151,11 @@ impl Store {
         let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
         let commit = Commit { step: index.step, ..Commit::default() };
         drop(index);
-        let carry_out = |commit| self.carry_out(commit, Reach::Durable, &mut || true).map(drop);
-        carry_out(commit.clone())?;
+        let write_commit = |commit| self.write_commit(commit, Reach::Durable, &mut || true).map(drop);
+        write_commit(commit.clone())?;
         // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed one, the other
         // root still names overwritten data without saying so: write a second closing root over it.
-        if takes_its_place { carry_out(commit) } else { Ok(()) }
+        if takes_its_place { write_commit(commit) } else { Ok(()) }
     }
 
     /// Marks the store as closed without writing anything; [`Store::close`] then writes nothing either. Storage keeps
@@ -167,7 +167,7 @@ impl Store {
 
     /// Applies `commit` to the index, writes the catalog as `reach` says, and makes the staged slots live. If the write
     /// fails, restores the user's value, the hyperparameters and the run.
-    pub(crate) fn carry_out(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
+    pub(crate) fn write_commit(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
             let is_staged = |record: usize| index.records[record].pending.is_staged();

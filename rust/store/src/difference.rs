@@ -5,7 +5,7 @@ use std::{collections::HashMap, fmt::Debug};
 use crate::{Description, Kind, Record, StateTensor};
 
 /// Most names, and most changed records, that a message lists. The message counts the others.
-const TOLD_MAX: usize = 3;
+const LISTED_MAX: usize = 3;
 
 impl Description {
     /// Describes in a few sentences how `self`, the store's description, differs from `wanted`; `None` if they are
@@ -24,11 +24,11 @@ impl Description {
         };
         let missing = without(&wanted.records, &there);
         if !missing.is_empty() {
-            found.push(format!("it misses {}", told(&missing)));
+            found.push(format!("it misses {}", list_names(&missing)));
         }
         let extra = without(&self.records, &asked);
         if !extra.is_empty() {
-            found.push(format!("it has {}, which the model has not", told(&extra)));
+            found.push(format!("it has {}, which the model has not", list_names(&extra)));
         }
         let others = wanted.records.iter().filter_map(|asked| {
             there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
@@ -119,17 +119,17 @@ fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<Str
 }
 
 /// Lists names as in `12 records: "a", "b", "c" and 9 more`.
-fn told(names: &[String]) -> String {
+fn list_names(names: &[String]) -> String {
     let count = names.len();
-    let first: Vec<String> = names.iter().take(TOLD_MAX).map(|name| format!("{name:?}")).collect();
-    let more = if count > TOLD_MAX { format!(" and {} more", count - TOLD_MAX) } else { String::new() };
+    let first: Vec<String> = names.iter().take(LISTED_MAX).map(|name| format!("{name:?}")).collect();
+    let more = if count > LISTED_MAX { format!(" and {} more", count - LISTED_MAX) } else { String::new() };
     format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
-/// Keeps the first [`TOLD_MAX`] sentences, and counts the others in one more.
+/// Keeps the first [`LISTED_MAX`] sentences, and counts the others in one more.
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
-    let more = sentences.len().saturating_sub(TOLD_MAX);
-    sentences.truncate(TOLD_MAX);
+    let more = sentences.len().saturating_sub(LISTED_MAX);
+    sentences.truncate(LISTED_MAX);
     if more > 0 {
         sentences.push(format!("{more} more records differ"));
     }

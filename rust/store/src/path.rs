@@ -87,7 +87,7 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
     }
     let is_missing = |found: &Found| matches!(found, Found::Blank | Found::Foreign | Found::Damaged(_));
     if found.iter().any(is_missing) {
-        let seconds = second_labels(paths, &geometries(paths.len(), &found));
+        let seconds = find_second_labels(paths, &geometries(paths.len(), &found));
         for (found, second) in found.iter_mut().zip(seconds) {
             if is_missing(found) {
                 *found = second.map_or_else(|| found.clone(), Found::Label);
@@ -243,7 +243,7 @@ fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
 ///
 /// A second label counts if a root of its store is whole, or if the first page of the device is zeros or still begins
 /// with the magic of a label. Otherwise, other data was written over an old store.
-fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
+fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
     let nothing = vec![None; paths.len()];
     let Some(files) = paths.iter().map(|path| File::open(path).ok()).collect::<Option<Vec<_>>>() else {
         return nothing;

@@ -183,7 +183,7 @@ impl Store {
         let step = Some(self.index.lock()).filter(|index| index.has_applied()).map(|index| index.step);
         if let Some(step) = step {
             self.stage_applied(&mut |_, _| true)?;
-            self.carry_out(Commit { step, ..Commit::default() }, Reach::Memory, &mut || true)?;
+            self.write_commit(Commit { step, ..Commit::default() }, Reach::Memory, &mut || true)?;
         }
         Ok(())
     }

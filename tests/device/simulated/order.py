@@ -267,7 +267,7 @@ def busy():
     return thread
 
 
-def let_go():
+def drain_autograd_queue():
     """Closes a run while a stream of the user has yet to compute with its weights, then reuses the memory."""
     with contextlib.ExitStack() as stack:
         training = Training(stack, gradients="fused", device_memory="64MiB")

@@ -251,8 +251,8 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     """Returns the operations of a call, by torch's formulas; 0 for calls without a formula."""
     packet = function.overloadpacket
     # torch 2.11 has no formula for attention on a CPU: use that of other devices.
-    alike = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
-    count = flop_registry.get(packet) or flop_registry.get(alike)
+    operator = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
+    count = flop_registry.get(packet) or flop_registry.get(operator)
     if count is None:
         return _grouped_flops(args) if "grouped_mm" in packet.__name__ else 0
     flops = int(count(*args, **kwargs, out_val=out))

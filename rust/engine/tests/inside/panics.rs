@@ -157,7 +157,7 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
 
 /// Checks that all present and later calls on `engine` return the panic that says `what`. Then closes the engine, and
 /// checks that the store has its first commit.
-fn told(engine: &Engine, disk: &SimDisk, what: &str) {
+fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
     let patient = || Wait::at_most(PATIENCE);
     let finish = engine.finish(patient());
@@ -203,7 +203,7 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
             let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
             assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
         });
-        told(&engine, &disk, &format!("reached {at:?}"));
+        check_panic_reported(&engine, &disk, &format!("reached {at:?}"));
     }
 }
 
@@ -224,7 +224,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
             };
             drop(engine.apply(record, application, None, Wait::forever()));
         }
-        told(&engine, &disk, "a fault of the caller's");
+        check_panic_reported(&engine, &disk, "a fault of the caller's");
     }
 }
 

@@ -464,8 +464,8 @@ fn an_engine_that_is_closed_ends_what_is_fetched_and_settled() {
             let ended: Vec<bool> = waiting.join().unwrap_or_else(|_| panic!("a fetch"));
             fetched += ended.iter().filter(|ok| **ok).count();
         });
-        let told = engine.fetch(0, memory(engine.store().layout().unit_bytes(0)), true);
-        if let Err(error) = told.and_then(|fetch| fetch.wait(Wait::forever())) {
+        let fetched = engine.fetch(0, memory(engine.store().layout().unit_bytes(0)), true);
+        if let Err(error) = fetched.and_then(|fetch| fetch.wait(Wait::forever())) {
             assert!(error.to_string().contains("has been closed"), "{error}");
             refused += 1;
         }

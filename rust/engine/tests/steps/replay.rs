@@ -89,12 +89,12 @@ fn it_gives_the_bits_of_a_run_that_wrote_them() {
         assert!(logged == left, "{steps} steps");
         let engine = ok(found(&disk, &Faults::default()));
         assert!(engine.store().pending_replay().is_some());
-        let (mut told, mut all) = (0, 0);
+        let (mut reported, mut all) = (0, 0);
         assert!(ok(engine.replay(&mut |done, of| {
-            (told, all) = (done, of);
+            (reported, all) = (done, of);
             true
         })));
-        assert!(all > 0 && told <= all);
+        assert!(all > 0 && reported <= all);
         assert!(contents(engine.store()) == *last, "{steps} steps");
         assert!(!ok(engine.replay(&mut |_, _| true)), "there is nothing left of it");
         drop(engine);
