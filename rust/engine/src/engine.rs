@@ -15,7 +15,7 @@ use crate::{
     apply::{self, Application, Apply},
     caller::Caller,
     deferred::Deferred,
-    error::contained,
+    error::catch_panic,
     fill::Fill,
     job::Job,
     live::Live,
@@ -383,7 +383,7 @@ impl Shared {
         self.queue.work_here();
         // If this panics, unwinding drops the reads and writes in flight, and each drop waits for its devices. So the
         // kernel never accesses freed memory.
-        let served = contained(|| {
+        let served = catch_panic(|| {
             let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::default();
             Pipeline::new(&self.queue, &self.staging, bench, caller, self.chunks).serve();

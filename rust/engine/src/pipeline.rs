@@ -77,7 +77,7 @@ impl Running<'_> {
     /// Records the first error of the step before the job can end by it: a caller that finds the job ended, or the
     /// gradient missing that the job should have spilled, then finds the reason, too. The error of an urgent job ends
     /// that job alone, and the step goes on.
-    fn heard(&self, result: Result<()>) -> Result<()> {
+    fn record_error(&self, result: Result<()>) -> Result<()> {
         let Err(error) = &result else { return Ok(()) };
         if self.mark.urgent {
             self.mark.fail(error);
@@ -289,14 +289,14 @@ impl<'a> Pipeline<'a> {
         if running.mark.is_cancelled() {
             return Ok(None);
         }
-        running.heard(claimed.and_then(|free| if free { Ok(()) } else { Err(kept()) }))?;
+        running.record_error(claimed.and_then(|free| if free { Ok(()) } else { Err(kept()) }))?;
         let turns = work.turns(&self.bench, record);
         self.bench.beginning.replace(Some(Arc::clone(&running.mark)));
         let begun = work.begin(&self.bench, record);
         if begun.is_err() && running.mark.is_cancelled() {
             return Ok(None);
         }
-        running.heard(begun)?;
+        running.record_error(begun)?;
         if running.mark.is_cancelled() {
             return Ok(None);
         }
@@ -313,7 +313,7 @@ impl<'a> Pipeline<'a> {
 
     fn begin_read(&mut self, job: Rc<Begun<'a>>, turn: u32) -> Result<()> {
         let running = Rc::clone(&job.running);
-        running.heard(self.read(job, turn))
+        running.record_error(self.read(job, turn))
     }
 
     fn read(&mut self, job: Rc<Begun<'a>>, turn: u32) -> Result<()> {
@@ -331,7 +331,7 @@ impl<'a> Pipeline<'a> {
 
     fn compute(&mut self, reading: Reading<'a>) -> Result<()> {
         let running = Rc::clone(&reading.job.running);
-        running.heard(self.computed(reading))
+        running.record_error(self.computed(reading))
     }
 
     fn computed(&mut self, reading: Reading<'a>) -> Result<()> {
@@ -376,7 +376,7 @@ impl<'a> Pipeline<'a> {
         let result = self.caller.wait();
         self.bench.counters.computing += began.elapsed();
         self.bench.counters.chunks += 1;
-        job.running.heard(result)?;
+        job.running.record_error(result)?;
         if turn + 1 == job.turns {
             count(&*job.work, &mut self.bench.counters);
             job.running.mark.complete();
@@ -397,7 +397,7 @@ impl<'a> Pipeline<'a> {
             }
         }
         self.bench.counters.writing += began.elapsed();
-        writing.running.heard(result)
+        writing.running.record_error(result)
     }
 
     /// Ends the step after an error: records the first error, drops waiting jobs, and drains operations in flight.

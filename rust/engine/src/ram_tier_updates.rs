@@ -13,7 +13,7 @@ use std::{
 use memascend_mem::{Wait, locked};
 use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
-use crate::{Result, error::contained, ram_tier::Waiting, turn::Turn, workbench::Workbench};
+use crate::{Result, error::catch_panic, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
 /// Bounds the wait for a staging chunk. Nothing else uses staging chunks after a commit, so no thread waits so long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -50,7 +50,7 @@ impl Workers<'_> {
     /// no step.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
-        let applied = contained(|| self.applied(waiting));
+        let applied = catch_panic(|| self.applied(waiting));
         applied.inspect_err(|error| self.store.fail_application(first, &error.to_string()))
     }
 
@@ -90,7 +90,7 @@ impl Workers<'_> {
         let threads = self.threads.min(count).max(1);
         let failed = Mutex::new(None);
         let worker = || {
-            if let Err(error) = contained(|| work(&next)) {
+            if let Err(error) = catch_panic(|| work(&next)) {
                 locked(&failed).get_or_insert(error);
             }
         };

@@ -8,7 +8,7 @@ use std::{
 };
 
 use memascend_mem::{Wait, locked};
-use memascend_store::{Buffer, Checkers, Checking, Lacking, Parts, Shared as Memory};
+use memascend_store::{Buffer, Checkers, Checking, DeferredRun, Parts, Shared as Memory};
 
 use crate::{
     Engine, Error, Result,
@@ -69,7 +69,7 @@ pub struct UnitFetch<B: Buffer + Sync> {
 
 /// Values of a record that an urgent job computes.
 struct Computed {
-    lacking: Lacking,
+    lacking: DeferredRun,
     behind: Arc<Behind>,
     mark: Arc<Mark>,
 }
@@ -113,11 +113,11 @@ impl Shared {
     /// Queues a job that computes values which the slot lacks, and copies them to `memory`.
     fn compute<B: Buffer + Sync>(
         &self,
-        (lacking, behind): (Lacking, Arc<Behind>),
+        (lacking, behind): (DeferredRun, Arc<Behind>),
         memory: &Memory<B>,
         settles: bool,
     ) -> Result<Computed> {
-        let Lacking { record, first, count, at, bytes } = lacking;
+        let DeferredRun { record, first, count, at, bytes } = lacking;
         if behind.is_over() {
             return Err(overwritten(&self.store, record));
         }
@@ -164,7 +164,7 @@ impl UnitParts {
         };
         let part = index.map(begin).transpose()?;
         let lacking = index.map_or_else(Vec::new, |index| self.parts.lacking(index));
-        let compute = |lacking: Lacking| {
+        let compute = |lacking: DeferredRun| {
             let (_, behind) = self
                 .behind
                 .iter()

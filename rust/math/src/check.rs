@@ -182,15 +182,19 @@ impl Sum {
             if exponent(peak) - exponent(low) <= narrow::<T>() {
                 let power = grid::<T>(exponent(low));
                 let from = origin(power + 2 * T::SCALE);
-                self.squares.add(if all { gained_from(squares, from, power) } else { up_to(block, peak, power) });
+                self.squares.add(if all {
+                    lane_gain_from(squares, from, power)
+                } else {
+                    sum_squares_up_to(block, peak, power)
+                });
                 return;
             }
             let least = (exponent(peak) - wide::<T>()).max(1);
             let floor = if least == 1 { 0 } else { least.unsigned_abs() << 23 };
             let parts = if all && low >= floor {
-                in_two::<T, true>(block, low, peak)
+                sum_split_squares::<T, true>(block, low, peak)
             } else {
-                in_two::<T, false>(block, floor, peak)
+                sum_split_squares::<T, false>(block, floor, peak)
             };
             for part in parts {
                 self.squares.add(part);
@@ -227,10 +231,10 @@ fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)
 }
 
-/// Returns how much the lanes have gained since they started at `from`, as (count, power): the gain is `count *
+/// Returns how much the lanes have lane_gain since they started at `from`, as (count, power): the gain is `count *
 /// 2^power`. The last bit of `from` must weigh `2^power`.
 #[inline(always)]
-fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
+fn lane_gain(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     let mut sums = [0_i64; 8];
     for lanes in lanes.as_chunks::<8>().0 {
         for (sum, lane) in sums.iter_mut().zip(lanes) {
@@ -240,14 +244,14 @@ fn gained(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     (sums.iter().sum(), power)
 }
 
-/// Returns [`gained`] of lanes that began with zero. The addition of `from` drops the squares of columns that stand for
+/// Returns [`lane_gain`] of lanes that began with zero. The addition of `from` drops the squares of columns that stand for
 /// zeros: these are below half of its last bit.
 #[inline(always)]
-fn gained_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) {
+fn lane_gain_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) {
     for lane in &mut lanes {
         *lane += from;
     }
-    gained(&lanes, from, power)
+    lane_gain(&lanes, from, power)
 }
 
 /// Returns the exponent field of a magnitude; 1 for denormals, which have the same scale.
@@ -333,7 +337,7 @@ fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
 
 /// Returns the sum of the squares of magnitudes up to `peak`. All of these squares must be multiples of `2^power`.
 #[inline(always)]
-fn up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
+fn sum_squares_up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
     let from = origin(power);
     let mut squares = [from; LANES];
     for group in block.as_chunks::<LANES>().0 {
@@ -342,13 +346,13 @@ fn up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (i64, i32) {
             squares[lane] = value.mul_add(value, squares[lane]);
         }
     }
-    gained(&squares, from, power)
+    lane_gain(&squares, from, power)
 }
 
 /// Returns the sums of the upper and of the lower parts of squares whose magnitudes are from `floor` to `peak`. With
 /// `ALL`, all magnitudes of the block must be in that range.
 #[inline(always)]
-fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
+fn sum_split_squares<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
     let scale = if ALL { 2 * T::SCALE } else { 0 };
     let (coarse, fine) = (2 * (exponent(peak) - 127) + 2 + LANE_BITS - FRACTION, grid::<T>(exponent(floor)));
     // The lower parts have either sign. The last bit of a float64 weighs the same from 2/3 to 4/3 of this start.
@@ -370,7 +374,7 @@ fn in_two<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32
             }
         }
     }
-    [gained(&sums[0], upper, coarse), gained(&sums[1], lower, fine)]
+    [lane_gain(&sums[0], upper, coarse), lane_gain(&sums[1], lower, fine)]
 }
 
 /// Returns the magnitude of `value`, or zero if it is outside `floor..=peak`.

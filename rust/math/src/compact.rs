@@ -62,7 +62,7 @@ fn update<G: Element>(state: CompactState<'_>, grad: &[G], scalars: &Scalars, ex
 /// Splits `master` into value and rest. Also returns the second moment with the sign that joining needs.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "keeps the lower half")]
-pub(crate) fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
+pub(crate) fn split_master(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
     let bits = master.to_bits();
     let value = Bf16::from_f32(master);
     // Rounding up changes the value's last bit; setting the quiet bit of a NaN does not.
@@ -72,7 +72,7 @@ pub(crate) fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
 
 /// Joins a master. Also returns the second moment without its sign.
 #[inline(always)]
-pub(crate) fn put_together(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
+pub(crate) fn join_master(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
     let bits = exp_avg_sq.to_bits();
     let upper = u32::from(value.0).wrapping_sub(bits >> 31) << 16;
     (f32::from_bits(upper | u32::from(rest)), f32::from_bits(bits & !SIGN))
@@ -136,10 +136,10 @@ fn updated<G: Element>(
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
-        let (p, v) = put_together(values[i], rest[i], exp_avg_sq[i]);
+        let (p, v) = join_master(values[i], rest[i], exp_avg_sq[i]);
         let (p, m, v) = one(p, grad[i].to_f32(), exp_avg[i], v, &s, l2);
         exp_avg[i] = m;
-        (values[i], rest[i], exp_avg_sq[i]) = taken_apart(p, v);
+        (values[i], rest[i], exp_avg_sq[i]) = split_master(p, v);
     }
 }
 
@@ -160,8 +160,8 @@ mod tests {
             // Differences are combined without a branch, which is several times faster.
             let wrong = (0..=0xFFFF).fold(0, |wrong, lower| {
                 let bits = upper << 16 | lower;
-                let (value, rest, signed) = taken_apart(f32::from_bits(bits), f32::from_bits(moment));
-                let (master, back) = put_together(value, rest, signed);
+                let (value, rest, signed) = split_master(f32::from_bits(bits), f32::from_bits(moment));
+                let (master, back) = join_master(value, rest, signed);
                 let wanted = if bits & !SIGN > 0x7F80_0000 { bits | QUIET } else { bits };
                 let rounded = Bf16::from_f32(f32::from_bits(bits));
                 wrong | master.to_bits() ^ wanted | u32::from(value.0 ^ rounded.0) | back.to_bits() ^ moment & !SIGN

@@ -4,7 +4,7 @@ use crate::{
     Bf16, Error, Result,
     philox::{BLOCK, Purpose, Random},
     quantize::Map,
-    weights::{Block, by_chance, rounded, widened},
+    weights::{Block, round_stochastic, rounded, widened},
 };
 
 /// A moment in 8 bits: a code per element, and an absolute maximum per block of 256 elements.
@@ -153,7 +153,7 @@ impl Moments<'_> {
                 match (v, random) {
                     (Some(v), Some(random)) => {
                         let drawn = random.elements(from, Purpose::SecondMoment);
-                        by_chance(second, &drawn, &mut v[at..][..len]);
+                        round_stochastic(second, &drawn, &mut v[at..][..len]);
                     }
                     (Some(v), None) => rounded(second, &mut v[at..][..len]),
                     (None, _) => (),

@@ -4,7 +4,7 @@
 use crate::{
     Bf16, Element, Floats, Scalars,
     adam::one,
-    compact::{put_together, taken_apart},
+    compact::{join_master, split_master},
     element::for_type,
     philox::BLOCK,
     stochastic::Stochastic,
@@ -45,10 +45,10 @@ fn updated<G: Element>(
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
-        let (p, v) = put_together(values[i], rest[i], second[i].to_f32());
+        let (p, v) = join_master(values[i], rest[i], second[i].to_f32());
         let (p, m, v) = one(p, grad[i].to_f32(), first[i].to_f32(), v, &s, l2);
         let signed;
-        (values[i], rest[i], signed) = taken_apart(p, v);
+        (values[i], rest[i], signed) = split_master(p, v);
         first[i] = Bf16::from_f32(m);
         second[i] = Bf16::rounded(signed, drawn[i]);
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     Bf16, Element, Error, FloatsMut, Result,
-    compact::{put_together, taken_apart},
+    compact::{join_master, split_master},
     philox::{BLOCK, Purpose, Random},
     stochastic::Stochastic,
 };
@@ -112,7 +112,7 @@ impl Weights<'_> {
             Self::Compact { values, rest, rounded_up: None } => {
                 let (values, rest) = (&values[at..][..len], &rest[at..][..len]);
                 for i in 0..len {
-                    (block[i], second[i]) = put_together(values[i], rest[i], second[i]);
+                    (block[i], second[i]) = join_master(values[i], rest[i], second[i]);
                 }
             }
             Self::Compact { values, rest, rounded_up: Some(bits) } => {
@@ -124,7 +124,7 @@ impl Weights<'_> {
                     }
                 }
                 for i in 0..len {
-                    (block[i], _) = put_together(values[i], rest[i], signs[i]);
+                    (block[i], _) = join_master(values[i], rest[i], signs[i]);
                 }
             }
         }
@@ -147,14 +147,14 @@ impl Weights<'_> {
                 nearest(block, values, at, len);
             }
             Self::Stochastic(values) => match (values, random.map(|random| random.elements(from, Purpose::Values))) {
-                (FloatsMut::Bf16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
-                (FloatsMut::F16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
+                (FloatsMut::Bf16(values), Some(drawn)) => round_stochastic(block, &drawn, &mut values[at..][..len]),
+                (FloatsMut::F16(values), Some(drawn)) => round_stochastic(block, &drawn, &mut values[at..][..len]),
                 (values, _) => nearest(block, values, at, len),
             },
             Self::Compact { values, rest, rounded_up: None } => {
                 let (values, rest) = (&mut values[at..][..len], &mut rest[at..][..len]);
                 for i in 0..len {
-                    (values[i], rest[i], second[i]) = taken_apart(block[i], second[i]);
+                    (values[i], rest[i], second[i]) = split_master(block[i], second[i]);
                 }
             }
             Self::Compact { values, rest, rounded_up: Some(bits) } => {
@@ -162,7 +162,7 @@ impl Weights<'_> {
                 let mut up = [0; BLOCK];
                 for i in 0..len {
                     let sign;
-                    (values[i], rest[i], sign) = taken_apart(block[i], 0.0);
+                    (values[i], rest[i], sign) = split_master(block[i], 0.0);
                     up[i] = (sign.to_bits() >> 31) as u8;
                 }
                 for (byte, &up) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(up.as_chunks().0) {
@@ -198,7 +198,7 @@ pub(crate) fn rounded<T: Element>(block: &Block, values: &mut [T]) {
 }
 
 #[inline(always)]
-pub(crate) fn by_chance<T: Stochastic>(block: &Block, drawn: &[u16; BLOCK], values: &mut [T]) {
+pub(crate) fn round_stochastic<T: Stochastic>(block: &Block, drawn: &[u16; BLOCK], values: &mut [T]) {
     for ((value, &wide), &drawn) in values.iter_mut().zip(block).zip(drawn) {
         *value = T::rounded(wide, drawn);
     }

@@ -265,9 +265,10 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
             let (p, m, v) = element(rule, form.moment == Moment::Blocks, one);
             let got = (after.master[i], after.first[i], after.second[i]);
             let is_f16 = form.weight == Weight::StochasticF16;
-            let by_chance = |wide: f32, got: f32, is_f16| neighbours(wide, is_f16).iter().any(|&near| same(near, got));
+            let round_stochastic =
+                |wide: f32, got: f32, is_f16| neighbours(wide, is_f16).iter().any(|&near| same(near, got));
             let right_p = match form.weight {
-                Weight::StochasticBf16 | Weight::StochasticF16 => by_chance(p, got.0, is_f16),
+                Weight::StochasticBf16 | Weight::StochasticF16 => round_stochastic(p, got.0, is_f16),
                 _ => same(p, got.0),
             };
             assert!(right_p, "{form:?} {simd:?} {i}: {p:e} {got:?} of {one:?}");
@@ -275,7 +276,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
                 Moment::Single => assert!(same(m, got.1) && (!form.has_second || same(v, got.2)), "{form:?} {i}"),
                 Moment::Bf16 => {
                     assert!(same(Bf16::from_f32(m).to_f32(), got.1), "{form:?} {i}: {m:e} {got:?}");
-                    assert!(!form.has_second || by_chance(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
+                    assert!(!form.has_second || round_stochastic(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
                     assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan());
                 }
                 // The tests against torch check the codes.

@@ -16,7 +16,7 @@ use crate::{
     limits::memory_limits,
     living::{Maker, living},
     mapping::{HugePages, KeepGoing, Mapping, huge_pages, page_bytes},
-    users::Users,
+    users::LeaseCount,
 };
 
 /// The pinning that the caller asks for.
@@ -83,7 +83,7 @@ pub(crate) struct Inner {
     pinned: Pinned,
     why_not: Option<String>,
     maker: Maker,
-    users: Users,
+    users: LeaseCount,
     /// `None` once unmapped.
     pages: Mutex<Option<Pages>>,
     /// The arena that divides the region, while it lives.
@@ -142,7 +142,7 @@ impl Region {
             pinned,
             why_not,
             maker,
-            users: Users::new(),
+            users: LeaseCount::new(),
             pages: Mutex::new(Some(Pages { registration, mapping })),
             arena: Mutex::new(Weak::new()),
         });

@@ -8,11 +8,11 @@ const CLOSED: usize = 1 << (usize::BITS - 1);
 /// A count that can be closed. Exactly one call of `leave` or `close` returns true: the one after which the count is
 /// closed and zero.
 #[derive(Debug)]
-pub(crate) struct Users {
+pub(crate) struct LeaseCount {
     state: AtomicUsize,
 }
 
-impl Users {
+impl LeaseCount {
     /// Makes an open count of zero.
     pub(crate) const fn new() -> Self {
         Self { state: AtomicUsize::new(0) }
@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn a_closed_region_is_unmapped_once_and_by_the_last() {
         for _ in 0..500 {
-            let (users, inside, unmapped) = (Users::new(), AtomicUsize::new(0), AtomicUsize::new(0));
+            let (users, inside, unmapped) = (LeaseCount::new(), AtomicUsize::new(0), AtomicUsize::new(0));
             let unmap = || {
                 assert_eq!(inside.load(Ordering::SeqCst), 0, "unmapped under a lease");
                 unmapped.fetch_add(1, Ordering::SeqCst);

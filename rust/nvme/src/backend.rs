@@ -2,7 +2,7 @@
 
 use crate::request::Job;
 
-/// Sends requests to devices, and passes their results to [`Request::answered`](crate::request::Request::answered).
+/// Sends requests to devices, and passes their results to [`Request::interpret_result`](crate::request::Request::interpret_result).
 ///
 /// Dropping a backend ends its threads. The caller must first wait until no operation is in flight; a request that
 /// remains is answered with ECANCELED once the kernel has finished with it.

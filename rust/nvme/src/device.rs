@@ -28,7 +28,7 @@ use crate::{
     Error, Options, Result,
     align::{Alignment, direct_alignment},
     file::{self, Missing, Undo},
-    fork::NotInChildren,
+    fork::ForkGuard,
     lock,
     pending::{self, Lost, Name},
     raw,
@@ -51,7 +51,7 @@ pub enum DeviceKind {
 pub(crate) struct Device {
     // Fields drop in this order: the descriptor leaves the table of `fork.rs` before it closes and another file gets
     // its number.
-    _not_in_children: NotInChildren,
+    _fork_guard: ForkGuard,
     file: File,
     pub(crate) path: Arc<Path>,
     /// The absolute path: `path` may be relative, and the working folder may change.
@@ -89,11 +89,11 @@ impl Device {
             DeviceKind::Raw => (raw::open(path)?, None, Name::Own),
             _ => file::claim(path, missing, &mut || {}).map(|(file, undo, name)| (file, Some(undo), name))?,
         };
-        let not_in_children = NotInChildren::new(file.as_fd());
+        let fork_guard = ForkGuard::new(file.as_fd());
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         // From here on, dropping `device` undoes the claim.
         let mut device = Self {
-            _not_in_children: not_in_children,
+            _fork_guard: fork_guard,
             file,
             path: Arc::clone(path),
             absolute,
@@ -226,7 +226,7 @@ impl Drop for Device {
 pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Device>> {
     let mut devices: Vec<Device> = Vec::new();
     for path in paths {
-        refuse_twice(&devices, path)?;
+        reject_duplicates(&devices, path)?;
         devices.push(Device::open(path, missing)?);
     }
     Ok(devices)
@@ -320,7 +320,7 @@ fn too_large(size: u64) -> Error {
     Error::Invalid(format!("size {size} is more than can be addressed"))
 }
 
-fn refuse_twice(devices: &[Device], path: &Arc<Path>) -> Result<()> {
+fn reject_duplicates(devices: &[Device], path: &Arc<Path>) -> Result<()> {
     let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
     let same = |device: &&Device| {
         device.file.metadata().is_ok_and(|other| {

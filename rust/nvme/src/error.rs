@@ -145,7 +145,7 @@ pub enum Error {
 }
 
 /// Runs a thread's work and turns a panic into an error for the waiter; the thread survives.
-pub(crate) fn contained(work: impl FnOnce() -> Result<()>) -> Result<()> {
+pub(crate) fn catch_panic(work: impl FnOnce() -> Result<()>) -> Result<()> {
     caught(work).unwrap_or_else(|text| Err(Error::Panicked(text)))
 }
 

@@ -14,7 +14,7 @@ use rustix::{
 };
 
 use crate::{
-    Error, IsLeft, Result, lock,
+    Error, IsAbandoned, Result, lock,
     pending::{Name, has_its_name, is_there, lost},
 };
 
@@ -51,7 +51,7 @@ pub enum Missing {
     MakeInFolder,
     /// Create the file and its folder; the file has its pending name until
     /// [`Volume::take_name`](crate::Volume::take_name).
-    MakePending(IsLeft),
+    MakePending(IsAbandoned),
 }
 
 impl Undo {

@@ -35,11 +35,11 @@ extern "C" fn in_child() {
 /// Registers a descriptor that forked children close. Drop this value before closing the descriptor: another file may
 /// get the same number afterwards.
 #[derive(Debug)]
-pub(crate) struct NotInChildren {
+pub(crate) struct ForkGuard {
     slot: Option<usize>,
 }
 
-impl NotInChildren {
+impl ForkGuard {
     pub(crate) fn new(descriptor: BorrowedFd<'_>) -> Self {
         HOOK.call_once(|| {
             // SAFETY: `in_child` only accesses atomics and calls `close`; both are allowed after a fork in a threaded
@@ -53,7 +53,7 @@ impl NotInChildren {
     }
 }
 
-impl Drop for NotInChildren {
+impl Drop for ForkGuard {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
             DESCRIPTORS[slot].store(FREE, Ordering::Relaxed);

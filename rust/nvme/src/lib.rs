@@ -59,7 +59,7 @@ pub use error::{Action, Error, Result};
 pub use file::{Missing, Privacy};
 pub use operation::Lane;
 pub use options::{DEVICES_MAX, Options, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
-pub use pending::{IsLeft, Lost, PENDING_SUFFIX};
+pub use pending::{IsAbandoned, Lost, PENDING_SUFFIX};
 pub use request::REQUEST_BYTES_MAX;
 pub use stats::{Moved, VolumeStats};
 pub use stripe::STRIPE_BYTES_DEFAULT;

@@ -24,7 +24,7 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
             // A file system without locks counts as locked: nothing else could detect a second user.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
             Err(Errno::INTR) => {}
-            Err(Errno::WOULDBLOCK) if patience.is_left_for(file) => {}
+            Err(Errno::WOULDBLOCK) if patience.wait_for_dead_holder(file) => {}
             Err(Errno::WOULDBLOCK) => return Err(in_use(file, path)),
             Err(errno) => return Err(Error::system(path, "flock", &errno.into())),
         }
@@ -45,7 +45,7 @@ impl Patience {
     }
 
     /// Returns true, after a short sleep, if the file's holder is dead and [`DEAD_HOLDER_WAIT`] has not passed.
-    pub(crate) fn is_left_for(&self, file: &File) -> bool {
+    pub(crate) fn wait_for_dead_holder(&self, file: &File) -> bool {
         // `/proc/locks` has no pid for a holder that has ended, nor for a holder in another container.
         let dead = holder(file).is_none_or(|pid| !alive(pid));
         let left = dead && self.0.elapsed() < DEAD_HOLDER_WAIT;

@@ -120,7 +120,7 @@ impl Context {
 
 /// The registrations that an operation ends when it finishes.
 #[derive(Debug, Default)]
-struct Marks {
+struct Registrations {
     /// Its number in `traffic`, if a caller began it.
     begun: Option<Begun>,
     /// The hold on the blocks that it writes.
@@ -142,7 +142,7 @@ pub(crate) struct Operation {
     /// Units without a result so far.
     open: AtomicU64,
     failed: AtomicBool,
-    marks: Marks,
+    marks: Registrations,
     progress: Guarded<Progress>,
     /// The caller's buffer. The kernel may access it until the operation has ended, so the operation keeps it until
     /// then.
@@ -169,21 +169,33 @@ impl Operation {
         (begun, hold): (Begun, Option<Hold>),
         buffer: Option<Box<dyn Any + Send>>,
     ) -> Arc<Self> {
-        Self::with(context, (kind, lane), place, address, Marks { begun: Some(begun), hold, whole: None }, buffer)
+        Self::with(
+            context,
+            (kind, lane),
+            place,
+            address,
+            Registrations { begun: Some(begun), hold, whole: None },
+            buffer,
+        )
     }
 
     /// Makes a part of this operation, for `range`. When the part ends, it releases `hold` and reports its result to
     /// this operation.
     pub(crate) fn part(self: &Arc<Self>, range: Range<u64>, hold: Option<Hold>) -> Arc<Self> {
         let at = self.address_of(range.start);
-        let marks = Marks { begun: None, hold, whole: Some(Arc::clone(self)) };
+        let marks = Registrations { begun: None, hold, whole: Some(Arc::clone(self)) };
         Self::with(&self.context, (self.kind, self.lane), (range.start, range.end - range.start), at, marks, None)
     }
 
     /// Makes a transfer between `address` and the volume without a ticket. The copy thread that submits the transfer
     /// waits for it.
-    pub(crate) fn aside(context: &Arc<Context>, what: (Kind, Lane), range: Range<u64>, address: Address) -> Arc<Self> {
-        Self::with(context, what, (range.start, range.end - range.start), address, Marks::default(), None)
+    pub(crate) fn internal_transfer(
+        context: &Arc<Context>,
+        what: (Kind, Lane),
+        range: Range<u64>,
+        address: Address,
+    ) -> Arc<Self> {
+        Self::with(context, what, (range.start, range.end - range.start), address, Registrations::default(), None)
     }
 
     fn with(
@@ -191,7 +203,7 @@ impl Operation {
         (kind, lane): (Kind, Lane),
         (offset, units): (u64, u64),
         address: Address,
-        marks: Marks,
+        marks: Registrations,
         buffer: Option<Box<dyn Any + Send>>,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -221,7 +233,7 @@ impl Operation {
     }
 
     /// Records the result of `units`. The last result ends the operation.
-    pub(crate) fn landed(&self, units: u64, result: Result<()>) {
+    pub(crate) fn complete_units(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);
             self.progress.lock().error.get_or_insert(error);
@@ -243,7 +255,7 @@ impl Operation {
         let error = progress.error.clone();
         // The following steps must be complete before a waiter can see `done`.
         if progress.dropped {
-            self.leave_word(&mut progress);
+            self.store_unreported_error(&mut progress);
         }
         if let Some(hold) = self.marks.hold {
             context.traffic.release(hold);
@@ -256,7 +268,7 @@ impl Operation {
         drop(progress);
         self.progress.notify_all();
         if let Some(whole) = &self.marks.whole {
-            whole.landed(self.units, error.map_or(Ok(()), Err));
+            whole.complete_units(self.units, error.map_or(Ok(()), Err));
         }
     }
 
@@ -278,7 +290,7 @@ impl Operation {
     }
 
     /// Keeps the error of a failed write for the next flush, unless a caller has received it.
-    fn leave_word(&self, progress: &mut Progress) {
+    fn store_unreported_error(&self, progress: &mut Progress) {
         if self.kind.writes()
             && !progress.reported
             && let Some(error) = &progress.error
@@ -315,7 +327,7 @@ impl Operation {
         let mut progress = self.progress.lock();
         progress.dropped = true;
         if progress.done {
-            self.leave_word(&mut progress);
+            self.store_unreported_error(&mut progress);
         }
     }
 

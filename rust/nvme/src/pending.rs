@@ -21,7 +21,7 @@ pub const PENDING_SUFFIX: &str = ".new";
 
 /// Checks whether the file at a pending name is a killed process's unfilled file, which may be removed. `Err` says why
 /// it is not.
-pub type IsLeft = fn(&Path) -> std::result::Result<(), String>;
+pub type IsAbandoned = fn(&Path) -> std::result::Result<(), String>;
 
 /// The name under which an open file is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +76,11 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
 
 /// True if `claim` may continue with this locked file. Otherwise removes a pending file that is of no use, and `claim`
 /// must open again.
-pub(crate) fn has_its_name(path: &Path, (file, name, is_new): (&File, Name, bool), is_left: IsLeft) -> Result<bool> {
+pub(crate) fn has_its_name(
+    path: &Path,
+    (file, name, is_new): (&File, Name, bool),
+    is_left: IsAbandoned,
+) -> Result<bool> {
     let Some(pending) = Name::Pending.path(path) else { return Ok(true) };
     let remove = || fs::remove_file(&pending).map_err(|error| Error::system(&Arc::from(&*pending), "unlink", &error));
     if name == Name::Own {

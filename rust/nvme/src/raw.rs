@@ -31,7 +31,7 @@ pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     let file = loop {
         match file::open(path, libc::O_EXCL | libc::O_CLOEXEC, false) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                if !File::open(path).is_ok_and(|file| patience.is_left_for(&file)) {
+                if !File::open(path).is_ok_and(|file| patience.wait_for_dead_holder(&file)) {
                     return Err(busy(path));
                 }
             }

@@ -45,7 +45,7 @@ impl Job {
         if operation.is_failed() {
             // The caller receives the error of the part that failed: skip the rest.
             self.cut = operation.units;
-            operation.landed(left, Ok(()));
+            operation.complete_units(left, Ok(()));
             return None;
         }
         let request = if operation.kind == Kind::Flush {
@@ -113,7 +113,7 @@ pub(crate) struct Request {
 
 /// What the backend must do after a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum NextStep {
     /// Nothing: the operation has the result.
     Settled,
     /// Submit the request again, for the bytes that remain; after a [`PAUSE`] if `pause`.
@@ -135,7 +135,7 @@ impl Request {
     }
 
     /// Interprets the device's result: bytes moved, or an error number.
-    pub(crate) fn answered(&mut self, answer: Result<usize, i32>) -> Fate {
+    pub(crate) fn interpret_result(&mut self, answer: Result<usize, i32>) -> NextStep {
         match answer {
             Err(libc::EINTR | libc::EAGAIN | libc::ENOMEM) if self.tries < TRIES_MAX => {
                 locked(&self.operation.context.stats).retried += 1;
@@ -150,7 +150,7 @@ impl Request {
 
     /// Handles a short transfer: the request continues at the last whole block, because direct I/O needs aligned
     /// offsets. A read that repeatedly moves less than a block has reached the file's end.
-    fn stopped_short(&mut self, moved: usize) -> Fate {
+    fn stopped_short(&mut self, moved: usize) -> NextStep {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
             locked(&self.operation.context.stats).continued += 1;
@@ -158,7 +158,7 @@ impl Request {
             self.address = self.address.plus(whole);
             self.bytes -= whole;
             self.tries = 0;
-            return Fate::Again { pause: false };
+            return NextStep::Again { pause: false };
         }
         if self.kind == Kind::Read && (moved == 0 || self.tries >= TRIES_AT_ONCE) {
             let ended = Error::Ended {
@@ -172,16 +172,16 @@ impl Request {
         if self.tries < TRIES_MAX { self.again() } else { self.settle(Err(self.failure(libc::EIO))) }
     }
 
-    fn again(&mut self) -> Fate {
+    fn again(&mut self) -> NextStep {
         self.tries += 1;
-        Fate::Again { pause: self.tries > TRIES_AT_ONCE }
+        NextStep::Again { pause: self.tries > TRIES_AT_ONCE }
     }
 
-    fn settle(&mut self, result: crate::Result<()>) -> Fate {
+    fn settle(&mut self, result: crate::Result<()>) -> NextStep {
         self.settled = true;
         let units = if self.kind == Kind::Flush { 1 } else { self.asked_bytes as u64 };
-        self.operation.landed(units, result);
-        Fate::Settled
+        self.operation.complete_units(units, result);
+        NextStep::Settled
     }
 
     fn failure(&self, errno: i32) -> Error {

@@ -18,7 +18,7 @@ use crate::{
     align::Alignment,
     backend::Backend,
     operation::{Address, Context, Kind},
-    request::{Fate, Job, Jobs, PAUSE, Request},
+    request::{Job, Jobs, NextStep, PAUSE, Request},
     stripe::Striping,
     volume::Parts,
 };
@@ -246,7 +246,7 @@ impl Driver {
             let next = if self.faults.reorder { self.rng.below(requests.len()) } else { 0 };
             let mut request = requests.remove(next);
             self.delay();
-            if let Fate::Again { pause } = request.answered(self.answer(&request)) {
+            if let NextStep::Again { pause } = request.interpret_result(self.answer(&request)) {
                 if pause {
                     std::thread::sleep(PAUSE);
                 }

@@ -13,7 +13,7 @@ use crate::{
     backend::{Backend, block_signals},
     device::Device,
     operation::Kind,
-    request::{Fate, Job, Jobs, PAUSE, Request},
+    request::{Job, Jobs, NextStep, PAUSE, Request},
 };
 
 /// Threads for one device. Four, with requests of 1 MiB, reach the ring's bandwidth; each waits in the kernel most of
@@ -77,7 +77,8 @@ fn serve(queue: &Guarded<Queue>, devices: &[Device]) {
             if more {
                 queue.notify_one();
             }
-            while let Fate::Again { pause } = request.answered(perform(&request, &devices[request.device])) {
+            while let NextStep::Again { pause } = request.interpret_result(perform(&request, &devices[request.device]))
+            {
                 if pause {
                     std::thread::sleep(PAUSE);
                 }

@@ -16,7 +16,7 @@ use memascend_mem::{ChunkRing, Guarded, Lease, OnFork, Pin, Region, Wait, locked
 use crate::{
     Error, Result,
     backend::{Backend, block_signals},
-    error::contained,
+    error::catch_panic,
     operation::{Address, Context, Kind, Operation},
     request::Job,
 };
@@ -107,8 +107,8 @@ impl Shared {
         block_signals();
         while let Some((operation, piece)) = self.next() {
             let carried = || if operation.is_failed() { Ok(()) } else { self.carry(&operation, &piece, chunk) };
-            let result = contained(carried);
-            operation.landed(piece.end - piece.start, result);
+            let result = catch_panic(carried);
+            operation.complete_units(piece.end - piece.start, result);
         }
     }
 
@@ -149,7 +149,7 @@ impl Shared {
         }
         let traffic = &self.context.traffic;
         let hold = if *piece == blocks { traffic.hold_shared(piece) } else { traffic.hold_alone(&blocks) };
-        let result = contained(|| {
+        let result = catch_panic(|| {
             let block = self.context.block_bytes as u64;
             let (first, last) = (blocks.start..blocks.start + block, blocks.end - block..blocks.end);
             if first.start < piece.start || first.end > piece.end {
@@ -168,9 +168,9 @@ impl Shared {
 
     /// Moves `range` between `address` and the volume, and waits until that has ended.
     fn transfer(&self, kind: Kind, of: &Operation, range: Range<u64>, address: Address) -> Result<()> {
-        let aside = Operation::aside(&self.context, (kind, of.lane), range, address);
-        self.backend.submit(Job::new(Arc::clone(&aside)));
-        aside.wait(&mut Wait::forever())?;
-        aside.outcome().unwrap_or(Ok(()))
+        let internal_transfer = Operation::internal_transfer(&self.context, (kind, of.lane), range, address);
+        self.backend.submit(Job::new(Arc::clone(&internal_transfer)));
+        internal_transfer.wait(&mut Wait::forever())?;
+        internal_transfer.outcome().unwrap_or(Ok(()))
     }
 }

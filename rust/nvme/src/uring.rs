@@ -18,9 +18,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::{
     backend::{Backend, block_signals},
     device::Device,
-    fork::NotInChildren,
+    fork::ForkGuard,
     operation::Kind,
-    request::{Fate, Job, Jobs, PAUSE, Request},
+    request::{Job, Jobs, NextStep, PAUSE, Request},
 };
 
 /// Requests of this size or more are submitted one at a time. The kernel's I/O scheduler merges adjacent requests that
@@ -39,7 +39,7 @@ pub(crate) struct Uring {
 struct Inbox {
     queue: Mutex<Queue>,
     /// Dropped before `wake` is closed.
-    _wake_not_in_children: NotInChildren,
+    _wake_fork_guard: ForkGuard,
     wake: OwnedFd,
 }
 
@@ -56,8 +56,8 @@ impl Uring {
     pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, String> {
         let no_thread = |error: io::Error| format!("its thread could not be started: {error}");
         let wake = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| no_thread(errno.into()))?;
-        let not_in_children = NotInChildren::new(wake.as_fd());
-        let inbox = Arc::new(Inbox { queue: Mutex::default(), wake, _wake_not_in_children: not_in_children });
+        let fork_guard = ForkGuard::new(wake.as_fd());
+        let inbox = Arc::new(Inbox { queue: Mutex::default(), wake, _wake_fork_guard: fork_guard });
         let (began, begins) = mpsc::sync_channel(1);
         let theirs = Arc::clone(&inbox);
         let devices = Arc::clone(devices);
@@ -171,7 +171,7 @@ impl Drop for AbortOnPanic {
 struct Driver<'a> {
     inbox: &'a Inbox,
     /// Dropped before `ring` is closed.
-    _ring_not_in_children: NotInChildren,
+    _ring_fork_guard: ForkGuard,
     ring: IoUring,
     /// The ring uses the devices' descriptors and does not register their files: the kernel tears down the ring of a
     /// killed process later, and registered files would stay open, and locked, until then.
@@ -193,11 +193,11 @@ impl<'a> Driver<'a> {
         let entries = u32::try_from(depth + 1).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
         let ring = make(entries)?;
         // SAFETY: `ring` keeps its descriptor open during this call.
-        let not_in_children = NotInChildren::new(unsafe { std::os::fd::BorrowedFd::borrow_raw(ring.as_raw_fd()) });
+        let fork_guard = ForkGuard::new(unsafe { std::os::fd::BorrowedFd::borrow_raw(ring.as_raw_fd()) });
         Ok(Self {
             inbox,
             ring,
-            _ring_not_in_children: not_in_children,
+            _ring_fork_guard: fork_guard,
             devices,
             places: std::iter::repeat_with(|| None).take(depth).collect(),
             free: (0..depth).rev().collect(),
@@ -312,11 +312,11 @@ impl<'a> Driver<'a> {
             let Ok(mark) = usize::try_from(entry.user_data()) else { continue };
             let Some(mut request) = self.places.get_mut(mark).and_then(Option::take) else { continue };
             self.free.push(mark);
-            // Refills the device first: the next request is under way while `answered` wakes the waiter.
+            // Refills the device first: the next request is under way while `interpret_result` wakes the waiter.
             self.fill();
             // A negative result is an error number.
             let answer = usize::try_from(result).map_err(|_| -result);
-            if let Fate::Again { pause: slowly } = request.answered(answer) {
+            if let NextStep::Again { pause: slowly } = request.interpret_result(answer) {
                 pause |= slowly;
                 self.again.push(request);
             }

@@ -6,7 +6,7 @@ use memascend_mem::Wait;
 use memascend_store::Run;
 use pyo3::prelude::*;
 
-use crate::{errors::Raised, waiting::calling};
+use crate::{errors::IntoPyErr, waiting::calling};
 
 /// What the ranks of a run share: the run's id, the number and the identity of the commit; then this rank, and the
 /// number of ranks.
@@ -22,7 +22,7 @@ pub(crate) fn named_run(run: Run) -> SharedRun {
 }
 
 /// Runs a commit that calls `agree`. An exception of `agree` ends the commit, and is raised.
-pub(crate) fn agreed<E: Raised + Send>(
+pub(crate) fn agreed<E: IntoPyErr + Send>(
     py: Python<'_>,
     agree: Option<Py<PyAny>>,
     commit: impl FnOnce(Wait<'_>, &mut dyn FnMut() -> bool) -> Result<u64, E> + Send,

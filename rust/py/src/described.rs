@@ -3,7 +3,7 @@
 use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
 
-use crate::errors::{OrRaise as _, config_error};
+use crate::errors::{OrPyErr as _, config_error};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_state_in, module)?)?;

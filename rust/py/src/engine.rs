@@ -12,7 +12,7 @@ use pyo3::{
 
 use crate::{
     agreement::{SharedRun, agreed, shared},
-    errors::{OrRaise as _, config_error},
+    errors::{OrPyErr as _, config_error},
     function::applied,
     kernels::summed,
     nvme::TensorMemory,

@@ -16,16 +16,16 @@ use pyo3::{
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 /// An error of a crate that converts into a Python exception.
-pub(crate) trait Raised {
+pub(crate) trait IntoPyErr {
     fn raised(&self, py: Python<'_>) -> PyErr;
 }
 
 /// Converts the error of a result into a Python exception.
-pub(crate) trait OrRaise<T> {
+pub(crate) trait OrPyErr<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }
 
-impl<T, E: Raised> OrRaise<T> for Result<T, E> {
+impl<T, E: IntoPyErr> OrPyErr<T> for Result<T, E> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T> {
         self.map_err(|error| error.raised(py))
     }
@@ -70,7 +70,7 @@ pub(crate) fn usage_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "UsageError", message.into())
 }
 
-impl Raised for MemoryError {
+impl IntoPyErr for MemoryError {
     fn raised(&self, py: Python<'_>) -> PyErr {
         let message = self.to_string();
         match *self {
@@ -91,7 +91,7 @@ impl Raised for MemoryError {
     }
 }
 
-impl Raised for NvmeError {
+impl IntoPyErr for NvmeError {
     fn raised(&self, py: Python<'_>) -> PyErr {
         let message = self.to_string();
         match self {
@@ -114,7 +114,7 @@ impl Raised for NvmeError {
     }
 }
 
-impl Raised for StoreError {
+impl IntoPyErr for StoreError {
     fn raised(&self, py: Python<'_>) -> PyErr {
         let message = self.to_string();
         match self {
@@ -141,7 +141,7 @@ impl Raised for StoreError {
     }
 }
 
-impl Raised for EngineError {
+impl IntoPyErr for EngineError {
     fn raised(&self, py: Python<'_>) -> PyErr {
         match self {
             EngineError::Store(error) => error.raised(py),
@@ -189,7 +189,7 @@ fn storage_error(
     })
 }
 
-impl Raised for MathError {
+impl IntoPyErr for MathError {
     fn raised(&self, py: Python<'_>) -> PyErr {
         config_error(py, self.to_string())
     }

@@ -7,7 +7,7 @@ use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     agreement::{SharedRun, named_run},
-    errors::OrRaise as _,
+    errors::OrPyErr as _,
     waiting::watched,
 };
 
@@ -44,11 +44,11 @@ fn store_examine<'py>(
 /// damage of the other root. Without commits, the store's first write did not finish; None if the paths hold no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
+fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<CommitId>, Option<String>)>> {
     let found = py.detach(|| memascend_store::Store::commits(&paths, &Create::default())).or_raise(py)?;
-    let named = |one: memascend_store::Named| (one.generation, named_run(one.run), one.kept);
+    let named = |one: memascend_store::CommitId| (one.generation, named_run(one.run), one.kept);
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
 /// A commit: generation, run, whether it is kept.
-type Named = (u64, SharedRun, bool);
+type CommitId = (u64, SharedRun, bool);

@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
-use crate::errors::OrRaise as _;
+use crate::errors::OrPyErr as _;
 
 pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
     let info = store.info();

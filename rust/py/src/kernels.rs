@@ -13,7 +13,7 @@ use pyo3::{
     types::{PyBytes, PyFloat, PyInt},
 };
 
-use crate::errors::OrRaise as _;
+use crate::errors::OrPyErr as _;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernel_simd, module)?)?;

@@ -15,7 +15,7 @@ use pyo3::{
 
 use crate::{
     arguments::{Seconds, shown, size},
-    errors::{OrRaise as _, config_error},
+    errors::{OrPyErr as _, config_error},
     leases::{Lease, fill, leased},
     slow_drop::Detached,
     waiting::interruptible,

@@ -11,7 +11,7 @@ use pyo3::{
 
 use crate::{
     arguments::{Seconds, chosen, size as number},
-    errors::{OrRaise as _, Raised as _, config_error},
+    errors::{IntoPyErr as _, OrPyErr as _, config_error},
     slow_drop::Detached,
     waiting::waiting,
 };

@@ -5,7 +5,7 @@ use memascend_store::{Buffer, Shared};
 use pyo3::{exceptions::PyIndexError, prelude::*};
 
 use crate::{
-    errors::{OrRaise as _, config_error},
+    errors::{OrPyErr as _, config_error},
     nvme::TensorMemory,
     slow_drop::Detached,
     tensors::bytes_into,

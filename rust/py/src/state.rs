@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use crate::{
     described::{dtype, format},
     engine::{Numbers, rule},
-    errors::OrRaise as _,
+    errors::OrPyErr as _,
     kernels::{TypedAddress, elements_mut, exec, floats},
 };
 

@@ -17,7 +17,7 @@ use crate::{
     agreement::{SharedRun, agreed, shared},
     arguments::{chosen, shown},
     described::{Described, described},
-    errors::{OrRaise as _, config_error},
+    errors::{OrPyErr as _, config_error},
     function::Lender,
     info,
     kernels::elements_mut,
@@ -222,8 +222,8 @@ impl Store {
     }
 
     /// Marks the values of a record in RAM as overwritten: `refresh` reads them again.
-    fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
-        self.inner.spoil(self.index(name)?);
+    fn invalidate_values(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+        self.inner.invalidate_values(self.index(name)?);
         Ok(())
     }
 

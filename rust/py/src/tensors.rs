@@ -10,7 +10,7 @@ use pyo3::{
 use crate::{
     arguments::shown,
     described::dtype,
-    errors::{OrRaise as _, config_error},
+    errors::{OrPyErr as _, config_error},
     nvme::TensorMemory,
     source::lending,
 };

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 use crate::{
     arguments::Seconds,
-    errors::{OrRaise as _, Raised},
+    errors::{IntoPyErr, OrPyErr as _},
 };
 
 /// Calls Python code during work. The first exception of a call ends the work.
@@ -26,7 +26,7 @@ impl Calls {
 
 /// Runs `work` without the GIL. If one of its calls raised, raises that exception; otherwise the error of `work`, if
 /// any.
-pub(crate) fn calling<T: Send, E: Raised + Send>(
+pub(crate) fn calling<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut Calls) -> Result<T, E> + Send,
 ) -> PyResult<T> {
@@ -39,7 +39,7 @@ pub(crate) fn calling<T: Send, E: Raised + Send>(
 }
 
 /// Runs `work` without the GIL, and ends it on Ctrl-C: `work` asks now and then whether to go on.
-pub(crate) fn interruptible<T: Send, E: Raised + Send>(
+pub(crate) fn interruptible<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
 ) -> PyResult<T> {
@@ -47,7 +47,7 @@ pub(crate) fn interruptible<T: Send, E: Raised + Send>(
 }
 
 /// Runs `work`, which waits, as [`interruptible`] does, with a timeout.
-pub(crate) fn waiting<T: Send, E: Raised + Send>(
+pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     seconds: Option<Seconds>,
     work: impl FnOnce(Wait<'_>) -> Result<T, E> + Send,
@@ -58,7 +58,7 @@ pub(crate) fn waiting<T: Send, E: Raised + Send>(
 
 /// Runs `work` as [`interruptible`] does, and passes the bytes that it reports to `progress(done, all)`, if that is
 /// given.
-pub(crate) fn watched<T: Send, E: Raised + Send>(
+pub(crate) fn watched<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
     work: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T, E> + Send,

@@ -105,7 +105,7 @@ impl Store {
         if let Err(error) = &result {
             index.next_step = index.step;
             if let Error::Broken(cause) = error {
-                index.break_by(Arc::clone(cause));
+                index.fail_with(Arc::clone(cause));
             }
         }
         drop(index);
@@ -148,14 +148,14 @@ impl Store {
         if !index.root_is_unclosed || index.generation == index.found_generation {
             return Ok(());
         }
-        let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
+        let replaces_unclosed_root = (index.generation + 1 - index.root_generation).is_multiple_of(2);
         let commit = Commit { step: index.step, ..Commit::default() };
         drop(index);
         let write_commit = |commit| self.write_commit(commit, Reach::Durable, &mut || true).map(drop);
         write_commit(commit.clone())?;
         // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed one, the other
         // root still names overwritten data without saying so: write a second closing root over it.
-        if takes_its_place { write_commit(commit) } else { Ok(()) }
+        if replaces_unclosed_root { write_commit(commit) } else { Ok(()) }
     }
 
     /// Marks the store as closed without writing anything; [`Store::close`] then writes nothing either. Storage keeps

@@ -10,7 +10,7 @@ use crate::{
     Description, Error, Result, Store,
     bounds::DESCRIPTION_BYTES_MAX,
     checksum::{Subject, Uuid, checksum},
-    fields::{Unread, newer},
+    fields::{DecodeError, newer},
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     open::bytes_at,
@@ -34,7 +34,7 @@ pub(crate) struct Damage {
 /// Returns the uuid of the store that the devices of a volume belong to. Reads the first label of each device, and the
 /// second label of a device whose first one is damaged or missing. Rejects devices that belong to several stores, and
 /// devices in a wrong order.
-pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
+pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid> {
     let mut uuid = None;
     let mut damaged = Vec::new();
     for index in 0..devices.count {
@@ -111,8 +111,8 @@ pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Des
         match description_at(volume, root, place)? {
             Ok(bytes) => {
                 return Description::decode(&bytes).map_err(|unread| match unread {
-                    Unread::Malformed(why) => Error::corrupt(path, "the description", place, why),
-                    Unread::Newer(what) => Error::Refused { path: Arc::from(path), why: newer(&what) },
+                    DecodeError::Malformed(why) => Error::corrupt(path, "the description", place, why),
+                    DecodeError::Newer(what) => Error::Refused { path: Arc::from(path), why: newer(&what) },
                 });
             }
             Err(why) => {

@@ -5,10 +5,10 @@ use crate::{
     bounds::{NAME_BYTES_MAX, RANK_MAX},
     description::{Description, Kind, Record, StateTensor},
     features::{self, FEATURE_BYTES_MAX, FIRSTS},
-    fields::{Fields, Unread, counted, push_text, push_texts},
+    fields::{DecodeError, Fields, counted, push_text, push_texts},
 };
 
-type Result<T> = std::result::Result<T, Unread>;
+type Result<T> = std::result::Result<T, DecodeError>;
 
 /// Fewest bytes of an encoded unit. `counted` uses this number to bound the count of units before it allocates.
 const UNIT_BYTES_MIN: usize = 2;
@@ -92,7 +92,7 @@ impl Record {
         let kind = match fields.u8()? {
             0 => Kind::Parameter,
             1 => Kind::Buffer,
-            other => return Err(Unread::Newer(format!("records of kind {other}"))),
+            other => return Err(DecodeError::Newer(format!("records of kind {other}"))),
         };
         let unit = fields.u32()?;
         let spill = match fields.u8()? {
@@ -104,12 +104,12 @@ impl Record {
         let (of_values, shape) = tensor(fields)?;
         let format = fields.text(FEATURE_BYTES_MAX)?;
         let format = Format::from_name(&format)
-            .ok_or_else(|| Unread::Newer(format!("state in the format {format:?}, of {name:?}")))?;
+            .ok_or_else(|| DecodeError::Newer(format!("state in the format {format:?}, of {name:?}")))?;
         let state_count = usize::from(fields.u8()?);
         let state = counted(state_count, STATE_BYTES_MIN, fields, |fields| {
             let name = fields.text(NAME_BYTES_MAX)?;
             let (dtype, shape) = tensor(fields)?;
-            Ok::<_, Unread>(StateTensor { name, dtype, shape, grain: fields.u32()? })
+            Ok::<_, DecodeError>(StateTensor { name, dtype, shape, grain: fields.u32()? })
         })?;
         Ok(Self { name, kind, unit, dtype: of_values, shape, order, spill, format, state })
     }
@@ -136,5 +136,5 @@ fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
 }
 
 fn dtype(code: u8) -> Result<Dtype> {
-    Dtype::from_code(code).ok_or_else(|| Unread::Newer(format!("dtype {code}")))
+    Dtype::from_code(code).ok_or_else(|| DecodeError::Newer(format!("dtype {code}")))
 }

@@ -1,6 +1,6 @@
 //! Names the format features that a store uses, so that a reader can name the feature that it does not know.
 
-use crate::fields::Unread;
+use crate::fields::DecodeError;
 
 /// Most bytes of a feature's name.
 pub(crate) const FEATURE_BYTES_MAX: usize = 64;
@@ -18,9 +18,9 @@ pub(crate) const IDENTITY: &str = "commit identity";
 pub(crate) const FIRSTS: &str = "first elements";
 
 /// Rejects a list with a feature that this version cannot read; the error names the first such feature.
-pub(crate) fn known(features: &[String]) -> Result<(), Unread> {
+pub(crate) fn known(features: &[String]) -> Result<(), DecodeError> {
     match features.iter().find(|feature| !KNOWN.contains(&feature.as_str())) {
-        Some(feature) => Err(Unread::Newer(format!("{feature:?}"))),
+        Some(feature) => Err(DecodeError::Newer(format!("{feature:?}"))),
         None => Ok(()),
     }
 }

@@ -5,24 +5,24 @@ pub(crate) type Malformed = String;
 
 /// The reason why bytes with a right checksum cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Unread {
+pub(crate) enum DecodeError {
     /// The bytes violate the format.
     Malformed(Malformed),
     /// The bytes use the named feature, format or code, which only a newer version of memascend knows.
     Newer(String),
 }
 
-impl From<Malformed> for Unread {
+impl From<Malformed> for DecodeError {
     fn from(why: Malformed) -> Self {
         Self::Malformed(why)
     }
 }
 
-impl From<Unread> for Malformed {
-    fn from(unread: Unread) -> Self {
+impl From<DecodeError> for Malformed {
+    fn from(unread: DecodeError) -> Self {
         match unread {
-            Unread::Malformed(why) => why,
-            Unread::Newer(what) => newer(&what),
+            DecodeError::Malformed(why) => why,
+            DecodeError::Newer(what) => newer(&what),
         }
     }
 }

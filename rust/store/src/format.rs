@@ -261,9 +261,9 @@ mod tests {
                 |tensor| tensor.shape = vec![7],
                 |tensor| tensor.name = "other".into(),
             ];
-            for spoil in spoilt {
+            for invalidate_values in spoilt {
                 let mut other = record.clone();
-                spoil(&mut other.state[last]);
+                invalidate_values(&mut other.state[last]);
                 assert!(other.checked_format().is_err(), "{other:?}");
             }
             record.state.swap(0, last);

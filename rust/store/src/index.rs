@@ -306,13 +306,13 @@ impl Index {
     }
 
     /// Makes all later staging fail with `error`, or with the error of an earlier call.
-    pub(crate) fn break_by(&mut self, error: Arc<Error>) {
+    pub(crate) fn fail_with(&mut self, error: Arc<Error>) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Broken(error);
         }
     }
 
-    /// Makes all later staging fail because the store is closed, or with the error of an earlier `break_by`.
+    /// Makes all later staging fail because the store is closed, or with the error of an earlier `fail_with`.
     pub(crate) fn close(&mut self) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Closed;
@@ -320,7 +320,7 @@ impl Index {
     }
 
     /// True if only the RAM tier has the newest state of some record.
-    pub(crate) fn has_applied(&self) -> bool {
+    pub(crate) fn has_ram_only_state(&self) -> bool {
         self.records.iter().any(|slots| slots.applied.is_some())
     }
 

@@ -20,7 +20,7 @@ use crate::{
     label,
     layout::PAGE_BYTES,
     open::bytes_at,
-    path::{There, look, refused, resolve},
+    path::{PathState, look, refused, resolve},
     places::Devices,
     root::{self, Beside, Found, Root, Run},
 };
@@ -97,8 +97,8 @@ impl Roots {
         roots
     }
 
-    fn named(&self) -> Vec<Named> {
-        let named = |root: &Root| Named { generation: root.generation, run: root.run, kept: !root.is_unclosed };
+    fn named(&self) -> Vec<CommitId> {
+        let named = |root: &Root| CommitId { generation: root.generation, run: root.run, kept: !root.is_unclosed };
         self.whole().iter().map(named).collect()
     }
 
@@ -174,7 +174,7 @@ fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
 
 /// Identifies a commit, by the fields of its root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Named {
+pub struct CommitId {
     /// The number of the commit in this store, from 1.
     pub generation: u64,
     /// The run of several ranks that the commit belongs to.
@@ -187,12 +187,12 @@ impl Store {
     /// Returns the commits that the whole roots of a store name, the newest first, and the error of a damaged root.
     /// Returns no commits if the store's first write did not finish or its file is empty, and `None` if the paths hold
     /// no store. Reads labels, roots and description alone, and writes nothing.
-    pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<Named>, Option<Error>)>> {
+    pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<CommitId>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         match look(&resolved, None)? {
-            There::Nothing => return Ok(None),
-            There::Empty(_) => return Ok(Some((Vec::new(), None))),
-            There::Store(_) | There::Unfilled | There::Unusable(_) => {}
+            PathState::Nothing => return Ok(None),
+            PathState::Empty(_) => return Ok(Some((Vec::new(), None))),
+            PathState::Store(_) | PathState::Unfilled | PathState::Unusable(_) => {}
         }
         match Self::prepare_at(paths, how) {
             Ok((_, roots)) => Ok(Some((roots.named(), roots.damaged().map(|(_, error)| error.clone())))),

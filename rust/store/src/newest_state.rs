@@ -14,8 +14,8 @@ use std::sync::{Arc, MutexGuard};
 use memascend_mem::locked;
 
 use crate::{
-    Dtype, Error, LoggedRule, Replay, Result, Scratch, Settler, Shared, Store, buffer::bytes_of, ram_tier::Now,
-    ram_tier::RamTier,
+    Dtype, Error, LoggedRule, Replay, Result, Scratch, Settler, Shared, Store, buffer::bytes_of,
+    ram_tier::CachedVersions, ram_tier::RamTier,
 };
 
 /// Applies one logged gradient to a chunk in place, or returns why it cannot. The engine provides it: this crate has no
@@ -121,7 +121,7 @@ impl Store {
         let version = self.record_state(record)?.version;
         let has_state = self.description.records[record].chunked().next().is_some();
         for &chunk in chunks {
-            let mut now: MutexGuard<'_, Now> = ram_tier.now(record);
+            let mut now: MutexGuard<'_, CachedVersions> = ram_tier.now(record);
             let values = ram_tier.part(self, record, chunk);
             let state = has_state.then(|| ram_tier.part(self, record, count + chunk));
             self.read_newest(&replay, (record, chunk), (&values, state.as_ref()), &room)?;

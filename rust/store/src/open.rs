@@ -14,12 +14,12 @@ use crate::{
     Description, Durability, Error, Layout, Result, Scratch, Shared, Store, Transfer,
     buffer::{bytes_of, first},
     checksum::Uuid,
-    copies::{described, labelled},
+    copies::{described, read_store_uuid},
     fields::Malformed,
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     newest::{KEEP, Progress, Roots},
-    path::{There, check_place, emptied, is_left, look, names_folder, refused, resolve},
+    path::{PathState, check_place, emptied, is_left, look, names_folder, refused, resolve},
     places::Devices,
     root::{self, Root},
     store::CATALOG_CHUNK_BYTES,
@@ -84,14 +84,14 @@ impl Store {
         // Refuse before any file is created.
         match look(&paths, None)? {
             // Another process may have just created the file; then the claim below fails.
-            There::Empty(_) => {}
+            PathState::Empty(_) => {}
             there => drop(decide(&there, how.existing, &paths)?),
         }
         // Only a single file is created under a pending name: several files cannot be renamed at once.
         let missing = if paths.len() == 1 { Missing::MakePending(is_left) } else { Missing::MakeInFolder };
         let claim = Claim::new(&paths, missing)?;
         // Look again: another process may have changed the files before the claim locked them.
-        let there = if claim.is_pending() { There::Nothing } else { look(&paths, Some(&claim))? };
+        let there = if claim.is_pending() { PathState::Nothing } else { look(&paths, Some(&claim))? };
         if let Some(label) = decide(&there, how.existing, &paths)? {
             let fits = |found: &Description| match found.difference(&description) {
                 None => Ok(()),
@@ -115,8 +115,8 @@ impl Store {
         options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
         let former = match there {
-            There::Store(label) => Some(label),
-            There::Nothing | There::Empty(_) | There::Unfilled | There::Unusable(_) => None,
+            PathState::Store(label) => Some(label),
+            PathState::Nothing | PathState::Empty(_) | PathState::Unfilled | PathState::Unusable(_) => None,
         };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
@@ -143,9 +143,9 @@ impl Store {
     /// length and mode that its files had, unless a commit was made.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
-        there_is(&look(&paths, None)?, &paths)?;
+        require_store(&look(&paths, None)?, &paths)?;
         let claim = Claim::new(&paths, Missing::Refuse)?;
-        let label = there_is(&look(&paths, None)?, &paths)?;
+        let label = require_store(&look(&paths, None)?, &paths)?;
         Self::prepare_claimed(claim, &label, how)
     }
 
@@ -153,7 +153,7 @@ impl Store {
         let mut options = how.volume.clone();
         options.size_bytes = None;
         options.stripe_bytes = Some(label.devices.stripe_bytes);
-        options.private = Some(Privacy::There);
+        options.private = Some(Privacy::PathState);
         Self::prepare(claim.open(&options)?, label.devices, how)
     }
 
@@ -203,7 +203,7 @@ impl Store {
         // left behind is not followed. Overwrite the newest root last, so that a root that is left names the last
         // commit.
         if let Some(label) = former {
-            let mut pages = former_roots(&store.volume, &label, devices);
+            let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
             for (_, offset) in pages {
                 store.put(offset, &root::mark(&label.uuid))?;
@@ -232,7 +232,7 @@ impl Store {
     fn prepare(volume: Volume, devices: Devices, how: &Create) -> Result<(Self, Roots)> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
-        let uuid = labelled(&volume, devices)?;
+        let uuid = read_store_uuid(&volume, devices)?;
         let (size, roots_end) = (volume.size_bytes(), devices.root_offset(1) + PAGE_BYTES);
         if size < roots_end {
             let why = format!(
@@ -323,23 +323,23 @@ impl Store {
 }
 
 /// Returns the label of the store to open, or `None` if a store is to be created.
-fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
+fn decide(there: &PathState, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
-        (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
-        (There::Nothing, _) | (There::Empty(_), Existing::Refuse) | (_, Existing::Replace) => Ok(None),
-        (There::Empty(path), _) => emptied(path),
-        (There::Unusable(why), _) => refused(&paths[0], why),
-        (There::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
-        (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
+        (PathState::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
+        (PathState::Nothing, _) | (PathState::Empty(_), Existing::Refuse) | (_, Existing::Replace) => Ok(None),
+        (PathState::Empty(path), _) => emptied(path),
+        (PathState::Unusable(why), _) => refused(&paths[0], why),
+        (PathState::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
+        (PathState::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
             "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
             paths[0].display()
         ))),
-        (There::Store(label), Existing::Resume | Existing::Previous) => Ok(Some(*label)),
+        (PathState::Store(label), Existing::Resume | Existing::Previous) => Ok(Some(*label)),
     }
 }
 
 /// Returns the label of the store at `paths`; fails if they hold none.
-fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
+fn require_store(there: &PathState, paths: &[PathBuf]) -> Result<Label> {
     let label = decide(there, Existing::Previous, paths)?;
     Ok(label.unwrap_or_else(|| unreachable!("without a store that is refused")))
 }
@@ -358,7 +358,7 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
 }
 
 /// Returns the generation (0: no root) and the offset of each root page of a former store that lies in the volume.
-fn former_roots(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
+fn former_root_pages(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
     let offsets = [0, 1].map(|slot| {
         let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
         devices.in_volume(device, offset)

@@ -20,7 +20,7 @@ use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, holds::Hold}
 pub struct Parts {
     store: Arc<Store>,
     reading: Arc<Reading>,
-    cuts: Vec<Cut>,
+    cuts: Vec<PartLayout>,
 }
 
 /// All living [`Reading`]s of a store. See [Note: Holds of a unit].
@@ -36,23 +36,23 @@ struct Reading {
 struct Flights {
     /// True for each part whose read was begun at least once.
     begun: Vec<bool>,
-    flying: Vec<Weak<dyn Flight>>,
+    flying: Vec<Weak<dyn PendingRead>>,
 }
 
 /// A read of a part, of any buffer type.
-trait Flight: Send + Sync {
+trait PendingRead: Send + Sync {
     fn has_ended(&self) -> bool;
 }
 
 /// A part: extents that follow each other in the unit.
-struct Cut {
+struct PartLayout {
     /// Offset of the part in the unit.
     start: u64,
     bytes: u64,
-    extents: Vec<CutExtent>,
+    extents: Vec<PartExtent>,
 }
 
-struct CutExtent {
+struct PartExtent {
     record: usize,
     /// Index in `Reading::holds`; `None` if the record is behind, so that the engine computes its values.
     hold: Option<usize>,
@@ -70,12 +70,12 @@ pub struct PartFetch<B: Buffer + Sync> {
 }
 
 enum FetchState<B: Buffer + Sync> {
-    Flying(Flying<B>),
+    InFlight(InFlight<B>),
     /// The outcome; `wait` has read it from the tickets and checked the extents.
     Ended(Result<()>),
 }
 
-struct Flying<B: Buffer + Sync> {
+struct InFlight<B: Buffer + Sync> {
     tickets: Vec<Ticket<Shared<B>>>,
     memory: Shared<B>,
     parts: Arc<Parts>,
@@ -85,7 +85,7 @@ struct Flying<B: Buffer + Sync> {
 /// A run of chunks in a part that [`Parts::begin`] does not read, because their record is behind: the caller computes
 /// their values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lacking {
+pub struct DeferredRun {
     /// The record of the chunks.
     pub record: usize,
     /// The number of the first chunk.
@@ -120,7 +120,7 @@ impl Store {
             let live = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
             holds.extend(with_values.map(live));
         }
-        let mut parts: Vec<Cut> = Vec::new();
+        let mut parts: Vec<PartLayout> = Vec::new();
         for record in self.records_of(unit).filter(|&record| self.layout.chunks_of(record) > 0) {
             let number = holds.iter().position(|hold| hold.record == record);
             let slot = number.map_or(0, |number| holds[number].slot);
@@ -135,11 +135,11 @@ impl Store {
                 }
                 match parts.last() {
                     Some(part) if part.start + part.bytes == at && part.bytes + bytes <= bytes_max => {}
-                    _ => parts.push(Cut { start: at, bytes: 0, extents: Vec::new() }),
+                    _ => parts.push(PartLayout { start: at, bytes: 0, extents: Vec::new() }),
                 }
                 if let Some(part) = parts.last_mut() {
                     let place = (self.layout.offset(&layout, slot), bytes);
-                    part.extents.push(CutExtent { record, hold: number, number: extent, at: part.bytes, place });
+                    part.extents.push(PartExtent { record, hold: number, number: extent, at: part.bytes, place });
                     part.bytes += bytes;
                 }
             }
@@ -166,8 +166,8 @@ impl Parts {
 
     /// Returns the runs of chunks in a part that [`Parts::begin`] does not read.
     #[must_use]
-    pub fn lacking(&self, index: usize) -> Vec<Lacking> {
-        let mut found: Vec<Lacking> = Vec::new();
+    pub fn lacking(&self, index: usize) -> Vec<DeferredRun> {
+        let mut found: Vec<DeferredRun> = Vec::new();
         let extents = self.cuts.get(index).map_or(&[][..], |part| &part.extents);
         for extent in extents.iter().filter(|extent| extent.hold.is_none()) {
             match found.last_mut() {
@@ -175,7 +175,7 @@ impl Parts {
                     run.count += 1;
                     run.bytes += extent.place.1;
                 }
-                _ => found.push(Lacking {
+                _ => found.push(DeferredRun {
                     record: extent.record,
                     first: extent.number,
                     count: 1,
@@ -197,7 +197,7 @@ impl Parts {
             return Err(Error::Invalid(format!("part {index} has {} bytes, not {}", part.bytes, memory.len())));
         }
         let (memory, parts) = (Shared::new(memory), Arc::clone(self));
-        let mut flying = Flying { tickets: Vec::new(), memory, parts, index };
+        let mut flying = InFlight { tickets: Vec::new(), memory, parts, index };
         // Extents side by side in the volume are one read: offset in the part, offset in the volume, bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
         let (cache, mut from_storage) = (self.store.ram_tier(), 0);
@@ -232,7 +232,7 @@ impl Parts {
         }
         // Count bytes for each part, since the caller may not read all parts of a unit.
         self.store.counters.began_part(from_storage);
-        let state = Arc::new(Mutex::new(FetchState::Flying(flying)));
+        let state = Arc::new(Mutex::new(FetchState::InFlight(flying)));
         let flight: Weak<Mutex<FetchState<B>>> = Arc::downgrade(&state);
         flights.flying.retain(|flight| flight.strong_count() > 0);
         flights.flying.push(flight);
@@ -266,14 +266,14 @@ impl Reading {
     /// Releases the slots if every part was begun and no read is in flight. Never waits for I/O.
     fn release_if_ended(&self) {
         let flights = self.lock();
-        let ended = |flight: &Weak<dyn Flight>| flight.upgrade().is_none_or(|flight| flight.has_ended());
+        let ended = |flight: &Weak<dyn PendingRead>| flight.upgrade().is_none_or(|flight| flight.has_ended());
         if flights.begun.iter().all(|&begun| begun) && flights.flying.iter().all(ended) {
             self.holds.iter().for_each(Hold::release);
         }
     }
 }
 
-impl<B: Buffer + Sync> Flight for Mutex<FetchState<B>> {
+impl<B: Buffer + Sync> PendingRead for Mutex<FetchState<B>> {
     fn has_ended(&self) -> bool {
         // A thread in `PartFetch::wait` has the lock, so the read may not have ended.
         self.try_lock().is_ok_and(|state| state.is_done())
@@ -295,7 +295,7 @@ impl<B: Buffer + Sync> PartFetch<B> {
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = locked(&self.state);
-        if let FetchState::Flying(flying) = &*state {
+        if let FetchState::InFlight(flying) = &*state {
             for ticket in &flying.tickets {
                 let timeout = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
                 let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
@@ -304,7 +304,7 @@ impl<B: Buffer + Sync> PartFetch<B> {
             *state = FetchState::Ended(flying.ended());
         }
         match &*state {
-            FetchState::Flying(_) => Ok(()),
+            FetchState::InFlight(_) => Ok(()),
             FetchState::Ended(result) => result.clone(),
         }
     }
@@ -313,13 +313,13 @@ impl<B: Buffer + Sync> PartFetch<B> {
 impl<B: Buffer + Sync> FetchState<B> {
     fn is_done(&self) -> bool {
         match self {
-            Self::Flying(flying) => flying.tickets.iter().all(Ticket::is_done),
+            Self::InFlight(flying) => flying.tickets.iter().all(Ticket::is_done),
             Self::Ended(_) => true,
         }
     }
 }
 
-impl<B: Buffer + Sync> Flying<B> {
+impl<B: Buffer + Sync> InFlight<B> {
     /// Returns the outcome of the read and checks its extents. Every ticket must be done.
     fn ended(&self) -> Result<()> {
         for ticket in &self.tickets {
@@ -337,7 +337,7 @@ impl<B: Buffer + Sync> Flying<B> {
     }
 }
 
-impl<B: Buffer + Sync> Drop for Flying<B> {
+impl<B: Buffer + Sync> Drop for InFlight<B> {
     fn drop(&mut self) {
         // `Parts::begin` may have failed after it had begun some of the reads.
         for ticket in &self.tickets {

@@ -46,7 +46,7 @@ const KERNEL_MAGICS: [FsWord; 10] = [
 
 /// The result of [`look`]: what the paths of a store hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum There {
+pub(crate) enum PathState {
     /// No files, or blank devices.
     Nothing,
     /// An existing file with zeros at both ends: its store was lost, or its first write did not finish.
@@ -75,7 +75,7 @@ pub(crate) fn names_folder(path: &Path) -> bool {
 /// # Errors
 /// Names the device that holds other data, belongs to another store, is blank while others are not, or is out of order.
 /// Fails, too, if the store has another number of devices.
-pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
+pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
     }
@@ -83,7 +83,7 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
     if found.iter().all(|found| *found == Found::Blank) {
         let is_made = |index| claim.is_some_and(|claim| claim.is_new(index));
         let empty = paths.iter().enumerate().find(|(index, path)| path.is_file() && !is_made(*index));
-        return Ok(empty.map_or(There::Nothing, |(_, path)| There::Empty(path.clone())));
+        return Ok(empty.map_or(PathState::Nothing, |(_, path)| PathState::Empty(path.clone())));
     }
     let is_missing = |found: &Found| matches!(found, Found::Blank | Found::Foreign | Found::Damaged(_));
     if found.iter().any(is_missing) {
@@ -95,17 +95,17 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
         }
     }
     if was_begun(paths, &found) {
-        return Ok(There::Unfilled);
+        return Ok(PathState::Unfilled);
     }
     let mut first = None;
     for (index, (path, found)) in (0_u32..).zip(paths.iter().zip(&found)) {
         let label = match found {
             Found::Label(label) => label,
             Found::Version(version) => {
-                return Ok(There::Unusable(format!("{}: {}", path.display(), of_version(*version))));
+                return Ok(PathState::Unusable(format!("{}: {}", path.display(), of_version(*version))));
             }
             Found::Damaged(why) => {
-                return Ok(There::Unusable(format!("{}: the label is damaged: {why}", path.display())));
+                return Ok(PathState::Unusable(format!("{}: the label is damaged: {why}", path.display())));
             }
             Found::Blank => return refused(path, "the store's other devices are there, and this one is blank"),
             Found::Foreign => return refused(path, FOREIGN),
@@ -127,7 +127,7 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<There> {
             return refused(path, &why);
         }
     }
-    first.map(There::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
+    first.map(PathState::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
 /// True if a new store's creation ended before all labels were written: the first device has its label, another one is

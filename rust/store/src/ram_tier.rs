@@ -1,6 +1,6 @@
 //! Keeps records in RAM while the store is open: their values, with which modules compute in place, and their state.
 //!
-//! [Note: RAM tier versions] `Now::versions` states which version of each extent memory has. An extent is *fresh* if
+//! [Note: RAM tier versions] `CachedVersions::versions` states which version of each extent memory has. An extent is *fresh* if
 //! that is the newest version of its record, else *stale*. If storage has the newest version too, `Store::stage`
 //! replaces the extent in memory at once, under the version of the next commit; a discard makes it stale, and
 //! [`Store::refresh`] reads it again. If an update was applied in memory alone (`Slots::applied`), memory has the only
@@ -42,13 +42,13 @@ struct RamTierRecord {
     /// Offsets of the values and of the state in `RamTier::memory`.
     values: usize,
     state: usize,
-    now: Mutex<Now>,
+    now: Mutex<CachedVersions>,
 }
 
 /// The versions that memory has of a record. A thread that reads or writes the record's memory holds the lock of its
-/// `Now`, except modules that compute with the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
+/// `CachedVersions`, except modules that compute with the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
 #[derive(Debug)]
-pub(crate) struct Now {
+pub(crate) struct CachedVersions {
     /// The version of each extent; 0 if memory has none, or bytes of no version.
     pub(crate) versions: Box<[u64]>,
     /// The checksum of each chunk of values, if memory alone has the newest version; the index has the others.
@@ -73,13 +73,13 @@ impl Store {
     /// # Errors
     /// Fails if memory has the only copy of a record, the store is closed, or the memory cannot be allocated.
     pub fn hold(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
-        if self.index.lock().has_applied() {
+        if self.index.lock().has_ram_only_state() {
             return Err(Error::Usage(
                 "memory has the only copy of parameters kept in RAM: close the store first".into(),
             ));
         }
         self.index.lock().ram_tier = None;
-        let made = self.made_room(records, pin, keep_going)?.map(Arc::new);
+        let made = self.allocate_ram_tier(records, pin, keep_going)?.map(Arc::new);
         let mut index = self.index.lock();
         if index.is_closed() {
             return Err(closed());
@@ -88,13 +88,13 @@ impl Store {
         Ok(())
     }
 
-    fn made_room(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<Option<RamTier>> {
+    fn allocate_ram_tier(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<Option<RamTier>> {
         let mut ram_tier = BTreeMap::new();
         for &record in records {
             self.known(record)?;
             let chunks = self.layout.chunks_of(record) as usize;
             let versions = vec![0; self.layout.extents_of(record) as usize].into();
-            let now = Mutex::new(Now { versions, sums: vec![0; chunks].into() });
+            let now = Mutex::new(CachedVersions { versions, sums: vec![0; chunks].into() });
             ram_tier.insert(record, RamTierRecord { values: 0, state: 0, now });
         }
         // Place the values of all records first, so that those of a unit lie as in `Store::fetch`; then all state.
@@ -149,7 +149,7 @@ impl Store {
     }
 
     /// Marks the values of a record in memory as stale, because something wrote to them in place.
-    pub fn spoil(&self, record: usize) {
+    pub fn invalidate_values(&self, record: usize) {
         if let Some(of_record) = self.ram_tier().as_ref().and_then(|ram_tier| ram_tier.records.get(&record)) {
             let mut now = locked(&of_record.now);
             let chunks = self.layout.chunks_of(record) as usize;
@@ -238,7 +238,7 @@ impl Store {
         let from = ram_tier.part(self, record, extent);
         assert_eq!(into.len(), from.len(), "room of another size than the extent");
         // SAFETY: `from` and `into` have the same length, asserted above, and do not overlap. The caller owns `into`.
-        // The lock on `Now` excludes other copies, and `announce` lets no update of `from` begin under the caller's
+        // The lock on `CachedVersions` excludes other copies, and `announce` lets no update of `from` begin under the caller's
         // `Hold`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         self.counters.took_in_ram(into.len() as u64);
@@ -259,7 +259,7 @@ impl Store {
         let mut now = locked(&of_record.now);
         let into = ram_tier.part(self, record, extent);
         assert_eq!(bytes.len(), into.len(), "an extent of another size");
-        // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on `Now`
+        // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on `CachedVersions`
         // excludes other copies, and the engine stages records in RAM only when it finishes a step: no module computes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.as_ptr().as_ptr(), bytes.len()) };
         now.versions[extent as usize] = version;
@@ -285,7 +285,7 @@ impl Store {
         if self.sum_of(record, chunk, version, bytes_of(&ram_tier.part(self, record, chunk))) == wanted {
             return Ok(());
         }
-        self.spoil(record);
+        self.invalidate_values(record);
         Err(self.written_in_place(record))
     }
 
@@ -304,7 +304,7 @@ impl Store {
         if hold.alone || hold.check(extent, bytes, place).is_ok() {
             return Ok(());
         }
-        self.spoil(hold.record);
+        self.invalidate_values(hold.record);
         Err(self.written_in_place(hold.record))
     }
 }
@@ -323,7 +323,7 @@ impl RamTier {
     }
 
     /// Locks the versions that memory has of a record.
-    pub(crate) fn now(&self, record: usize) -> MutexGuard<'_, Now> {
+    pub(crate) fn now(&self, record: usize) -> MutexGuard<'_, CachedVersions> {
         locked(&self.records[&record].now)
     }
 }

@@ -90,7 +90,7 @@ impl Store {
                 "close the store and open it again: its log has the step"
             }
         ));
-        self.index.lock().break_by(Arc::new(error));
+        self.index.lock().fail_with(Arc::new(error));
         self.index.notify_all();
     }
 
@@ -100,7 +100,7 @@ impl Store {
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = {
             let index = self.index.lock();
-            if index.is_closed() || !index.has_applied() {
+            if index.is_closed() || !index.has_ram_only_state() {
                 return Ok(());
             }
             index.step
@@ -172,15 +172,15 @@ impl Store {
     /// unclosed, and the next opening reports that.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
-        if index.has_applied() {
-            index.break_by(Arc::new(Error::Usage("updates that only memory had were abandoned at the close".into())));
+        if index.has_ram_only_state() {
+            index.fail_with(Arc::new(Error::Usage("updates that only memory had were abandoned at the close".into())));
         }
     }
 
     /// Writes each record whose newest version only memory has, and commits these writes in memory. `Store::close`, the
     /// caller, makes that commit durable.
     pub(crate) fn close_applied(&self) -> Result<()> {
-        let step = Some(self.index.lock()).filter(|index| index.has_applied()).map(|index| index.step);
+        let step = Some(self.index.lock()).filter(|index| index.has_ram_only_state()).map(|index| index.step);
         if let Some(step) = step {
             self.stage_applied(&mut |_, _| true)?;
             self.write_commit(Commit { step, ..Commit::default() }, Reach::Memory, &mut || true)?;

@@ -8,7 +8,7 @@
 use crate::{
     checksum::{Subject, Uuid},
     features::{self, FEATURE_BYTES_MAX, IDENTITY, LOG, RANKS},
-    fields::{Fields, Malformed, Unread, push_texts},
+    fields::{DecodeError, Fields, Malformed, push_texts},
     label::{SECTOR_BYTES, is_sealed, seal},
     layout::PAGE_BYTES,
     places::Places,
@@ -116,11 +116,11 @@ impl Root {
     }
 
     /// Fails if the root has a feature or a flag that this version does not know.
-    pub(crate) fn known(&self) -> Result<(), Unread> {
+    pub(crate) fn known(&self) -> Result<(), DecodeError> {
         features::known(&self.features)?;
         match self.other_flags {
             0 => Ok(()),
-            unknown => Err(Unread::Newer(format!("flag {:#x}", 1_u64 << unknown.trailing_zeros()))),
+            unknown => Err(DecodeError::Newer(format!("flag {:#x}", 1_u64 << unknown.trailing_zeros()))),
         }
     }
 }

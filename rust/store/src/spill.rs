@@ -96,7 +96,7 @@ impl Spill {
 }
 
 /// The offset and the checksum of each chunk of a spilled gradient, as a commit names it.
-pub(crate) type Laid = Box<[(u64, u64)]>;
+pub(crate) type SpilledChunks = Box<[(u64, u64)]>;
 
 /// The read of a chunk of a spilled gradient. Dropping it waits for the device.
 pub struct SpillRead<'a, B: Buffer> {
@@ -237,7 +237,7 @@ impl Store {
 
     /// Returns the spilled gradient of a record if the commit `generation` may name it: the gradient is complete, its
     /// checksums are bound to that generation, and it is not in the place that the last commit names.
-    pub(crate) fn laid_spill(&self, record: usize, generation: u64) -> Option<Laid> {
+    pub(crate) fn laid_spill(&self, record: usize, generation: u64) -> Option<SpilledChunks> {
         let dtype = self.description.records.get(record)?.spill?;
         let rooms = self.spill.lock();
         let room = &rooms.rooms[record];

@@ -147,7 +147,7 @@ fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
     assert!(store.log_state().records > 3);
     (0..2).for_each(|unit| scribble(store, unit));
     for record in ALL {
-        store.spoil(record);
+        store.invalidate_values(record);
     }
     ok(store.refresh(&ALL, &mut |_, _| true));
     assert!(life.contents() == before);
