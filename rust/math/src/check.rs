@@ -231,7 +231,7 @@ fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)
 }
 
-/// Returns how much the lanes have lane_gain since they started at `from`, as (count, power): the gain is `count *
+/// Returns how much the lanes have gained since they started at `from`, as (count, power): the gain is `count *
 /// 2^power`. The last bit of `from` must weigh `2^power`.
 #[inline(always)]
 fn lane_gain(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
