@@ -185,13 +185,13 @@ class _SeparateRun:
     ) -> None:
         self._optimizer = optimizer
         self._members = members
-        self._manner = run_mode
+        self._run_mode = run_mode
         self._shared = begin.copy(deep=True)
         self._parameters = [plain_parameter(member.begin.clone(), member.attributes) for member in members]
         self._states: list[dict[str, Any]] = [{} for _ in members]
 
     def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._manner.zeros and method == "step":
+        if self._run_mode.zeros and method == "step":
             gradients = [
                 torch.zeros_like(parameter) if gradient is None else gradient
                 for parameter, gradient in zip(self._parameters, gradients, strict=True)
@@ -203,14 +203,14 @@ class _SeparateRun:
             parameter = self._parameters[number]
             give_gradient(parameter, None if gradient is None else gradient.clone())
             begin, state = self._shared.copy(deep=True), self._states[number]
-            for name in self._manner.scratch:
+            for name in self._run_mode.scratch:
                 # Overwrite the attribute with a value that no step leaves in it.
                 value = begin.attributes[name]
                 value.fill_(float("nan") if value.is_floating_point() else 101)
-            copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._manner)
+            copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._run_mode)
             run(copy, method)
             self._states[number] = dict(copy.state.get(parameter, {}))
-            ends.append((member.group, changes_alone(self._shared, copy, member.group, self._manner)))
+            ends.append((member.group, changes_alone(self._shared, copy, member.group, self._run_mode)))
         changes = common_end(ends)
         lost = next((name for name, value in changes.items() if not storable(value)), None)
         if lost is not None:

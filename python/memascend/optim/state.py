@@ -55,7 +55,7 @@ class StateTrials:
 
     _optimizer: torch.optim.Optimizer
     _master_dtype: torch.dtype | None  # the dtype in which 16-bit parameters are updated; None: their own
-    _manner: RunMode = PLAIN
+    _run_mode: RunMode = PLAIN
     _found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = field(init=False, default_factory=dict)
 
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
@@ -77,13 +77,13 @@ class StateTrials:
             # In chunks, the scalars of a 0-dim parameter would be mistaken for state of the parameter's shape.
             whole=not elementwise(optimizer) or parameter.dim() == 0,
             attributes={} if known(optimizer) else attributes,
-            run_mode=self._manner,
+            run_mode=self._run_mode,
         )
         if layout.master:
             layout.tensors[_MASTER] = torch.empty_strided(parameter.shape, layout.stride, dtype=dtype, device="meta")
         tried = self._state(group, parameter.shape, dtype, attributes)
         existing = optimizer.state.get(parameter, {})
-        if existing and self._manner.stacks and not same(_shapes(tried), _shapes(existing)):
+        if existing and self._run_mode.stacks and not same(_shapes(tried), _shapes(existing)):
             raise ConfigError(
                 f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start "
                 "without its state"
@@ -171,7 +171,7 @@ class StateTrials:
         shared = SharedValues.of(self._optimizer).copy(deep=True)
         for made in shared.groups:
             made.update({name: value for name, value in options.items() if name in made})
-        copy = copy_of_one(self._optimizer, shared, group, parameter, {}, self._manner)
+        copy = copy_of_one(self._optimizer, shared, group, parameter, {}, self._run_mode)
         if callable(getattr(type(self._optimizer), "train", None)):
             run(copy, "train")
         for gradient in gradients:
