@@ -88,26 +88,26 @@ class Whole(nn.Module):
 def measured(storage: Path, *, inner: bool) -> dict[str, float]:
     """Returns medians of a call's microseconds, without and with hooks. `inner`: of modules in a materialized unit."""
     made: Any = Whole if inner else Row
-    bare, gated = made(), made()
+    bare, hooked = made(), made()
     x = torch.ones(16)
     names = ["blocks.0"] if inner else [f"layers.{index}" for index in range(MODULES)]
     _, optimizer = memascend.offload(
-        gated,
-        torch.optim.AdamW(gated.parameters()),
+        hooked,
+        torch.optim.AdamW(hooked.parameters()),
         storage=storage,
         units=names,
         host_memory="64MiB",
         device="cpu",
     )
-    times: dict[str, list[float]] = {"bare": [], "gated": []}
+    times: dict[str, list[float]] = {"bare": [], "hooked": []}
     with optimizer, torch.no_grad():
         for _ in range(ROUNDS):
-            for name, model in (("bare", bare), ("gated", gated)):
+            for name, model in (("bare", bare), ("hooked", hooked)):
                 began = time.perf_counter()
                 model(x)
                 times[name].append((time.perf_counter() - began) / MODULES * 1e6)
     found = {name: statistics.median(taken) for name, taken in times.items()}
-    return {**found, "added": found["gated"] - found["bare"]}
+    return {**found, "added": found["hooked"] - found["bare"]}
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ class Gradients:
             return found
         there = {gradient.name for gradient, _ in found}
         for gradient in self.by_name.values():
-            if gradient.name not in there and gradient.rule.code.manner.zeros:
+            if gradient.name not in there and gradient.rule.code.run_mode.zeros:
                 place = gradient.place
                 # `expand()` needs no memory: `update_all()` lays the zeros out one parameter at a time.
                 zeros = torch.zeros((), dtype=place.dtype, device="cpu").expand(place.shape)

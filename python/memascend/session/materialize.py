@@ -319,7 +319,7 @@ class Saving:
 
     _model: torch.nn.Module
     _run: Run
-    _newcomers: AddedParameters
+    _added_parameters: AddedParameters
     _sharding: Sharding | None
 
     def __post_init__(self) -> None:
@@ -342,7 +342,7 @@ class Saving:
             own, lambda records, fill: save(folder, records, self._model, facts, fill, among_others=among_others)
         )
         self._run.resources.values_read()
-        missing = self._newcomers.unsaved(self._run.buffers.names)
+        missing = self._added_parameters.unsaved(self._run.buffers.names)
         if missing:
             warn(
                 f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} does not contain "

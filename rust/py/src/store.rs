@@ -222,7 +222,7 @@ impl Store {
     }
 
     /// Marks the values of a record in RAM as overwritten: `refresh` reads them again.
-    fn invalidate_values(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
+    fn spoil(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         self.inner.invalidate_values(self.index(name)?);
         Ok(())
     }

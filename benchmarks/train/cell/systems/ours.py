@@ -167,7 +167,7 @@ def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """Closes an optimizer; returns its report, its plan, and why micro-batches were not computed by layer."""
     plan = optimizer.plan
     said = {
-        "in_turn_since": sorted(optimizer._session.accumulation._told),  # noqa: SLF001 - users read it in the log
+        "in_turn_since": sorted(optimizer._session.accumulation._logged),  # noqa: SLF001 - users read it in the log
         "report": optimizer.report().to_dict(),
         "plan": {
             "host_peak": plan.host_peak,
