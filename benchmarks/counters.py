@@ -58,7 +58,7 @@ def _disk_busy(path: Path) -> float:
 
 
 class MemoryTaken(threading.Thread):
-    """Samples the machine's available memory, which also shrinks by memory that a driver pins for no process."""
+    """Samples the machine's available memory, which also falls if a driver pins memory outside of any process."""
 
     _EVERY = 0.02
 

@@ -551,10 +551,11 @@ class Store:
         """Logs the gradients of records in RAM from now on, instead of writing the records in each step.
 
         Each of these records is then written whole once every `steps` steps. The files grow by the space that the log
-        lacks. The records must have `spill`, gradients of that dtype, and updates by the engine's own kernels.
+        lacks. The description of each record must have `spill`, the dtype of its gradients, and the engine's own
+        kernels must update it.
 
         Returns:
-            How many steps the log holds: fewer than `steps` with less space, 0 without any.
+            How many steps the log holds: at most `steps`, fewer if space is short, 0 if there is none.
 
         Raises:
             UsageError: a store with durability "none" keeps no log.

@@ -139,7 +139,7 @@ def made(kind):
             own(lambda self, *_: vars(self).update(seen={1})),
             "attribute 'seen' to a value that is neither number nor text",
         ),
-        (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
+        (CountingUpdates, "its attribute 'count' according to how many parameters have a gradient"),
         (functools.partial(Passing, reads_first=True), "depends on the others"),
         (
             own(lambda _, group, parameter, __: group.update(seen=parameter.grad.norm().item())),

@@ -73,7 +73,7 @@ def grad_scaler(run, *, clip=None):
 
 
 def schedules(run):
-    """Trains with the scheduler of the original optimizer, or without one with a new scheduler of `run.optimizer`."""
+    """Trains with the original optimizer's scheduler; if it has none, with a new scheduler for `run.optimizer`."""
     scheduler = getattr(run.original, "scheduler", None)
     scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
     for index in range(5):

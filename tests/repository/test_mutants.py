@@ -1,4 +1,4 @@
-"""Tests that each known fault applies to the code, and that its tests exist; `make mutants` runs the faults."""
+"""Tests that each fault of `tests/mutants` can be put into the code, and that the tests that must detect it exist."""
 
 import ast
 import re

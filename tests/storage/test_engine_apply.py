@@ -77,8 +77,8 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             stored, state = store.read(name)
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
-        # Staging has the ring's chunks, two sets of state of other shapes, and the memory for whole parameters. It does
-        # not grow with the number of records.
+        # The staging memory has the ring's chunks, two sets of the state tensors whose shape is not the parameter's,
+        # and the memory for whole parameters. It does not grow with the number of records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (

@@ -74,7 +74,8 @@ class Recorder:
     def begin(self) -> None:
         """Begins the path of the next micro-batch."""
         if len(self.paths) == 1:
-            # Compare from the second micro-batch on: libraries install hooks and fill caches in a model's first call.
+            # Changes of the model count from the second micro-batch on: in the first, libraries install hooks and fill
+            # caches.
             self._changed = self._look()
         self.paths.append(Path())
 
@@ -436,7 +437,7 @@ class Baton:
             self._hand_to(chosen)
 
 
-# Threads of micro-batches that may not have ended.
+# Micro-batch threads that may still run.
 _threads: set[threading.Thread] = set()
 
 

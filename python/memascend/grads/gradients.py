@@ -283,8 +283,8 @@ class Gradients:
             values = gradient.values
             if values is not None and (values is left() or gradient.is_handle(values)):
                 raise UsageError(
-                    f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
-                    "zero_grad()"
+                    f"the last backward failed, and {gradient.name!r} has a gradient of it that may be incomplete: "
+                    "call zero_grad()"
                 )
         self.drop_all()
 

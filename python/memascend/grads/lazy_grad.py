@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 _CHANGE = "a change of gradients, as by clipping"
-# Bounds the list for a loop that scales for ever without a step: a full list is applied to the stored gradient.
+# How many operations a handle records before it applies them to the stored gradient. A loop may scale gradients for
+# ever without a step.
 OPERATIONS_MAX = 64
 # Operations that read shape and dtype alone.
 _SHAPE_ONLY = frozenset((

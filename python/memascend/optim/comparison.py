@@ -377,7 +377,8 @@ class _Comparison:
         if differs is not None:
             raise refused(
                 self.optimizer,
-                f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would differ",
+                f"its {method} changes {differs} according to how many parameters have a gradient, and memascend steps "
+                "one parameter at a time",
             )
         # State that `__init__` made (Adagrad) is compared only after the member's first gradient.
         begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]

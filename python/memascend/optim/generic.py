@@ -68,8 +68,8 @@ class OwnUpdate:
 
     def __post_init__(self) -> None:
         self._is_known = known(self.optimizer)
-        # Copied here: chunks arrive on the engine's thread, when a scheduler may have set the next step's options
-        # already.
+        # Copies the options now: the engine's thread calls with chunks later, and by then a scheduler may have set the
+        # options of the next step.
         shared = SharedValues.of(self.optimizer)
         if self._is_known:
             # Only for torch's own classes: another class may read its first group, or write to any group.

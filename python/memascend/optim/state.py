@@ -85,8 +85,8 @@ class StateTrials:
         existing = optimizer.state.get(parameter, {})
         if existing and self._run_mode.stacks and not same(_shapes(tried), _shapes(existing)):
             raise ConfigError(
-                f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start "
-                "without its state"
+                f"{named(optimizer)} has the state of several parameters in one stacked tensor, which offload() cannot "
+                "split: give a new optimizer that has no state yet"
             )
         for name, value in {**tried, **existing}.items():
             # The trial's value describes a tensor subclass: the existing value may have the parameter's 16-bit dtype.
@@ -437,7 +437,8 @@ class StateFormats:
         if engine_kind(optimizer) is None:
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(
-                f"{self._asked} is for torch's Adam, AdamW and SGD with momentum; the optimizer is {what}: leave it out"
+                f"{self._asked} is for torch's Adam, AdamW and SGD with momentum, and not for {what}: leave "
+                f"{self._asked} out"
             )
 
     def _width(self, parameter: torch.Tensor) -> str:

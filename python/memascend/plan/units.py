@@ -322,7 +322,7 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 
 
 def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
-    """Returns the leftovers for the pinned unit: the smallest ones, whose sum is bounded."""
+    """Returns the smallest leftovers, for the pinned unit, as long as the sum of their bytes stays below a limit."""
     found, total = [], 0
     for draft in sorted(leftovers, key=lambda draft: draft.nbytes):
         total += draft.nbytes

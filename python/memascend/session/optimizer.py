@@ -233,8 +233,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
             raise UsageError(
                 "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
-                "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, which writes "
-                "values and state, and begin from it by offload(checkpoint=); get_model_state_dict() has the values"
+                "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, to write "
+                "values and state, and offload(checkpoint=folder) to begin from them; get_model_state_dict() returns "
+                "the values"
             )
         return self._state
 

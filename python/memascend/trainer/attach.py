@@ -248,8 +248,8 @@ def _require_plain(trainer: Any) -> None:
     generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
     if args.gradient_accumulation_steps % generated:
         raise ConfigError(
-            f"one generation serves {generated} micro-batches and a step takes {args.gradient_accumulation_steps}: a "
-            "commit does not hold completions for later steps: give steps_per_generation="
+            f"one generation serves {generated} micro-batches, but a step takes {args.gradient_accumulation_steps}. So "
+            "completions would wait for a later step, and a commit does not hold them: give steps_per_generation="
             f"{args.gradient_accumulation_steps} and num_iterations=1"
         )
     if args.n_gpu > 1:

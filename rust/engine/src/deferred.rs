@@ -213,7 +213,9 @@ impl Engine {
         for record in moved {
             if !store.append_spilled(record)? {
                 let name = &store.description().records[record].name;
-                return Err(Error::Usage(format!("the gradient of {name:?} cannot be named by a commit; discard it")));
+                return Err(Error::Usage(format!(
+                    "a commit cannot store the deferred update of {name:?}; discard the step"
+                )));
             }
         }
         Ok(())

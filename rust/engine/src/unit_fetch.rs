@@ -122,7 +122,9 @@ impl Shared {
             return Err(overwritten(&self.store, record));
         }
         let part = memory.part(at as usize, bytes as usize);
-        let room = part.map(Room::new).ok_or_else(|| Error::Invalid("values do not fit their memory".into()))?;
+        let name = &self.store.description().records[record].name;
+        let outside = || Error::Invalid(format!("{bytes} bytes of {name:?} at offset {at} exceed the part's memory"));
+        let room = part.map(Room::new).ok_or_else(outside)?;
         let job = self.computing((record, Arc::clone(&behind)), (first, count), room, settles);
         let mark = Arc::clone(&job.mark);
         self.queue.push_urgent(job)?;

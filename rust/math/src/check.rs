@@ -390,8 +390,8 @@ trait Columns: Element {
     type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
     /// `column` returns elements times `2^SCALE`.
     const SCALE: i32;
-    /// The least exponent field for which `column` is accurate enough: beside the square of such a number, the square
-    /// of a converted zero changes no bit.
+    /// The least exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number; adding
+    /// the square of that number to the square of an element with this exponent changes no bit.
     const LEAST: i32;
 
     fn key(self) -> Self::Key;

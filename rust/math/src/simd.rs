@@ -24,7 +24,7 @@ enum Level {
 }
 
 impl Simd {
-    /// The baseline of the compilation, which every processor has. If the baseline lacks fused multiply-add, each
+    /// The baseline that the compiler targets, which every supported processor has. If the baseline lacks fused multiply-add, each
     /// `mul_add` is a slow call.
     pub const PORTABLE: Self = Self(Level::Portable);
 

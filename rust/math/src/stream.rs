@@ -1,7 +1,7 @@
 //! Writes large outputs past the caches.
 //!
-//! A normal store to a line that is not cached first reads the line: a third stream of memory traffic. So blocks are
-//! computed into a buffer on the stack and copied out with non-temporal stores.
+//! Before a normal write to a line that is not cached, the processor reads the line: a third stream of memory traffic. So
+//! blocks are computed into a buffer on the stack and copied out with non-temporal writes.
 
 use crate::Element;
 

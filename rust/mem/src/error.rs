@@ -141,7 +141,7 @@ pub enum Error {
     Forked,
 
     /// The table of owners is full.
-    #[error("{owners_max} owners are named already and {name:?} is one more; reuse a name")]
+    #[error("there are {owners_max} owners, the most that a table holds, and {name:?} would be one more; reuse a name")]
     TooManyOwners {
         /// The size of the table.
         owners_max: usize,

@@ -84,7 +84,7 @@ pub fn is_file_memory(address: usize) -> bool {
 
 impl Drop for FileMemory {
     fn drop(&mut self) {
-        // Removed from the list before unmapping: a fork handler must not move a mapping to addresses that the kernel
+        // Remove the mapping from the list before it is unmapped: a fork handler must not move a mapping to addresses that the kernel
         // has reused.
         let twins = living().files.remove(&self.start.as_ptr().addr());
         unmap(self.start, self.bytes);

@@ -86,7 +86,7 @@ pub(crate) struct Inner {
     users: LeaseCount,
     /// `None` once unmapped.
     pages: Mutex<Option<Pages>>,
-    /// The arena that divides the region, while it lives.
+    /// The arena that divides the region, as long as the arena lives.
     arena: Mutex<Weak<Shared>>,
 }
 

@@ -71,7 +71,7 @@ pub(crate) struct Ahead {
     pub(crate) is_spilled: bool,
 }
 
-/// A record that may append gradients to the log.
+/// A record whose gradients may be appended to the log.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Member {
     /// The dtype of the record's gradients.

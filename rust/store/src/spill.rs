@@ -170,9 +170,9 @@ impl Store {
         Ok(())
     }
 
-    /// Begins to spill a gradient or, with `adds`, a sum with the spilled gradient; chooses a place that the newest
-    /// commit does not name. The record has no spilled gradient until the caller calls [`Store::set_spilled`]. Until a
-    /// chunk is written, the caller can still read it from the former gradient.
+    /// Begins to spill a gradient or, with `adds`, its sum with the gradient that was spilled before. Chooses a place that
+    /// the newest commit does not name. From now until the caller calls [`Store::set_spilled`], the record counts as
+    /// having no spilled gradient, but the caller can read each chunk of the earlier gradient until it writes that chunk.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;

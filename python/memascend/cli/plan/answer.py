@@ -339,7 +339,7 @@ def _removable(question: Question) -> str:
 
 
 def _smaller(question: Question) -> str:
-    """Suggests formats of the state with fewer bits, and the bytes of their stores; "" if the user chose a format."""
+    """Suggests state formats with fewer bits, each with the size of its store; "" if the user chose a format."""
     found = []
     for state in ("bf16", "8bit") if question.options.state is None else ():
         with contextlib.suppress(ConfigError, BudgetError):

@@ -446,7 +446,7 @@ def _life(question: Question, found: Answer) -> Row:
 
 
 def fitting(found: Sequence[tuple[Question, Answer]]) -> str:
-    """Formats the batches that fit, with a row for each format of the state and length (`--fit`)."""
+    """Formats the batches that fit (`--fit`): a row for each pair of state format and sequence length."""
     rows = [
         (
             "exact" if one.options.state is None else f'"{one.options.state}"',

@@ -19,8 +19,9 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
     how
 }
 
-/// Creates a store over `before`, and dies after `point` operations. Returns the bytes that each device then has: as
-/// another process sees them, and after several losses of power. `None` if the creation finished before.
+/// Creates a store on devices that contain `before`; the simulated process dies after `point` operations. Returns the
+/// possible contents of each device: as another process sees them, and after each of several simulated losses of power.
+/// Returns `None` if the creation finished within `point` operations.
 fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec<u8>>>> {
     let disks: Vec<SimDisk> = before.iter().map(|bytes| SimDisk::of(bytes.clone())).collect();
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
