@@ -234,7 +234,9 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
     if shape[0] in ("messages", "conversations"):
         messages = _conversation(row.pop(shape[0]), row.pop("system", None))
         if all(message["role"] != "assistant" for message in messages):
-            raise ConfigError("no message is the assistant's, and only the assistant's text is trained on: remove this example")
+            raise ConfigError(
+                "no message is the assistant's, and only the assistant's text is trained on: remove this example"
+            )
         row["messages"] = messages
         return row if tokenizer is None else _labelled(tokenizer, messages, row.get("tools"))
     return row | {name: _conversation(row[name]) for name in _TEXTS_OR_TURNS if isinstance(row.get(name), list)}
