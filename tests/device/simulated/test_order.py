@@ -7,7 +7,7 @@ LONG = pytest.mark.slow
 pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# Cases of `make test`; its late cases, below, cover plain and recomputed models.
+# Cases that `make test` runs. It also runs the cases of `SHORT_LATE`, which cover plain and recomputed models.
 SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
@@ -31,7 +31,7 @@ def test_order(simulated, kind, mode):
 @pytest.mark.parametrize(("mode", "activations", "slow"), covered(MODES, ["host", "ssd"], ["in", "own", "out"]))
 def test_order_of_arrival(simulated, mode, activations, slow):
     """Each step has a stream of its own, and one kind of work is late."""
-    # Such an activation has more pieces than there are chunks.
+    # An activation of this size has more pieces than there are chunks.
     larger = {"activation": 5 << 17} if activations == "ssd" else {}
     options = {"kind": "recomputed", "gradients": mode, "activations": activations, "side": True, **larger}
     fine(simulated("order.train", delays={slow: SLOW_US}, **options))
@@ -47,7 +47,7 @@ def late(what, microseconds=SLOW_US, **options):
 SHORT_LATE = {"compute", "closed with gradients"}
 
 
-# In each case a single wait in memascend/device keeps the reads right; tests/mutants/python/device.toml removes it.
+# In each case a single wait in memascend/device keeps the reads right; a fault in tests/mutants removes this wait.
 @pytest.mark.parametrize(
     ("life", "options"),
     [
@@ -59,7 +59,7 @@ SHORT_LATE = {"compute", "closed with gradients"}
             ("copies of checkpoints", *late("out", **RECOMPUTED)),
             ("gradients of an optimizer that runs itself", *late("side", 30_000, kind="aside", optimizer="rmsprop")),
             ("memory", "order.train", {"gradients": "fused", "fresh": True}),
-            ("memory of the arena", "order.let_go", {}),
+            ("memory of the arena", "order.close_with_pending_reads", {}),
             ("memory added by one stream", "order.added", {"by": "own"}),
             ("memory added by another stream", "order.added", {"by": "side"}),
             ("closed with weights", "lives.closed", {"gradients": "fused", "slow": "in"}),
@@ -101,7 +101,7 @@ def test_lives(simulated, life):
             for options in (
                 {"kind": "recomputed", "activations": "host", "delays": {"in": 1000}},
                 {"kind": "streams", "delays": {"side": SLOW_US}},
-                # One micro-batch skips a block, whose gradients are then complete on another stream.
+                # One micro-batch skips a block: the stream on which this block's gradients are complete changes.
                 {"kind": "aside", "delays": {"side": SLOW_US}, "batches": [None, None, 1]},
                 {"kind": "aside", "delays": {"own": SLOW_US}, "batches": [None, 2, None]},
                 {"kind": "tied", "delays": {"out": SLOW_US}, "optimizer": "several"},
@@ -140,7 +140,7 @@ def test_several_optimizers(simulated, gradients, slow):
     [("sgd", "out"), *(pytest.param(of, late, marks=LONG) for of in ("sgd", "several") for late in ("own", "in"))],
 )
 def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
-    """Some early updates are kept; others are discarded and repeated from the written gradient."""
+    """step() keeps some early updates; it discards the rest and repeats them from the written gradient."""
     found = simulated("lives.clipped", optimizer=optimizer, kind="aside", delays={slow: 1000})
     fine(found, 150)
     assert found["early"] == {"steps": 3, "anew": 2}
@@ -208,7 +208,7 @@ def test_a_step_waits_once(simulated, gradients, options):
         assert not [line for line in part if line[1] in ("registration", "free")], part
         assert not [line for line in part if line[1] == "wait that spins"], part
         assert not [line for line in part if line[0].startswith(WORKERS) and line[1] == "query in the global mode"]
-        # No copy to the device uses pageable memory; only results that `step()` reads are copied to it.
+        # No copy to the device reads pageable memory. Only results that `step()` reads are copied to pageable memory.
         assert not [line for line in part if line[1] == "copy host to device, pageable"], part
 
 
