@@ -100,8 +100,9 @@ impl Store {
         self.index.lock().log.members.contains_key(&record)
     }
 
-    /// Begins to write one chunk of the gradient that [`Store::begin_append`] began. `buffer` holds the whole pages of
-    /// [`Store::gradient_chunk_bytes`]; the checksum leaves out the padding of the last page.
+    /// Begins to write one chunk of the gradient that [`Store::begin_append`] began. `buffer` has
+    /// [`Store::gradient_chunk_bytes`] bytes, which are whole pages. The checksum leaves out the padding of the last
+    /// page.
     pub fn append<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         self.known(record)?;
         let name = &self.description.records[record].name;

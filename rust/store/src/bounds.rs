@@ -11,7 +11,7 @@ use crate::{
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
 /// Most dimensions of a tensor. torch's bound is 64; no known model exceeds 8.
 pub(crate) const RANK_MAX: usize = 16;
-/// Most records, and most units. The largest mixtures of experts have some 100,000 parameters.
+/// Most records, and most units. The largest mixture-of-experts models have some 100,000 parameter tensors.
 pub(crate) const RECORDS_MAX: usize = 1 << 20;
 /// Most state tensors of a record.
 pub(crate) const STATES_MAX: usize = 32;
@@ -151,8 +151,8 @@ impl Record {
         Ok(())
     }
 
-    /// Rejects chunks that end inside a page: a record's chunks follow each other without gaps, so each but the last
-    /// must fill whole pages.
+    /// Rejects chunks that end inside a page: a record's chunks follow each other without gaps, so each chunk except
+    /// the last must fill whole pages.
     fn checked_chunks(&self, chunk: u32) -> std::result::Result<(), Malformed> {
         if self.elements() <= u64::from(chunk) {
             return Ok(());
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
         let bool_of = |numel: u64| Record { shape: vec![numel], ..described(Dtype::Bool, &[]) };
-        // 51,200 elements of 16 bits fill 25 pages. 51,200 elements of 8 bits fill 12.5.
+        // 51,200 elements of 16 bits fill 25 pages. 51,200 elements of 8 bits fill 12.5 pages.
         assert!(bool_of(51_200).checked(51_200).is_ok());
         let why = bool_of(51_201).checked(51_200);
         assert!(why.as_ref().is_err_and(|why| why.contains("multiple of 4096")), "{why:?}");

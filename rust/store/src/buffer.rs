@@ -13,7 +13,7 @@ pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
     unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) }
 }
 
-/// A region of memory in slots of one size, which callers lease and return.
+/// A region of memory that is divided into slots of one size. Callers lease slots and return them.
 #[derive(Debug)]
 pub struct Scratch {
     ring: ChunkRing,
@@ -32,7 +32,7 @@ impl Scratch {
         Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
     }
 
-    /// Leases a free slot, waiting for one as `wait` allows.
+    /// Leases a free slot. If no slot is free, waits for one as long as `wait` allows.
     pub fn lease(&self, wait: Wait<'_>) -> std::result::Result<Lease, memascend_mem::Error> {
         self.ring.lease(self.owner, wait)
     }

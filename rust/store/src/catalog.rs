@@ -14,8 +14,8 @@ pub fn parse_label(bytes: &[u8]) -> String {
     format!("{:?}", label::read(bytes))
 }
 
-/// Parses a page of the store `uuid` and returns the generation of its root, or `None` if the page is blank or has a
-/// mark. Fails with the reason if the page is malformed.
+/// Parses a root page of the store `uuid`. Returns the generation of the root, or `None` if the page is blank or has a
+/// mark, which states that the page holds no root. Fails with the reason if the page is malformed.
 pub fn parse_root(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed> {
     Ok(found(page, uuid)?.map(|root| root.generation))
 }
@@ -28,7 +28,7 @@ fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
     })
 }
 
-/// Parses `bytes` as the fields of a root, behind a valid magic and with a valid checksum, so that fuzzing reaches the
+/// Adds a valid magic, uuid and checksum to `bytes`, and parses them as the fields of a root. So fuzzing reaches the
 /// field parser. Returns the root's generation. Fails if the fields are malformed, if the root uses an unknown feature,
 /// or if the root changes when it is encoded and read again.
 pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
@@ -44,8 +44,8 @@ pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     Ok(root.map(|root| root.generation))
 }
 
-/// Parses `bytes` as the fields of a log head, behind a valid magic and length, and returns the head's generation.
-/// Fails if the fields are malformed, or if the head changes when it is encoded and read again.
+/// Adds a valid magic and length to `bytes`, and parses them as the fields of a log head. Returns the head's
+/// generation. Fails if the fields are malformed, or if the head changes when it is encoded and read again.
 pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
     let head = Head::decode(&head::begun(bytes))?;
     if Head::decode(&head.encode()).as_ref() != Ok(&head) {

@@ -42,7 +42,8 @@ pub struct Checking<B: Buffer + Sync> {
 }
 
 impl<B: Buffer + Sync + 'static> Checkers<B> {
-    /// Starts `threads` threads, or as many as the system allows. With none, [`Checking::wait`] verifies each part.
+    /// Starts `threads` threads, or as many as the system allows. Without any thread, [`Checking::wait`] verifies each
+    /// part.
     #[must_use]
     pub fn new(threads: usize) -> Self {
         let state = Waiting { waiting: VecDeque::new(), closing: false };
@@ -116,7 +117,7 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// Verifies the part in [`Checking::wait`], without a thread.
+/// Makes a `Checking` without a thread: [`Checking::wait`] verifies the part.
 impl<B: Buffer + Sync> From<PartFetch<B>> for Checking<B> {
     fn from(part: PartFetch<B>) -> Self {
         Self { part: Arc::new(part), checked: None }

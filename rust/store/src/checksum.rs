@@ -30,7 +30,7 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&bound), bytes)
 }
 
-/// Hashes a stream of bytes with unseeded XXH3-64, which other programs can compute for the same file.
+/// Hashes a stream of bytes with unseeded XXH3-64, so that other programs can compute the same checksum of a file.
 pub struct Checksum(twox_hash::xxhash3_64::Hasher);
 
 impl Default for Checksum {

@@ -1,9 +1,10 @@
 //! Commits a step: waits for its writes, writes the log head and the table, flushes, writes the root.
 //!
 //! [Note: Root last] The root of generation `g + 1` is written only after a flush of everything that it names, and
-//! nothing that root `g` names is overwritten before root `g + 1` is durable. So a crash leaves the whole step before
-//! or the whole new step. With [`Durability::None`] one durable root is marked as unclosed; the commits after it write
-//! no table and no root, and overwrite the slots that both roots name, until [`Store::close`] writes the last commit.
+//! nothing that root `g` names is overwritten before root `g + 1` is durable. So after a crash the store has either the
+//! whole previous step or the whole new step. With [`Durability::None`] one commit writes a durable root that is marked
+//! as unclosed. Later commits write no table and no root, and overwrite the slots that both roots name;
+//! [`Store::close`] writes the last commit.
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ use crate::{
     table::table_checksum,
 };
 
-/// The arguments of a commit, beside the staged extents.
+/// The arguments of a commit, apart from the staged extents.
 #[derive(Debug, Clone, Default)]
 pub struct Commit {
     /// Number of committed steps, this one included.
@@ -41,9 +42,9 @@ pub struct Commit {
 pub(crate) enum Reach {
     /// Nothing: the commit changes only the index in memory.
     Memory,
-    /// Head, table and a durable root that marks the store as unclosed: commits of `Memory` follow.
+    /// Head, table and a durable root that marks the store as unclosed: later commits reach only `Memory`.
     Unclosed,
-    /// Head, table and a durable root without that mark.
+    /// Head, table and a durable root that does not mark the store as unclosed.
     Durable,
 }
 
@@ -132,7 +133,8 @@ impl Store {
         }
         index.forget_step();
         drop(index);
-        // With `Durability::Step` the log has the updates that only memory has applied.
+        // With `Durability::Step` nothing needs to be written here: the log has the gradients of all updates that were
+        // applied only in memory.
         if self.durability == Durability::None {
             self.close_applied()?;
         }
@@ -153,8 +155,8 @@ impl Store {
         drop(index);
         let write_commit = |commit| self.write_commit(commit, Reach::Durable, &mut || true).map(drop);
         write_commit(commit.clone())?;
-        // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed one, the other
-        // root still names overwritten data without saying so: write a second closing root over it.
+        // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed root, the other
+        // root still names overwritten data, and is not marked as unclosed: write a second closing root over it.
         if replaces_unclosed_root { write_commit(commit) } else { Ok(()) }
     }
 
@@ -265,7 +267,7 @@ impl Store {
         }
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
-        // With `Durability::None` the log stays in memory: deferred updates must be settled before `close`.
+        // With `Durability::None` the log stays in memory: the caller must settle deferred updates before `close`.
         let is_logged = self.durability == Durability::Step;
         if let Some(head) = head.filter(|_| is_logged) {
             self.write_head(live, head)?;

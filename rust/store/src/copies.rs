@@ -20,7 +20,7 @@ use crate::{
     store::CATALOG_CHUNK_BYTES,
 };
 
-/// A damaged copy of a label or of the description, whose other copy is whole.
+/// A damaged copy of a label or of the description. The other copy is whole.
 #[derive(Debug, Clone)]
 pub(crate) struct Damage {
     /// Names the copy, and says what is wrong with it.
@@ -50,8 +50,8 @@ pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid>
         let path = &volume.devices()[index as usize].path;
         let second = devices.second_label_offset(volume.size_bytes(), index).map(|at| found_at(volume, at));
         match second.transpose()? {
-            // A second label whose uuid is not that of the whole first labels is left from a former store, and is
-            // rejected by the arm below.
+            // If the undamaged first labels have another uuid, a former store left this second label, and the arm below
+            // rejects it.
             Some(Ok(Found::Label(label))) if uuid.is_none_or(|uuid| uuid == label.uuid) => {
                 require_same(&label, devices, index, path, &mut uuid)?;
             }
@@ -64,7 +64,7 @@ pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid>
     uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
 }
 
-/// Returns the error message for a store whose format has another version.
+/// Returns the error message for a store whose format has `version`, which this memascend cannot read.
 pub(crate) fn of_version(version: u32) -> String {
     let known = label::VERSION;
     format!(
@@ -73,7 +73,8 @@ pub(crate) fn of_version(version: u32) -> String {
     )
 }
 
-/// Rejects a label of another store, another device number or another striping. Sets `uuid` from the first label.
+/// Rejects a label whose store, device number or striping differs from `uuid`, `index` and `devices`. If `uuid` is
+/// `None`, sets it to the uuid of the label.
 fn require_same(label: &Label, devices: Devices, index: u32, path: &Path, uuid: &mut Option<Uuid>) -> Result<()> {
     if label.devices == devices && label.index == index && *uuid.get_or_insert(label.uuid) == label.uuid {
         return Ok(());
@@ -140,8 +141,8 @@ fn description_at(
 }
 
 impl Store {
-    /// Reads every copy of the labels and of the description, and returns a text about each damaged one. The other copy
-    /// of each is whole. The first commit after an open repairs the damaged copies.
+    /// Reads every copy of the labels and of the description, and returns a text about each damaged copy. For each, the
+    /// other copy is whole. The first commit after an open repairs the damaged copies.
     pub fn damaged(&self) -> Result<Vec<String>> {
         Ok(self.damaged_copies()?.into_iter().map(|damage| damage.what).collect())
     }
@@ -153,7 +154,7 @@ impl Store {
         noted.iter().map(|damage| damage.what.clone()).collect()
     }
 
-    /// Reads every copy of the labels and of the description, and returns those with wrong or unreadable bytes.
+    /// Reads every copy of the labels and of the description, and returns the copies with wrong or unreadable bytes.
     pub(crate) fn damaged_copies(&self) -> Result<Vec<Damage>> {
         let (devices, size) = (self.layout.devices, self.volume.size_bytes());
         let mut copies = Vec::new();

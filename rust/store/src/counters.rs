@@ -28,7 +28,7 @@ pub(crate) struct Counting {
 }
 
 impl Counting {
-    /// Counts a unit whose read begins, and `bytes` of it that are read from storage.
+    /// Counts a unit whose read begins, and the `bytes` of the unit that are read from storage.
     pub(crate) fn began(&self, bytes: u64) {
         self.fetches.fetch_add(1, Relaxed);
         self.fetched_bytes.fetch_add(bytes, Relaxed);

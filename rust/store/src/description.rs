@@ -18,8 +18,8 @@ pub struct Description {
     pub units: Vec<String>,
     /// Parameters and buffers, in ascending order of their units.
     pub records: Vec<Record>,
-    /// In the store of one of several ranks, which has some rows of each parameter: the index of each record's first
-    /// element in the whole parameter. Empty in a store with whole parameters.
+    /// For each record, the index of its first element in the whole parameter. Only the store of one of several ranks
+    /// has these indices, as its records have some rows of each parameter; empty in a store with whole parameters.
     pub first_elements: Vec<u64>,
 }
 
@@ -119,7 +119,8 @@ impl StateTensor {
         elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
     }
 
-    /// Returns the tensor's bytes for `elements` elements of the record within a chunk; 0 for a tensor without a grain.
+    /// Returns how many bytes the tensor has for `elements` elements of the record within a chunk; 0 for a tensor
+    /// without a grain.
     #[must_use]
     pub fn bytes_for(&self, elements: u64) -> u64 {
         if self.grain == 0 { 0 } else { elements.div_ceil(u64::from(self.grain)) * self.dtype.bytes() }

@@ -126,7 +126,7 @@ fn list_names(names: &[String]) -> String {
     format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
-/// Keeps the first [`LISTED_MAX`] sentences, and counts the others in one more.
+/// Keeps the first [`LISTED_MAX`] sentences, and adds one with the number of the sentences that it drops.
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
     let more = sentences.len().saturating_sub(LISTED_MAX);
     sentences.truncate(LISTED_MAX);

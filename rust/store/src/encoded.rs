@@ -40,7 +40,7 @@ impl Description {
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
-        // The features come first: a feature may change the fields that follow.
+        // Read the features first: a feature may change the fields that follow.
         let features = fields.texts(FEATURE_BYTES_MAX)?;
         features::known(&features)?;
         let chunk_elements = fields.u32()?;

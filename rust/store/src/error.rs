@@ -42,7 +42,7 @@ pub enum Error {
     /// A checksum or a field of the format is wrong.
     #[error("{}: {what} is damaged at offset {offset}: {why}", path.display())]
     Corrupt {
-        /// The file or device; the first one of a store on several.
+        /// The file or device; the first one if the store is on several devices.
         path: Arc<Path>,
         /// The damaged part: a parameter and chunk, or a part of the catalog.
         what: String,

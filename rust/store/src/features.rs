@@ -8,11 +8,11 @@ pub(crate) const FEATURE_BYTES_MAX: usize = 64;
 const KNOWN: [&str; 5] = [LOG, PLACES, RANKS, IDENTITY, FIRSTS];
 /// Required in a root that names a log head.
 pub(crate) const LOG: &str = "gradient log";
-/// Required beside [`LOG`] in a root with a log head that names spilled gradients, outside of the log's ring.
+/// Required in addition to [`LOG`] if the root's log head names spilled gradients, which are outside of the log's ring.
 pub(crate) const PLACES: &str = "gradients in place";
 /// Required in a root whose commit belongs to a run of several ranks.
 pub(crate) const RANKS: &str = "several ranks";
-/// Required beside [`RANKS`]: the root has the identity of the commit and the rank of the store.
+/// Required in addition to [`RANKS`]: the root has the identity of the commit and the rank of the store.
 pub(crate) const IDENTITY: &str = "commit identity";
 /// Required in a description that has each record's first element in the whole parameter.
 pub(crate) const FIRSTS: &str = "first elements";

@@ -8,9 +8,9 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 
 /// A read of a unit's values into memory.
 ///
-/// Until the devices have ended its reads, nothing is staged into the slots that it reads: after the next commit,
-/// [`Store::begin`] waits for the devices, but not for a call of [`Fetch::wait`]. Dropping a `Fetch` waits for the
-/// devices.
+/// Nothing is staged into the slots that a `Fetch` reads until the devices have ended the reads: after the next commit,
+/// [`Store::begin`] waits for the devices. It does not wait for a call of [`Fetch::wait`]. Dropping a `Fetch` waits for
+/// the devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
     /// `None` if no record of the unit has values.

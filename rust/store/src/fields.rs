@@ -32,7 +32,7 @@ pub(crate) fn newer(what: &str) -> String {
     format!("the store uses {what}, which this version of memascend does not know: install a newer one")
 }
 
-/// Reads the fields of some bytes, one after the other.
+/// Reads the fields in a slice of bytes, one after the other.
 pub(crate) struct Fields<'a> {
     bytes: &'a [u8],
 }
@@ -96,8 +96,8 @@ impl Fields<'_> {
     }
 }
 
-/// Reads `count` items with `one`. Before it allocates, rejects a `count` of items of at least `bytes_min` bytes each
-/// that cannot fit the unread bytes.
+/// Reads `count` items with `one`. Each item has at least `bytes_min` bytes; if the unread bytes are too few for
+/// `count` items, fails before it allocates.
 pub(crate) fn counted<'a, T, E: From<Malformed>>(
     count: usize,
     bytes_min: usize,

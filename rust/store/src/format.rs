@@ -1,4 +1,4 @@
-//! Defines the formats of a record's state: where its fp32 master weights are stored, and in which form its moments.
+//! Defines the formats of a record's state: where its fp32 master weights are stored, and the form of its moments.
 
 use crate::{Dtype, Error, Record, Result, StateTensor};
 
@@ -8,15 +8,15 @@ pub enum Format {
     /// Each state tensor holds what its name says, in its own dtype.
     #[default]
     Plain,
-    /// float32 values, or a float32 master weight beside 16-bit values; moments in bfloat16.
+    /// float32 values, or 16-bit values and a float32 master weight for each; moments in bfloat16.
     Bf16,
-    /// float32 values, or a float32 master weight beside 16-bit values; moments in 8 bits.
+    /// float32 values, or 16-bit values and a float32 master weight for each; moments in 8 bits.
     EightBit,
     /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored: the bfloat16
     /// values are its upper half, rounded to nearest even, and the state tensors [`COMPACT`] have the rest.
     Compact,
-    /// A compact master weight and a momentum in float32. A momentum needs its sign, so the bits of the state tensor
-    /// `rounded_up` mark the values that were rounded up.
+    /// A compact master weight and a momentum in float32. A momentum needs its sign bit, so the bits of the state
+    /// tensor `rounded_up` mark the values that were rounded up.
     CompactSingle,
     /// A compact master weight; moments in bfloat16.
     CompactBf16,
@@ -33,7 +33,7 @@ pub enum Format {
 /// Where a record's fp32 master weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Master {
-    /// In the float32 values, or in a state tensor beside 16-bit values.
+    /// In float32 values themselves or, if the values have 16 bits, in a state tensor.
     Own,
     /// In the bfloat16 values and the state tensor `rest` together.
     Compact,
@@ -169,7 +169,8 @@ fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(Str
         return None;
     }
     if format.master() == Master::Compact && (momentum || form == MomentForm::EightBit) {
-        // No second moment has a free sign bit: a momentum needs its sign, and an 8-bit code has none.
+        // Here no moment has a free sign bit to mark a value that was rounded up: a momentum needs its sign, and an
+        // 8-bit code has no sign bit. The bits of `rounded_up` mark such values.
         tensors.push(("rounded_up".into(), Dtype::U8, 8));
     }
     let names = if momentum { &MOMENTUM[..] } else { &ADAM[..] };

@@ -23,8 +23,8 @@ pub(crate) const RULE_BYTES_MAX: usize = 512;
 /// Most bytes of the name of a rule or of a number.
 const NAME_BYTES_MAX: usize = 64;
 
-/// The rule that applies a gradient: the name of a kernel, and every number that the kernel uses beside state and
-/// gradient.
+/// The rule that applies a gradient: the name of a kernel, and every number that the kernel uses in addition to state
+/// and gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct LoggedRule {
     /// The name of the kernel.
@@ -78,7 +78,8 @@ pub struct LoggedGradient {
 pub struct Head {
     /// The generation of the commit that wrote the head.
     pub generation: u64,
-    /// The generation of the oldest head that was still needed at that commit, this one included.
+    /// The generation of the oldest head that was still needed when this head was committed. It is this head's own
+    /// generation if no older head was needed.
     pub oldest: u64,
     /// The number of committed steps, this one included.
     pub step: u64,
@@ -159,7 +160,7 @@ pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> 
     Ok(nbytes)
 }
 
-/// Returns a head of these fields behind a valid magic and length, for fuzzing.
+/// Puts a valid magic and length before `fields` and returns the encoded head, for fuzzing.
 pub(crate) fn begun(fields: &[u8]) -> Vec<u8> {
     let nbytes = (MAGIC.len() + 8 + fields.len()) as u64;
     [&MAGIC[..], &nbytes.to_le_bytes(), fields].concat()

@@ -27,7 +27,7 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
 }
 
 impl<S: Deref<Target = Store>> Hold<S> {
-    /// Takes a hold on the slot of a record that readers see, to read `extents`.
+    /// Takes a hold on the slot that readers of a record see, to read `extents`.
     pub(crate) fn live(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
@@ -98,8 +98,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
     }
 
-    /// Holds the slot again after `release`. Fails if the slot, or the RAM tier for `alone`, has another version by
-    /// then.
+    /// Holds the slot again after `release`. Fails if the slot (or the RAM tier, if `alone` is set) now has a version
+    /// other than that of the hold.
     pub(crate) fn retake(&self) -> Result<()> {
         let mut index = self.store.index.lock();
         if self.open.load(Relaxed) {

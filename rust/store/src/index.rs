@@ -47,25 +47,25 @@ pub(crate) enum Pending {
     /// No change.
     #[default]
     Nothing,
-    /// The other slot becomes live. Its staging has begun, and may be complete.
+    /// The slot that is not live becomes live. Its staging has begun, and may be complete.
     Staged,
-    /// The other slot, staged with the state that the RAM tier has before the commit, becomes live. After the commit,
-    /// update number `update`, if any, is applied in the RAM tier.
+    /// The slot that is not live, staged with the state that the RAM tier has before the commit, becomes live. After
+    /// the commit, update number `update`, if any, is applied in the RAM tier.
     Snapshot { update: Option<u64> },
     /// Update number `update` is applied in the RAM tier after the commit.
     InMemory { update: u64 },
-    /// The other slot, staged with the deferred update that the live slot lacks, becomes live. Readers see the other
-    /// slot as soon as all of its extents are written, before a root names it.
+    /// The slot that is not live, staged with the deferred update that the live slot lacks, becomes live. Readers see
+    /// this slot as soon as all of its extents are written, before a root names it.
     Settled,
 }
 
 impl Pending {
-    /// True if the staging of the other slot has begun.
+    /// True if the staging of the slot that is not live has begun.
     pub(crate) fn is_staged(self) -> bool {
         matches!(self, Self::Staged | Self::Snapshot { .. } | Self::Settled)
     }
 
-    /// True if the other slot is staged with the state of the RAM tier.
+    /// True if the slot that is not live is staged with the state of the RAM tier.
     pub(crate) fn is_snapshot(self) -> bool {
         matches!(self, Self::Snapshot { .. })
     }
@@ -88,8 +88,8 @@ impl Slots {
         if self.is_settled() { self.other_slot() } else { usize::from(self.live) }
     }
 
-    /// Applies the commit of `generation` to the record: swaps the slots if the other one is staged. Returns how the
-    /// record's copy in the RAM tier relates to the commit.
+    /// Applies the commit of `generation` to the record: swaps the slots if the one that is not live is staged. Returns
+    /// how the record's copy in the RAM tier relates to the commit.
     pub(crate) fn committed(&mut self, generation: u64) -> AfterCommit {
         let (before, _) = self.newest();
         let pending = std::mem::take(&mut self.pending);
@@ -198,7 +198,7 @@ pub(crate) struct Index {
     pub(crate) failed: Option<Error>,
     /// True if the newest root on storage says that the store is not closed.
     pub(crate) root_is_unclosed: bool,
-    /// The generation of the newest root on storage. Commits in memory alone have later generations.
+    /// The generation of the newest root on storage. Commits that are only in memory have later generations.
     pub(crate) root_generation: u64,
     /// The run of several ranks that the last commit belongs to.
     pub(crate) run: Run,
@@ -338,7 +338,7 @@ impl Index {
             return;
         }
         slots.missing = 0;
-        // Of all pending changes, only `Staged` has also written its extents to the RAM tier.
+        // `stage` writes extents to the RAM tier only for a `Staged` record: these extents are stale now.
         if std::mem::take(&mut slots.pending) == Pending::Staged {
             self.note_stale(record);
         }

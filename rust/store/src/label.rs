@@ -33,7 +33,7 @@ pub(crate) enum Found {
     Blank,
     /// Bytes that do not begin with [`MAGIC`].
     Foreign,
-    /// A label of another version of the format.
+    /// A label whose version of the format is not [`VERSION`].
     Version(u32),
     /// A label with a wrong checksum or impossible fields; the text says which.
     Damaged(Malformed),
@@ -55,7 +55,8 @@ impl Label {
     }
 }
 
-/// Pads `bytes` with zeros up to the last eight bytes of a sector, which become the checksum of the bytes before them.
+/// Pads `bytes` with zeros to a sector, and sets the sector's last eight bytes to the checksum of the bytes before
+/// them.
 pub(crate) fn seal(bytes: &mut Vec<u8>, uuid: &Uuid, subject: Subject) {
     bytes.resize(SECTOR_BYTES - 8, 0);
     let sum = checksum(uuid, subject, (0, 0), 0, bytes);

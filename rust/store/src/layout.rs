@@ -200,7 +200,8 @@ impl Layout {
         self.devices.with_second_labels(self.end)
     }
 
-    /// Returns the end of the last part that the root places. Second places for gradients and the log come after it.
+    /// Returns the end of the last part whose offset is in the root. Second places for gradients and the log come after
+    /// it.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
@@ -217,7 +218,8 @@ impl Layout {
         self.extents
     }
 
-    /// Returns the bytes of one slot of all values and state. Figures "per byte of state" refer to this number.
+    /// Returns how many bytes one slot of every record takes, values and state together. Figures "per byte of state"
+    /// refer to this number.
     #[must_use]
     pub fn slot_bytes(&self) -> u64 {
         self.slot_bytes
@@ -323,8 +325,8 @@ impl Description {
         self.records[record].elements().saturating_sub(before).min(u64::from(self.chunk_elements)) as usize
     }
 
-    /// Iterates over the state tensors with a grain, in a chunk of `elements` elements: (dtype, offset in the chunk,
-    /// bytes).
+    /// Yields `(dtype, offset in the chunk, bytes)` of each state tensor with a grain, for a chunk of `elements`
+    /// elements.
     pub fn in_chunk(&self, record: usize, elements: usize) -> impl Iterator<Item = (Dtype, usize, usize)> {
         self.records[record].chunked().scan(0, move |at, tensor| {
             let (start, bytes) = (*at, tensor.bytes_for(elements as u64) as usize);

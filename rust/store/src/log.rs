@@ -3,9 +3,9 @@
 //! The log makes a step durable for records whose new state is not written to a slot: records kept in RAM, and records
 //! with deferred updates.
 //!
-//! [Note: Newest state] A record's newest state is its live slot and then each of the record's gradients in heads of
-//! the slot's generation or later, applied in order. So a step may write a record whole with the state *before* the
-//! step's own gradient, and the log may then drop the record's earlier gradients.
+//! [Note: Newest state] To get a record's newest state, start from its live slot, and apply in order each of the
+//! record's gradients that a head of the slot's generation or later names. So a step may write a record whole with the
+//! state *before* the step's own gradient, and the log may then drop the record's earlier gradients.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -28,15 +28,16 @@ pub(crate) struct GradientLog {
     pub(crate) deferred: Vec<usize>,
     /// The number of steps with a head since the store was opened.
     pub(crate) turn: u64,
-    /// The log as of the last commit.
+    /// The state of the log after the last commit.
     pub(crate) live: Live,
-    /// The log that the store had when it was opened, until a commit after which no slot lacks gradients.
+    /// The log that the store had when it was opened. The first commit after which no slot lacks gradients sets it to
+    /// `None`.
     pub(crate) found: Option<Arc<Replay>>,
     /// The gradients appended since the last commit, by record.
     pub(crate) appended: BTreeMap<usize, Appended>,
     /// The ring position of the next append; `None` until the first append after a commit.
     pub(crate) next: Option<u64>,
-    /// A checksum sum over the updates that the commit in progress defers to the next step: a part of
+    /// The sum of a checksum for each update that the commit in progress defers to the next step: a part of
     /// [`Store::digest`](crate::Store::digest).
     pub(crate) digest: u64,
 }
@@ -53,7 +54,7 @@ pub(crate) struct Live {
     pub(crate) next: u64,
     /// The records whose live slots lack gradients.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
-    /// The generation of the newest head that names spilled gradients, outside of the ring.
+    /// The generation of the newest head that names spilled gradients, which are outside of the ring.
     pub(crate) spilled_in: u64,
 }
 
@@ -113,7 +114,7 @@ impl Live {
         self.heads.front().map_or(self.next, |&(_, start)| start)
     }
 
-    /// True if a needed head names spilled gradients, outside of the ring.
+    /// True if a needed head names spilled gradients, which are outside of the ring.
     pub(crate) fn has_spilled(&self) -> bool {
         !self.ahead.is_empty() && self.heads.iter().any(|&(generation, _)| generation <= self.spilled_in)
     }
@@ -140,7 +141,7 @@ impl GradientLog {
         self.live.ahead.contains_key(&record)
     }
 
-    /// Returns the records whose gradient of this step is a spilled one, outside of the ring.
+    /// Returns the records whose gradient of this step is spilled, so that it is outside of the ring.
     pub(crate) fn appended_spills(&self) -> BTreeSet<usize> {
         self.appended.iter().filter(|(_, appended)| appended.is_spilled).map(|(&record, _)| record).collect()
     }
@@ -154,9 +155,9 @@ impl GradientLog {
         heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
     }
 
-    /// Computes the log as of the commit of `generation` and `step`, and the head that this commit writes (`None` if
-    /// `said` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails if `said`,
-    /// the caller's list of the step's gradients, does not match the appended gradients.
+    /// Computes the state of the log after the commit of `generation` and `step`, and the head that this commit writes
+    /// (`None` if `said` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails if
+    /// `said`, the caller's list of the step's gradients, does not match the appended gradients.
     pub(crate) fn after(
         &self,
         (generation, step): (u64, u64),

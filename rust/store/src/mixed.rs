@@ -1,6 +1,7 @@
-//! Rejects a striped store whose devices hold copies of different commits, by a sample of the extents on each device.
+//! Rejects a striped store whose devices hold copies of different commits. Checks a sample of the extents on each
+//! device.
 //!
-//! Roots and tables lie on a few of the devices and name the extents on all of them. Every read checks its extent, so
+//! Roots and tables are on a few of the devices and name the extents on all of them. Every read checks its extent, so
 //! training never computes with a mix of copies. Without the sample, that check could fail hours after the opening.
 
 use std::cmp::Reverse;
@@ -41,7 +42,7 @@ impl Store {
             let found = match self.read_slot(record, extent, scratch.part(bytes)?)?.wait() {
                 Ok(_) => None,
                 Err(error @ Error::Corrupt { .. }) => Some(error),
-                // The sample skips an extent that a device fails to read: the later read of it reports the error.
+                // The sample skips an extent that a device fails to read: a later read of the extent reports the error.
                 Err(Error::Storage(_)) => continue,
                 Err(error) => return Err(error),
             };
@@ -54,12 +55,13 @@ impl Store {
         first.map_or(Ok(()), |error| self.reject_mixed(&sampled, error))
     }
 
-    /// Returns every live extent in the order of sampling: the first extent of each record, then the second one of
-    /// each, and so on. The records of a round alternate between the newest and the oldest version that is left.
+    /// Returns every live extent in the order of sampling: the first extent of each record, then the second extent of
+    /// each record, and so on. Each such round begins with the record of the newest version, then takes the record of
+    /// the oldest version, of the second newest, of the second oldest, and so on.
     ///
-    /// An older copy of a device lacks the extents with the newest versions. A newer copy, or one from another
-    /// continuation of the run, has first overwritten the extents with the oldest versions: the RAM tier writes its
-    /// records in turn, each once in many steps.
+    /// A device that holds an older copy lacks the extents with the newest versions. In a newer copy, or in a copy from
+    /// another continuation of the run, the extents with the oldest versions were overwritten first: the RAM tier
+    /// writes its records in turn, each once in many steps.
     fn telling_extents(&self) -> impl Iterator<Item = (usize, u32)> {
         let count = self.description.records.len();
         let mut records: Vec<usize> = (0..count).filter(|&record| self.layout.extents_of(record) > 0).collect();

@@ -43,8 +43,8 @@ pub(crate) enum Page {
 }
 
 impl Page {
-    /// Returns the `beside` field of the next root for this page. [`Store::go_back`] writes a mark over a damaged page
-    /// before that root is written.
+    /// Returns what the next root states about this page in its `beside` field. [`Store::go_back`] writes a mark over a
+    /// damaged page before that root is written.
     fn beside(&self) -> Beside {
         match self {
             Self::Blank | Self::Damaged(_) | Self::Marked => Beside::Mark,
@@ -109,7 +109,7 @@ impl Roots {
             .find_map(|(slot, page)| if let Page::Damaged(error) = page { Some((slot, error)) } else { None })
     }
 
-    /// Returns the newer whole root, whose description is that of both roots.
+    /// Returns the newer whole root. Both roots have the same description.
     ///
     /// # Errors
     /// Fails if no root is whole: with the error of a damaged page, or with [`Error::Unfilled`] if none is damaged.
@@ -153,8 +153,9 @@ fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     })
 }
 
-/// Returns the slot of a blank page beside a whole root, and why it counts as damaged: each root states in `beside`
-/// what the other page held, and the lost root may have been the newer one.
+/// If one page is blank and the other has a whole root, returns the slot of the blank page, and why it counts as
+/// damaged. Each root states in its field `beside` what the other page held, so the blank page has lost its content,
+/// which may have been the newer root.
 fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
     let (slot, root) = match pages {
         [Page::Blank, Page::Whole(root)] => (0, root),
@@ -179,14 +180,15 @@ pub struct CommitId {
     pub generation: u64,
     /// The run of several ranks that the commit belongs to.
     pub run: Run,
-    /// False if later commits in memory may have overwritten the commit: durability "none", and not closed.
+    /// False if later commits in memory may have overwritten the commit: the store has durability "none", and was not
+    /// closed after this commit.
     pub kept: bool,
 }
 
 impl Store {
     /// Returns the commits that the whole roots of a store name, the newest first, and the error of a damaged root.
     /// Returns no commits if the store's first write did not finish or its file is empty, and `None` if the paths hold
-    /// no store. Reads labels, roots and description alone, and writes nothing.
+    /// no store. Reads only labels, roots and the description, and writes nothing.
     pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<CommitId>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         match look(&resolved, None)? {
@@ -201,8 +203,8 @@ impl Store {
         }
     }
 
-    /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from it.
-    /// Goes back to the commit before, unless `how.goes_back_later`.
+    /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from it. With
+    /// [`Existing::Previous`], also drops the newest commit, unless `how.goes_back_later` is set.
     pub(crate) fn settle(
         &self,
         roots: &Roots,
@@ -243,7 +245,7 @@ impl Store {
                  overwrite: existing=\"previous\" cannot open it, and nothing was changed"
             ))
         })?;
-        // The verified bytes must be on storage, and not in a device's cache alone, before `go_back` drops the other
+        // The verified bytes must be on storage, and not only in a device's cache, before `go_back` drops the other
         // root.
         self.volume.flush(Wait::forever())?;
         self.index.lock().phase = Phase::Previous { newest };
@@ -276,7 +278,7 @@ impl Store {
         error.adding(&advice)
     }
 
-    /// Discards the loaded catalog, and loads that of the commit that `root` names.
+    /// Discards the loaded catalog, and loads the catalog of the commit that `root` names.
     pub(crate) fn reload(&self, root: &Root) -> Result<()> {
         *self.index.lock() = Index::new(&self.description, &self.layout, &self.sections);
         self.load_table(root)

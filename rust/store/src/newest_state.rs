@@ -1,8 +1,8 @@
 //! Rebuilds the newest state of a record, chunk by chunk: reads its live slot, then applies the logged gradients that
 //! the slot lacks. Writes nothing to storage.
 //!
-//! `Store::scan` uses this for a store that was opened with a log, and `Store::refresh` for values in the RAM tier that
-//! were overwritten in place.
+//! `Store::scan` uses this module for a store that was opened with a log, and `Store::refresh` for values in the RAM
+//! tier that were overwritten in place.
 //!
 //! [Note: Deferred updates] A commit may name a record's spilled gradient instead of the updated record
 //! (`Store::append_spilled`). Until the next commit, such a record is *behind*: its live slot lacks one update. To
@@ -54,7 +54,7 @@ impl Store {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
-    /// Sets the function that settles records before they are read, in place of an earlier one.
+    /// Sets the function that settles records before they are read. Replaces a function that was set before.
     pub fn settle_with(&self, settler: Box<Settler>) {
         *locked(&self.settler) = Some(settler.into());
     }
@@ -66,7 +66,8 @@ impl Store {
         self.index.lock().is_behind(record)
     }
 
-    /// Settles those of `records` that are behind, by the function that [`Store::settle_with`] set.
+    /// Settles those of `records` that are behind, with the function that [`Store::settle_with`] set. Does nothing if
+    /// none was set.
     pub(crate) fn settled(&self, records: impl IntoIterator<Item = usize>) -> Result<()> {
         let Some(settler) = locked(&self.settler).clone() else { return Ok(()) };
         let behind: Vec<usize> = records.into_iter().filter(|&record| self.is_behind(record)).collect();

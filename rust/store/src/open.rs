@@ -32,9 +32,9 @@ pub enum Existing {
     /// Return an error.
     #[default]
     Refuse,
-    /// Open its last committed step; create a store if there is none.
+    /// Open the store at its last committed step; create a store if the paths hold none.
     Resume,
-    /// Create a new store in its place. Files and devices with other data are never overwritten.
+    /// Create a new store in place of the existing one. Files and devices with other data are never overwritten.
     Replace,
     /// Open the commit before the last one or, if one root is damaged, the commit of the other root. Every byte of that
     /// commit is verified, then a mark is written over the other root. Fails if there is no store.
@@ -67,8 +67,8 @@ impl Store {
         Self::create_watched(paths, description, how, &mut |_, _| true)
     }
 
-    /// As [`Store::create`]. During the verification of [`Existing::Previous`], `progress` receives the bytes done and
-    /// the total, and returns `false` to stop.
+    /// Does what [`Store::create`] does. During the verification of [`Existing::Previous`], `progress` receives the
+    /// bytes done and the total, and returns `false` to stop.
     pub fn create_watched(
         paths: &[impl AsRef<Path>],
         description: Description,
@@ -131,8 +131,8 @@ impl Store {
         Self::open_watched(paths, how, &mut |_, _| true)
     }
 
-    /// As [`Store::open`]. During the verification of [`Existing::Previous`], `progress` receives the bytes done and
-    /// the total, and returns `false` to stop.
+    /// Does what [`Store::open`] does. During the verification of [`Existing::Previous`], `progress` receives the bytes
+    /// done and the total, and returns `false` to stop.
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.settle(&roots, how, &|_| Ok(()), progress)?;
@@ -199,9 +199,9 @@ impl Store {
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // Overwrite the former store's roots with marks first: without a root, a second label that the former store
-        // left behind is not followed. Overwrite the newest root last, so that a root that is left names the last
-        // commit.
+        // Overwrite the former store's roots with marks first: openings ignore a second label that the former store
+        // left behind if that store has no root. Overwrite the newest root last: if this process is killed in between,
+        // the root that is left names the former store's last commit.
         if let Some(label) = former {
             let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
@@ -344,7 +344,7 @@ fn require_store(there: &PathState, paths: &[PathBuf]) -> Result<Label> {
     Ok(label.unwrap_or_else(|| unreachable!("without a store that is refused")))
 }
 
-/// Returns a first label that a former store of as many devices left on the volume.
+/// Returns a first label that a former store with the same number of devices left on the volume.
 fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     for index in 0..devices.count {
         let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);
@@ -357,7 +357,8 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     Ok(None)
 }
 
-/// Returns the generation (0: no root) and the offset of each root page of a former store that lies in the volume.
+/// Returns the generation (0: no root) and the offset of each root page of a former store, if the page is inside the
+/// volume.
 fn former_root_pages(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
     let offsets = [0, 1].map(|slot| {
         let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
@@ -373,7 +374,8 @@ fn former_root_pages(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u
 
 /// Reads `nbytes` of the volume from `offset`, a multiple of [`PAGE_BYTES`]. The caller bounds `nbytes`.
 ///
-/// Reads through aligned memory: an unaligned read would start the volume's copy threads, which stay until it closes.
+/// Reads through aligned memory: an unaligned read would start the volume's copy threads, which stay until the volume
+/// closes.
 pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
     let scratch = Scratch::new(CATALOG_CHUNK_BYTES, 1, "store catalog")?;
     let mut bytes = Vec::with_capacity(nbytes as usize);

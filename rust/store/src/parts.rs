@@ -39,7 +39,7 @@ struct Flights {
     flying: Vec<Weak<dyn PendingRead>>,
 }
 
-/// A read of a part, of any buffer type.
+/// A read of a part into a buffer of any type.
 trait PendingRead: Send + Sync {
     fn has_ended(&self) -> bool;
 }
@@ -82,8 +82,8 @@ struct InFlight<B: Buffer + Sync> {
     index: usize,
 }
 
-/// A run of chunks in a part that [`Parts::begin`] does not read, because their record is behind: the caller computes
-/// their values.
+/// A run of chunks in a part that [`Parts::begin`] does not read, because the record of these chunks is behind: the
+/// caller computes their values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeferredRun {
     /// The record of the chunks.
@@ -106,8 +106,8 @@ impl Store {
         self.parts_lacking(unit, bytes_max, &[])
     }
 
-    /// As [`Store::parts`], but leaves out the values of the records in `lacking`: [`Parts::lacking`] returns their
-    /// places. Settles nothing.
+    /// Does what [`Store::parts`] does, but leaves out the values of the records in `lacking`: [`Parts::lacking`]
+    /// returns their places. Settles nothing.
     pub fn parts_lacking(self: &Arc<Self>, unit: usize, bytes_max: u64, lacking: &[usize]) -> Result<Parts> {
         let Some(name) = self.description.units.get(unit) else {
             return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
@@ -221,7 +221,7 @@ impl Parts {
                 _ => runs.push((extent.at, from, bytes)),
             }
         }
-        // The lock stays until this read is in `flying`: `release_if_ended` must not release the holds before.
+        // Keep the lock until this read is in `flying`: `release_if_ended` must not release the holds before that.
         let mut flights = self.reading.lock();
         self.reading.holds.iter().try_for_each(Hold::retake)?;
         for (into, from, bytes) in runs {
@@ -275,7 +275,7 @@ impl Reading {
 
 impl<B: Buffer + Sync> PendingRead for Mutex<FetchState<B>> {
     fn has_ended(&self) -> bool {
-        // A thread in `PartFetch::wait` has the lock, so the read may not have ended.
+        // If `try_lock` fails, a thread in `PartFetch::wait` has the lock, and the read may not have ended.
         self.try_lock().is_ok_and(|state| state.is_done())
     }
 }

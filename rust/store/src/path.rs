@@ -1,4 +1,4 @@
-//! Examines the files and devices at a store's paths before any is opened for use or changed.
+//! Examines the files and devices at a store's paths before any of them is opened for use or changed.
 
 use std::{
     fs::{self, File},
@@ -25,7 +25,7 @@ use crate::{
 
 /// The name of the store's file if the path is a folder.
 const FILE_NAME: &str = "memascend.store";
-/// Bytes at either end that must be zeros for a file or device without a label to count as blank.
+/// A file or device without a label counts as blank if this many bytes at each of its ends are zeros.
 const EDGE_BYTES: u64 = 1 << 20;
 /// File systems in memory, by the type that `statfs` returns.
 const TMPFS_MAGIC: FsWord = 0x0102_1994;
@@ -73,8 +73,8 @@ pub(crate) fn names_folder(path: &Path) -> bool {
 /// missing.
 ///
 /// # Errors
-/// Names the device that holds other data, belongs to another store, is blank while others are not, or is out of order.
-/// Fails, too, if the store has another number of devices.
+/// Fails with an error that names the device that holds other data, belongs to another store, is blank while others are
+/// not, or is out of order. Fails, too, if the number of the store's devices is not the number of `paths`.
 pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
@@ -154,8 +154,9 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
         && (0..2).all(lacks_root)
 }
 
-/// Checks that a file with a pending name may be removed: it is blank, or a store of one device with at most the first
-/// commit, which a killed process left. Otherwise returns why not: a user may have given a trained store such a name.
+/// Checks that a file with a pending name may be removed: it is blank, or it is what a killed process left: a store of
+/// one device with at most the first commit. Otherwise returns why not: a user may have given a trained store such a
+/// name.
 pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
     let label = match look_at(path) {
         Ok(Found::Blank) => return Ok(()),
@@ -239,7 +240,7 @@ fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     known.map_or_else(|| all.collect(), |known| vec![known])
 }
 
-/// Returns the second labels of the devices, for the first geometry with which any is found.
+/// Returns the second labels of the devices, for the first geometry with which any second label is found.
 ///
 /// A second label counts if a root of its store is whole, or if the first page of the device is zeros or still begins
 /// with the magic of a label. Otherwise, other data was written over an old store.
@@ -308,7 +309,7 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     if !place.exists() {
         return refused(path, &format!("the folder {} does not exist", folder.display()));
     }
-    // If `statfs` fails, the file system counts as neither.
+    // If `statfs` fails, `file_system` is 0, and the path is not rejected.
     let file_system = statfs(place).map_or(0, |answer| answer.f_type);
     if KERNEL_MAGICS.contains(&file_system) {
         return refused(
@@ -331,7 +332,8 @@ fn is_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Returns the error for resuming from an empty file: a user whose store was lost must not begin a new one unawares.
+/// Returns the error for resuming from an empty file: a user whose store was lost must not begin a new store without
+/// knowing it.
 pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     let bytes = fs::metadata(path).map_or(0, |there| there.len());
     let found = if bytes == 0 { "it has no bytes".into() } else { format!("its {bytes} bytes begin and end in zeros") };

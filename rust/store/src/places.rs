@@ -54,7 +54,7 @@ impl Devices {
         })
     }
 
-    /// Returns the smallest size of a volume whose second labels all lie behind `end`. Their row may also hold bytes
+    /// Returns the smallest size of a volume whose second labels are all behind `end`. Their row may also hold bytes
     /// before `end`, in front of the label of device 0.
     pub(crate) fn with_second_labels(self, end: u64) -> u64 {
         let row = self.row_bytes();
@@ -72,7 +72,8 @@ impl Devices {
         (end.div_ceil(self.row_bytes()) + 1) * self.row_bytes()
     }
 
-    /// Returns the size of the volume that existing files and devices make; 0 if any of them is missing.
+    /// Returns the size of the volume that the existing files or devices at `paths` form together; 0 if any of them is
+    /// missing.
     pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
         let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);
         let smallest = paths.iter().map(length).min().unwrap_or(0);
@@ -122,7 +123,7 @@ pub(crate) struct Lengths {
 
 impl Places {
     /// Places all areas one after the other from `first` on, the second copy of the description last. Also returns the
-    /// end.
+    /// end of the last area.
     pub(crate) fn in_a_row(lengths: &Lengths, first: u64) -> Result<(Self, u64)> {
         let mut end = first;
         let mut next = |bytes: u64| -> Result<u64> {
@@ -153,8 +154,8 @@ impl Places {
         both.chain([(self.spill, lengths.spill)]).collect()
     }
 
-    /// Returns the end of the last area. Fails if an area overlaps another, lies before `first`, is not aligned to a
-    /// page, or ends past the limit of offsets.
+    /// Returns the end of the last area. Fails if two areas overlap, or if an area begins before `first`, is not
+    /// aligned to a page, or ends past the limit of offsets.
     pub(crate) fn end(&self, lengths: &Lengths, first: u64) -> std::result::Result<u64, Malformed> {
         let mut extents = self.extents(lengths);
         extents.sort_unstable();

@@ -1,10 +1,10 @@
 //! Keeps records in RAM while the store is open: their values, with which modules compute in place, and their state.
 //!
-//! [Note: RAM tier versions] `CachedVersions::versions` states which version of each extent memory has. An extent is *fresh* if
-//! that is the newest version of its record, else *stale*. If storage has the newest version too, `Store::stage`
-//! replaces the extent in memory at once, under the version of the next commit; a discard makes it stale, and
-//! [`Store::refresh`] reads it again. If an update was applied in memory alone (`Slots::applied`), memory has the only
-//! copy of the newest version, and only further updates write to it.
+//! [Note: RAM tier versions] `CachedVersions::versions` states which version of each extent memory has. An extent is
+//! *fresh* if that is the newest version of its record, else *stale*. If storage has the newest version too,
+//! `Store::stage` replaces the extent in memory at once, under the version of the next commit; a discard makes it
+//! stale, and [`Store::refresh`] reads it again. If an update was applied only in memory (`Slots::applied`), memory has
+//! the only copy of the newest version, and only further updates write to that copy.
 
 use std::{
     collections::BTreeMap,
@@ -45,13 +45,14 @@ struct RamTierRecord {
     now: Mutex<CachedVersions>,
 }
 
-/// The versions that memory has of a record. A thread that reads or writes the record's memory holds the lock of its
-/// `CachedVersions`, except modules that compute with the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
+/// The versions that memory has of a record. A thread that reads or writes the record's memory holds the lock of the
+/// record's `CachedVersions`. There are two exceptions: modules that compute with the values, and updates
+/// ([`InMemoryUpdate`](crate::InMemoryUpdate)).
 #[derive(Debug)]
 pub(crate) struct CachedVersions {
-    /// The version of each extent; 0 if memory has none, or bytes of no version.
+    /// The version of each extent; 0 if memory does not have the extent, or has bytes that belong to no version.
     pub(crate) versions: Box<[u64]>,
-    /// The checksum of each chunk of values, if memory alone has the newest version; the index has the others.
+    /// The checksum of each chunk of values, if only memory has the newest version; the index has all other checksums.
     pub(crate) sums: Box<[u64]>,
 }
 
@@ -66,9 +67,9 @@ impl Layout {
 }
 
 impl Store {
-    /// Allocates memory for `records`, [`Layout::ram_tier_bytes`] for each, and keeps them in RAM from then on,
-    /// instead of those that were kept before. Reads nothing: [`Store::refresh`] does. `keep_going` is called during
-    /// the allocation; see [`Region::interruptible`].
+    /// Allocates memory for `records`, [`Layout::ram_tier_bytes`] for each, and keeps them in RAM from then on, instead
+    /// of the records that were kept before. Reads nothing: [`Store::refresh`] reads the records. `keep_going` is
+    /// called during the allocation; see [`Region::interruptible`].
     ///
     /// # Errors
     /// Fails if memory has the only copy of a record, the store is closed, or the memory cannot be allocated.
@@ -97,14 +98,16 @@ impl Store {
             let now = Mutex::new(CachedVersions { versions, sums: vec![0; chunks].into() });
             ram_tier.insert(record, RamTierRecord { values: 0, state: 0, now });
         }
-        // Place the values of all records first, so that those of a unit lie as in `Store::fetch`; then all state.
+        // Place the values of all records first, so that the values of a unit have the same layout as in the memory of
+        // `Store::fetch`. Place all state after them.
         let mut end = 0;
         for (&record, of_record) in &mut ram_tier {
             of_record.values = end;
             end += self.layout.ram_tier_bytes(&self.description, record).0 as usize;
         }
         let units = (0..self.description.units.len()).filter_map(|unit| {
-            // A unit is complete without its records that have no values: the plan may leave them out of the RAM tier.
+            // Ignore records without values: the plan may leave them out of the RAM tier, and the unit still counts as
+            // complete.
             let valued = |&record: &usize| self.layout.ram_tier_bytes(&self.description, record).0 > 0;
             let mut records = self.records_of(unit).filter(valued).peekable();
             let first = ram_tier.get(records.peek()?)?.values;
@@ -132,8 +135,8 @@ impl Store {
         self.ram_tier().is_some_and(|ram_tier| ram_tier.records.contains_key(&record))
     }
 
-    /// Returns the memory of a unit's values, if all of its records are in RAM. The memory has the values of the last
-    /// commit after [`Store::refresh`].
+    /// Returns the memory of a unit's values, if all of its records are in RAM. After [`Store::refresh`], the memory
+    /// has the values of the last commit.
     #[must_use]
     pub fn ram_tier_unit(&self, unit: usize) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
@@ -159,8 +162,8 @@ impl Store {
         }
     }
 
-    /// Reads the stale extents of `records` from storage into the RAM tier. Rebuilds chunks that only memory had from
-    /// the log. `progress` receives the bytes done and the total, and returns `false` to stop.
+    /// Reads the stale extents of `records` from storage into the RAM tier. Rebuilds from the log the chunks whose
+    /// newest version only memory had. `progress` receives the bytes done and the total, and returns `false` to stop.
     pub fn refresh(&self, records: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(ram_tier) = self.ram_tier() else { return Ok(()) };
         let (mut stale, mut lost) = (Vec::new(), Vec::new());
@@ -201,8 +204,8 @@ impl Store {
         })
     }
 
-    /// Returns the error for a record whose only copy, in memory, was written to, or is in the memory of the process
-    /// that this one was forked from.
+    /// Returns the error for a record whose only copy was in memory. Something overwrote that copy, or it is in the
+    /// memory of the process that this process was forked from.
     pub(crate) fn lost(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.maker.is_elsewhere()) {
@@ -217,8 +220,8 @@ impl Store {
         ))
     }
 
-    /// Copies an extent from the RAM tier to `into`, which must have its size and not be in use elsewhere. Returns
-    /// `false`, and copies nothing, if memory does not have the extent in this version.
+    /// Copies an extent from the RAM tier to `into`. `into` must have the extent's size, and nothing else may use it.
+    /// Returns `false`, and copies nothing, if memory does not have the extent in this version.
     pub(crate) fn copy_in_ram(
         &self,
         ram_tier: Option<&RamTier>,
@@ -238,8 +241,8 @@ impl Store {
         let from = ram_tier.part(self, record, extent);
         assert_eq!(into.len(), from.len(), "room of another size than the extent");
         // SAFETY: `from` and `into` have the same length, asserted above, and do not overlap. The caller owns `into`.
-        // The lock on `CachedVersions` excludes other copies, and `announce` lets no update of `from` begin under the caller's
-        // `Hold`.
+        // The lock on `CachedVersions` excludes other copies, and `announce` lets no update of `from` begin under the
+        // caller's `Hold`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         self.counters.took_in_ram(into.len() as u64);
         true
@@ -259,13 +262,15 @@ impl Store {
         let mut now = locked(&of_record.now);
         let into = ram_tier.part(self, record, extent);
         assert_eq!(bytes.len(), into.len(), "an extent of another size");
-        // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on `CachedVersions`
-        // excludes other copies, and the engine stages records in RAM only when it finishes a step: no module computes.
+        // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on
+        // `CachedVersions` excludes other copies, and the engine stages records in RAM only when it finishes a step: no
+        // module computes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.as_ptr().as_ptr(), bytes.len()) };
         now.versions[extent as usize] = version;
     }
 
-    /// Returns the RAM tier, if there is one. Returns `None` in a forked child, which cannot see its memory.
+    /// Returns the RAM tier, if there is one. Returns `None` in a forked child, which cannot see the memory of the RAM
+    /// tier.
     pub(crate) fn ram_tier(&self) -> Option<Arc<RamTier>> {
         self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }

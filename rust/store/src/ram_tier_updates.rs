@@ -2,7 +2,7 @@
 //!
 //! The engine announces an update before its commit ([`Store::announce`]), and applies it to memory after the commit
 //! ([`Store::application`]). From then on memory has the only copy of the record's newest version, until
-//! [`Store::write_applied`] or a snapshot writes that to the slot that is not live.
+//! [`Store::write_applied`] or a snapshot writes this version to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -94,9 +94,9 @@ impl Store {
         self.index.notify_all();
     }
 
-    /// Writes each record whose newest version only memory has, and commits these writes as a part of the last step,
-    /// which also ends the log. Discards everything else that is staged. `progress` receives the bytes done and the
-    /// total, and returns `false` to stop; the next call continues where this one stopped.
+    /// Writes each record whose newest version only memory has, and commits these writes as a part of the last step.
+    /// This commit also ends the log. Discards everything else that is staged. `progress` receives the bytes done and
+    /// the total, and returns `false` to stop; the next call continues where this one stopped.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = {
             let index = self.index.lock();
@@ -147,7 +147,8 @@ impl Store {
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Discards everything that is staged except snapshots; these keep the current memory, without an announced update.
+    /// Discards everything that is staged, except snapshots. A snapshot of a record with an announced update stays, and
+    /// its update is discarded.
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;

@@ -21,7 +21,8 @@ pub struct ExtentRead<'a, B: Buffer> {
 }
 
 impl Store {
-    /// Begins to read a live extent into a buffer of its whole pages, or copies it from memory if it is in RAM.
+    /// Begins to read a live extent into `buffer`, which must have the size of the extent's whole pages. If the extent
+    /// is in RAM, copies it from there.
     ///
     /// # Errors
     /// Fails if the live slot lacks gradients of the log, or an update that is deferred and not settled.
@@ -41,8 +42,8 @@ impl Store {
         ))
     }
 
-    /// As [`Store::read`], from the RAM tier `memory` if that has the extent. Does not check that the slot is the
-    /// newest state.
+    /// Does what [`Store::read`] does, with the RAM tier that the caller passes as `memory`. Does not check that the
+    /// slot has the record's newest state.
     pub(crate) fn read_from<B: Buffer>(
         &self,
         memory: Option<&RamTier>,
@@ -72,7 +73,7 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    /// Returns the place of an extent. Fails if the record has no such extent, or the extent has not `nbytes` bytes.
+    /// Returns the place of an extent. Fails if the record has no such extent, or if the extent's size is not `nbytes`.
     pub(crate) fn fitting_extent(&self, record: usize, extent: u32, nbytes: usize) -> Result<Extent> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -90,8 +91,8 @@ impl Store {
         Ok(layout)
     }
 
-    /// True if a buffer has the bytes of a live extent, by its checksum. False if the slot lacks an update of its
-    /// record.
+    /// True if `buffer` has the bytes of a live extent; compares checksums to find out. False if the slot lacks an
+    /// update of its record.
     pub fn holds(&self, record: usize, extent: u32, buffer: &impl Buffer) -> Result<bool> {
         self.known(record)?;
         if extent >= self.layout.extents_of(record) {
@@ -121,7 +122,7 @@ impl Store {
 }
 
 impl<B: Buffer> ExtentRead<'_, B> {
-    /// True if the device is done with the read, or none was needed.
+    /// True if the device is done with the read, or if the extent was copied from RAM.
     #[must_use]
     pub fn is_done(&self) -> bool {
         !matches!(&self.source, Source::Storage(transfer) if !transfer.is_done())

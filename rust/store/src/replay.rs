@@ -22,7 +22,7 @@ use crate::{
     verify::{DEPTH, in_flight},
 };
 
-/// The committed gradients that live slots lack, in the heads of the log.
+/// The committed gradients that live slots lack, and the heads of the log that name them.
 #[derive(Debug, Default)]
 pub struct Replay {
     /// Heads from the oldest to the newest.
@@ -45,8 +45,8 @@ pub struct LoggedRead<'a, B: Buffer> {
 }
 
 impl Replay {
-    /// Selects from `heads` the gradients that the live slots of `index` lack: those of a head at least as new as the
-    /// slot.
+    /// Selects from `heads` the gradients that the live slots of `index` lack: the gradients in heads of the slot's
+    /// generation or later.
     fn of_heads(heads: Vec<Head>, index: &Index) -> Self {
         let mut records: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for (number, head) in heads.iter().enumerate() {
@@ -87,15 +87,16 @@ impl Replay {
 }
 
 impl Store {
-    /// Returns the log that the store was opened with, until it is ended. To end it, the caller stages each of its
-    /// records whole with the gradients applied, and commits that, before it stages anything else.
+    /// Returns the log that the store was opened with, or `None` once the log is ended. To end the log, the caller
+    /// stages each of the log's records whole, with the gradients applied, and commits them. It must do so before it
+    /// stages anything else.
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
         self.index.lock().log.found.clone()
     }
 
-    /// Begins to read a chunk of a logged gradient of `head`, a head of [`Store::pending_replay`], into a buffer of
-    /// its whole pages.
+    /// Begins to read a chunk of a logged gradient of `head`, a head of [`Store::pending_replay`], into a buffer that
+    /// has the size of the chunk's whole pages.
     pub fn read_logged<'a, B: Buffer>(
         &'a self,
         head: &Head,
@@ -214,8 +215,8 @@ impl Store {
         Ok(Replay::of_heads(heads, &self.index.lock()))
     }
 
-    /// Follows the chain of heads back from the newest head, at `place` (offset, checksum), to the oldest one that it
-    /// needs; returns them from the oldest to the newest. `newest` is the generation of the commit.
+    /// Follows the chain of heads back from the newest head, at `place` (offset, checksum), to the oldest head that the
+    /// newest one needs; returns the heads from the oldest to the newest. `newest` is the generation of the commit.
     fn chain(&self, newest: u64, mut place: (u64, u64), ring: Ring) -> Result<Vec<Head>> {
         let mut heads: Vec<Head> = Vec::new();
         loop {

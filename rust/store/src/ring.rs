@@ -1,5 +1,5 @@
-//! Places the gradient chunks and heads of the log one after the other in a ring of storage: each in one piece, and
-//! none over bytes that are still needed.
+//! Places the gradient chunks and heads of the log one after the other in a ring of storage. Each stays in one piece,
+//! and none overwrites bytes that are still needed.
 //!
 //! A *position* counts bytes from the ring's beginning, round after round, so it only grows.
 
@@ -18,8 +18,8 @@ impl Ring {
         self.offset + position % self.bytes
     }
 
-    /// Returns the first position at or after `next` where `bytes` fit in one piece; `None` if they are more than the
-    /// ring, or would overwrite bytes at or after the position `oldest`.
+    /// Returns the first position at or after `next` where `bytes` bytes fit in one piece; `None` if they are more than
+    /// the ring has, or would overwrite bytes at or after the position `oldest`.
     pub(crate) fn fit(self, oldest: u64, next: u64, bytes: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         if bytes > self.bytes {
@@ -39,7 +39,7 @@ impl Ring {
     }
 
     /// Returns the bytes of a ring for `steps` steps of at most `of_step` bytes each, and one more step that is being
-    /// written. `extent` is the size of the largest piece: the most that can be lost at the ring's end.
+    /// written. `extent` is the size of the largest piece: at most this many bytes can stay unused at the ring's end.
     pub(crate) fn bytes_for(steps: u64, of_step: u64, extent: u64) -> Option<u64> {
         steps.checked_add(1)?.checked_mul(of_step)?.checked_add(extent)
     }

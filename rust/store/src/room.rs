@@ -37,8 +37,8 @@ impl Description {
         if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.extent).unwrap_or(u64::MAX) }
     }
 
-    /// Returns the bytes of second places for all spilled gradients, and of a log for heads that name gradients of the
-    /// records in `deferred`; 0 without such records.
+    /// Returns the bytes of second places for all spilled gradients, plus the bytes of a log for heads that name
+    /// gradients of the records in `deferred`; 0 if `deferred` is empty.
     #[must_use]
     pub fn places_bytes(&self, deferred: &[usize]) -> u64 {
         let spilled: u64 = self.records.iter().filter_map(|one| Some(paged(one.elements() * one.spill?.bytes()))).sum();
@@ -70,7 +70,8 @@ impl Store {
         Ok(paged(self.description.records[record].elements() * dtype.bytes()))
     }
 
-    /// Makes space for a log of gradients of these records, each of which is then written whole every `steps` steps.
+    /// Makes space for a log of gradients of these records. From then on each record is written whole every `steps`
+    /// steps.
     ///
     /// Returns the number of steps that the log has space for, at most `steps`; 0 if there is no space, so that each
     /// step must write the records whole. Files grow as needed; on a raw device, the log takes the space behind the
@@ -111,7 +112,8 @@ impl Store {
         if steps == 0 {
             return Ok(0);
         }
-        // Assign the largest record first, each to the turn with the fewest bytes so far. See [Note: Turns].
+        // Assign the records to turns, the largest record first, each to the turn with the fewest bytes so far. See
+        // [Note: Turns].
         let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(records.len());
         for &(record, dtype) in records {
             let (values, state) = self.layout.ram_tier_bytes(&self.description, record);
@@ -157,8 +159,8 @@ impl Store {
         Ok(true)
     }
 
-    /// Returns a ring behind the store, of `wanted` bytes or as many as the volume can grow to; an empty ring if they
-    /// are fewer than `least`.
+    /// Returns a ring behind the store, of `wanted` bytes or, if the volume does not have space for so many, of fewer;
+    /// an empty ring if fewer than `least` bytes fit.
     fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
         let devices = self.layout.devices;
         let second = if self.spill.has_places() { self.layout.spill_area_bytes() } else { 0 };

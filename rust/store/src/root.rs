@@ -1,9 +1,11 @@
-//! Encodes and decodes roots: two pages written in turn, each of which names a whole table. The newest root counts.
+//! Encodes and decodes roots: two pages written in turn, each of which names a whole table. The newest root is the
+//! valid one.
 //!
 //! [Note: Root pages] A root fills one sector and is stored twice in its page: in the first sector and in the last. A
-//! page that was torn between sectors, or that has one flipped bit, still has a whole root; a page without a whole
-//! root was damaged in two places. A page without a root has a mark instead, and each root records what the other page
-//! held (`Root::beside`). So a page of zeros beside a root was lost, and the lost root may have been the newest.
+//! page that was torn between sectors, or that has one flipped bit, still has a whole root; a page without a whole root
+//! was damaged in two places. A page without a root has a mark instead, and each root records what the other page held
+//! (`Root::beside`). So if one page has a root and the other only zeros, the content of the other page was lost, and
+//! may have been the newest root.
 
 use crate::{
     checksum::{Subject, Uuid},
@@ -27,7 +29,8 @@ pub(crate) struct Root {
     pub(crate) uuid: Uuid,
     /// The number of the commit, from 1. Root and table are in slot `generation & 1`.
     pub(crate) generation: u64,
-    /// Commits in memory may follow and overwrite the extents that this root names: durability "none".
+    /// True if later commits in memory may overwrite the extents that this root names, as they do with durability
+    /// "none".
     pub(crate) is_unclosed: bool,
     /// Flags that this version does not know.
     pub(crate) other_flags: u64,
@@ -72,14 +75,16 @@ pub(crate) struct LogFields {
     pub(crate) head_checksum: u64,
 }
 
-/// The run of several ranks that a commit belongs to, and the rank of the store; all zero without such a run.
+/// The run of several ranks that a commit belongs to, and the rank of the store. All fields are zero if the commit
+/// belongs to no such run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
     /// The id of the run, equal in the stores of all ranks.
     pub id: [u8; 16],
-    /// The number of the commit, equal on all ranks; their generations differ.
+    /// The number of the commit, equal on all ranks. The generation of the commit can differ from rank to rank.
     pub commit: u64,
-    /// Distinguishes the commit from one of the same number in another continuation of the run; equal on all ranks.
+    /// Distinguishes the commit from a commit of the same number in another continuation of the run; equal on all
+    /// ranks.
     pub identity: [u8; 16],
     /// The rank that owns the store. The store has the rows of shard `rank % ranks`.
     pub rank: u32,
@@ -89,7 +94,7 @@ pub struct Run {
 
 /// The flag for [`Root::is_unclosed`].
 const UNCLOSED: u64 = 1;
-/// Zeros before the features, for later versions.
+/// Bytes of zeros before the features, reserved for later versions.
 const RESERVED_BYTES: usize = 16;
 
 impl Root {
@@ -147,7 +152,7 @@ pub(crate) fn mark(uuid: &Uuid) -> Vec<u8> {
     twice([&MAGIC_OF_MARK[..], uuid].concat(), uuid)
 }
 
-/// Seals a sector and returns a page that has it first and last.
+/// Seals a sector and returns a page that has it as its first sector and as its last.
 fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     seal(&mut sector, uuid, Subject::Root);
     let mut page = sector.clone();
@@ -156,10 +161,10 @@ fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     page
 }
 
-/// Decodes a root page. If one sector has a root and the other a mark, the root counts. See [Note: Root pages].
+/// Decodes a root page. If one sector has a root and the other a mark, returns the root. See [Note: Root pages].
 ///
 /// # Errors
-/// Fails if the page has neither a whole sector of this store nor zeros, and was not written by another store.
+/// Fails if the page has no whole sector of this store and no sector of zeros, unless another store wrote the page.
 pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
     let found = newest(page, uuid);
     let is_mark = |sector: Option<&[u8]>| sector.is_some_and(|sector| opened(sector, MAGIC_OF_MARK, uuid).is_ok());
@@ -186,7 +191,8 @@ fn is_of_another(page: &[u8], uuid: &Uuid) -> bool {
     })
 }
 
-/// Decodes both sectors of a page and returns the newer root. Returns `None` if no sector has a root and one is zeros.
+/// Decodes both sectors of a page and returns the newer root. Returns `None` if no sector has a root and one has only
+/// zeros.
 fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
     if page.iter().all(|&byte| byte == 0) {
         return Ok(None);
@@ -200,14 +206,14 @@ fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
         (Ok(first), Ok(last)) => Ok(Some(if first.generation >= last.generation { first } else { last })),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => Ok(Some(one)),
         (Err(why), Err(_)) => {
-            // The first write to this page was torn: one of its sectors is still zeros.
+            // If one sector is still zeros, the first write to this page was torn.
             let blank = |sector: &[u8]| sector.iter().all(|&byte| byte == 0);
             if sectors.into_iter().any(blank) { Ok(None) } else { Err(why) }
         }
     }
 }
 
-/// Encodes a root sector with `fields` behind its uuid, for fuzzing.
+/// Encodes a root sector that has `fields` after its uuid, for fuzzing.
 pub(crate) fn sealed(fields: &[u8], uuid: &Uuid) -> Vec<u8> {
     let mut sector = Vec::with_capacity(SECTOR_BYTES);
     sector.extend(MAGIC);

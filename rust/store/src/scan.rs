@@ -36,13 +36,14 @@ impl Store {
     /// other state tensors part by part.
     ///
     /// `visit` receives the record and its parts, and returns `false` to stop. It must not keep the memory of the
-    /// parts, which later reads use again.
+    /// parts, because later reads use this memory again.
     ///
     /// # Errors
     /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record meanwhile.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
-        // A settled record has the version of the next commit. See [Note: Deferred updates] in `newest_state.rs`.
+        // Settling gives a record that is behind the version of the next commit. See [Note: Deferred updates] in
+        // `newest_state.rs`.
         let next = self.index.lock().generation + 1;
         for &record in records {
             let version = self.record_state(record)?.version;

@@ -7,8 +7,9 @@ use memascend_mem::Wait;
 use crate::{Error, Result, Shared, StepWrite, Store, log::Member};
 
 impl Store {
-    /// Returns the records that the caller must stage whole for the next commit, in their state before it, so that the
-    /// log does not run out of space. Leaves out records that are staged already. See [Note: Turns] in `room.rs`.
+    /// Returns the records that the caller must stage whole for the next commit, with their state before that commit,
+    /// so that the log does not run out of space. Leaves out records that are staged already. See [Note: Turns] in
+    /// `room.rs`.
     #[must_use]
     pub fn due(&self) -> Vec<usize> {
         let index = self.index.lock();
@@ -26,8 +27,8 @@ impl Store {
         member.is_some_and(|&member| !index.records[record].pending.is_staged() && index.log.is_due(record, member))
     }
 
-    /// Begins to stage a record in RAM as it is in memory. The caller must then stage every extent of it
-    /// ([`Store::stage_in_ram`]).
+    /// Begins to stage a record that is kept in RAM, with the state that it has there. The caller must then stage every
+    /// extent of the record ([`Store::stage_in_ram`]).
     ///
     /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_snapshot(&self, record: usize, wait: Wait<'_>) -> Result<()> {
@@ -50,12 +51,12 @@ impl Store {
         self.stage(record, extent, part)
     }
 
-    /// Changes the version of each record in memory from its former one to `generation`, the commit that wrote it from
-    /// memory. `records` has the records and their former versions.
+    /// Sets the version of each of `records` in memory to `generation`, after the commit of that generation wrote the
+    /// record from memory to storage. `records` has each record with its version before the commit.
     pub(crate) fn note_written(&self, records: &[(usize, u64)], generation: u64) {
         let Some(ram_tier) = self.ram_tier().filter(|_| !records.is_empty()) else { return };
         for &(record, before) in records {
-            // Extents with another version were spoilt meanwhile, and stay stale.
+            // An extent whose version is not `before` became stale in the meantime, and stays stale.
             ram_tier.now(record).versions.iter_mut().filter(|version| **version == before).for_each(|version| {
                 *version = generation;
             });

@@ -1,10 +1,10 @@
-//! Spills gradients to space beside the slots.
+//! Spills gradients to an area of the store outside the slots.
 //!
 //! [Note: Places of a spilled gradient] Each record has one place for a gradient, or two after [`Store::keep_places`].
 //! A spilled gradient belongs to no step and is forgotten when the store is closed, unless a commit names it as the
 //! record's deferred update ([`Store::append_spilled`]). A gradient that the newest commit names is not overwritten:
-//! the next gradient goes to the record's other place. Checksums of spilled gradients are in memory; a head also
-//! stores those of the gradients that it names. A checksum is bound to the generation of the commit that may name the
+//! the next gradient goes to the record's other place. Checksums of spilled gradients are in memory; a head also stores
+//! the checksums of the gradients that it names. A checksum is bound to the generation of the commit that may name the
 //! gradient.
 
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -19,8 +19,8 @@ use crate::{Buffer, Description, Dtype, Error, Layout, Result, Store, Transfer, 
 struct Room {
     /// Index in `Rooms::sums` of the checksum of the record's first chunk.
     first: u32,
-    /// The overflow check and sum of squares of the complete gradient in place `at`; `None` if there is none, or while
-    /// one is written.
+    /// The overflow check and sum of squares of the complete gradient in place `at`; `None` if there is no complete
+    /// gradient, also while one is being written.
     whole: Option<Check>,
     /// The place of the latest complete gradient.
     at: u8,
@@ -63,8 +63,8 @@ impl Spill {
         Self { rooms: Mutex::new(Rooms { rooms, sums }), second: OnceLock::new() }
     }
 
-    /// Returns the bytes of memory that a `Spill` takes: a `Room` for each record, and 24 bytes for each chunk that
-    /// may spill. Of these, 16 are checksums in both places, and 8 are the engine's checksum of values that it
+    /// Returns the bytes of memory that a `Spill` takes: a `Room` for each record, and 24 bytes for each chunk that may
+    /// spill. Of these 24 bytes, 16 are checksums in both places, and 8 are the engine's checksum of values that it
     /// computes before it writes them.
     pub(crate) fn bytes(description: &Description, layout: &Layout) -> u64 {
         let spilling = (0..description.records.len()).filter(|&record| description.records[record].spill.is_some());
@@ -124,8 +124,8 @@ impl Store {
         Ok((used, used.next_multiple_of(PAGE_BYTES)))
     }
 
-    /// Returns the offset in the volume of a chunk in a place. Fails if the record has no such chunk, or the buffer is
-    /// not as large as the chunk's pages.
+    /// Returns the offset in the volume of a chunk of the gradient in `place`. Fails if the record has no such chunk,
+    /// or the buffer is not as large as the chunk's pages.
     fn spill_place(&self, (record, place): (usize, u8), chunk: u32, buffer: &impl Buffer) -> Result<u64> {
         let (name, dtype) = (&self.description.records[record].name, self.spills(record)?);
         if chunk >= self.layout.chunks_of(record) {
@@ -141,7 +141,7 @@ impl Store {
         Ok(self.place_of_spill((record, place), chunk, dtype))
     }
 
-    /// Returns the offset in the volume of a chunk in a place.
+    /// Returns the offset in the volume of a chunk of the gradient in `place`.
     fn place_of_spill(&self, (record, place): (usize, u8), chunk: u32, dtype: Dtype) -> u64 {
         let start = match (place, self.spill.second.get()) {
             (1, Some(second)) => second + self.layout.in_spill(record),
@@ -157,8 +157,8 @@ impl Store {
         Ok(self.spill.lock().rooms[record].whole)
     }
 
-    /// Notes that all chunks of a record's gradient were written, with its overflow check and sum of squares; or with
-    /// `None`, that the record has no spilled gradient.
+    /// Notes that all chunks of a record's gradient were written; `whole` has the gradient's overflow check and sum of
+    /// squares. If `whole` is `None`, notes that the record has no spilled gradient.
     pub fn set_spilled(&self, record: usize, whole: Option<Check>) -> Result<()> {
         self.spills(record)?;
         let mut rooms = self.spill.lock();
@@ -170,9 +170,10 @@ impl Store {
         Ok(())
     }
 
-    /// Begins to spill a gradient or, with `adds`, its sum with the gradient that was spilled before. Chooses a place that
-    /// the newest commit does not name. From now until the caller calls [`Store::set_spilled`], the record counts as
-    /// having no spilled gradient, but the caller can read each chunk of the earlier gradient until it writes that chunk.
+    /// Begins to spill a gradient or, with `adds`, its sum with the gradient that was spilled before. Chooses a place
+    /// that the newest commit does not name. From then until the caller calls [`Store::set_spilled`], the record counts
+    /// as having no spilled gradient, but the caller can read each chunk of the earlier gradient until it writes that
+    /// chunk.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;
@@ -180,7 +181,8 @@ impl Store {
         let mut rooms = self.spill.lock();
         let room = &mut rooms.rooms[record];
         room.whole = None;
-        // True if a commit was made since the gradient was spilled: its checksums are bound to that commit.
+        // True if a commit was made since the gradient was spilled. The gradient's checksums are then bound to the
+        // generation of that commit, not of the next one.
         let is_old = adds && room.generations[usize::from(room.at)] != generation;
         room.to = match room.committed {
             Some(place) => 1 - place,

@@ -10,7 +10,8 @@ use crate::{
 };
 
 impl Store {
-    /// Begins to stage a record, as its update number `step`. The caller must stage every extent of it before a commit.
+    /// Begins to stage a record with its state after update number `step`. The caller must stage every extent of the
+    /// record before a commit.
     ///
     /// Waits until the devices are done with every read of the slot that the record is staged to.
     pub fn begin(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
@@ -18,8 +19,8 @@ impl Store {
     }
 
     /// Begins to settle a record that is behind: the caller must stage every extent of the live slot with the deferred
-    /// update applied, before a commit. Once all are written, readers see the settled slot, and a discard keeps it.
-    /// Further calls before that change nothing. See [Note: Deferred updates] in `newest_state.rs`.
+    /// update applied, before a commit. Once all extents are written, readers see the settled slot, and a discard keeps
+    /// it. Further calls before the commit change nothing. See [Note: Deferred updates] in `newest_state.rs`.
     ///
     /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_settling(&self, record: usize, wait: Wait<'_>) -> Result<()> {
@@ -54,8 +55,8 @@ impl Store {
         index.records[record].pending.is_staged() && index.written.has(number)
     }
 
-    /// Begins to stage a record: as update number `step`; with `None`, to settle a record that is behind, or else as a
-    /// snapshot of the RAM tier.
+    /// Begins to stage a record. With a `step`, stages the record's state after update number `step`. Without a `step`,
+    /// settles a record that is behind, and stages any other record as a snapshot of the RAM tier.
     pub(crate) fn begin_as(&self, record: usize, step: Option<u64>, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let free = |index: &Index| {
@@ -93,7 +94,7 @@ impl Store {
         slots.versions[slot] = version;
         slots.steps[slot] = step.or(settled).unwrap_or(slots.newest().1);
         if step.is_some() {
-            // `stage` replaces the record in RAM extent by extent.
+            // From now on `stage` replaces the record's extents in RAM, one by one.
             index.note_stale(record);
         }
         Ok(())
@@ -125,7 +126,8 @@ impl Store {
             let slots = &mut index.records[record];
             slots.writing += 1;
             slots.digest = slots.digest.wrapping_add(digest);
-            // Snapshots have the bytes that are in RAM already, and settled records are not in RAM.
+            // Copy only `Staged` records to the RAM tier: snapshots have the bytes that are in RAM already, and settled
+            // records are not in RAM.
             (slot, index.ram_tier.clone().filter(|_| index.records[record].pending == Pending::Staged))
         };
         // Store the bytes under the version of the next commit: before that commit, and after a discard, no read asks
@@ -145,8 +147,8 @@ impl Store {
         self.compared.get_or_init(|| compared);
     }
 
-    /// Returns a digest of the staged bytes and deferred updates of the records of [`Store::compare`]. It is equal in
-    /// two stores of the same records if these bytes and updates are equal.
+    /// Returns a digest of the staged bytes and deferred updates of the records that [`Store::compare`] selected. Two
+    /// stores of the same records have equal digests if these bytes and updates are equal.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let index = self.index.lock();
@@ -155,8 +157,8 @@ impl Store {
         staged.fold(index.log.digest, |sum: u64, slots| sum.wrapping_add(slots.digest))
     }
 
-    /// Returns a digest of the updates that a commit defers: their rules and counts of updates. 0 without compared
-    /// records.
+    /// Returns a digest of the updates that a commit defers: their rules and counts of updates. 0 if [`Store::compare`]
+    /// selected no records.
     pub(crate) fn digest_of_left(&self, index: &Index, head: &Head) -> u64 {
         let Some(compared) = self.compared.get() else { return 0 };
         let is_left = |logged: &&LoggedGradient| {

@@ -12,7 +12,7 @@ pub struct StepWrite<'a, B: Buffer> {
     count: Count,
 }
 
-/// Notes in the index that a write of a record ended: `true` if it succeeded.
+/// Notes in the index that a write of a record ended. The `bool` is true if the write succeeded.
 type Count = fn(&mut Index, usize, bool);
 
 impl Store {
@@ -62,7 +62,7 @@ impl<B: Buffer> StepWrite<'_, B> {
         }
     }
 
-    /// Waits for the write and notes its end in the index; `None` if that was done before.
+    /// Waits for the write and notes its end in the index; `None` if an earlier call has done so.
     fn settle(&mut self) -> Option<(B, Result<()>)> {
         let finished = self.ticket.take()?.wait();
         let result = finished.result.map(drop).map_err(Error::from);

@@ -35,7 +35,7 @@ pub enum Durability {
 /// Bytes of each of the two buffers through which the catalog is read and written.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
-/// Settles records, all of which are behind, and waits until that is done.
+/// Settles the given records, all of which are behind. Returns once they are settled.
 pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
 
 /// Training state on SSD. See the crate's documentation.
@@ -227,8 +227,8 @@ impl Store {
         if record < count { Ok(()) } else { Err(Error::Invalid(format!("record {record} of {count}"))) }
     }
 
-    /// Waits until the index is `ready`, and locks it. `what` names the condition in the error of a wait that ends
-    /// before.
+    /// Waits until `ready` is true for the index, and returns the index locked. `what` names the condition in the error
+    /// of a wait that ends too early.
     pub(crate) fn when(
         &self,
         wait: &mut Wait<'_>,
@@ -238,8 +238,9 @@ impl Store {
         self.index.wait_until(wait, ready).map_err(|ended| Error::of_wait(ended, what))
     }
 
-    /// As [`Store::when`], for a condition on open reads. Meanwhile, it releases the holds of ended reads of units,
-    /// whose callers may never wait for them. See [Note: Holds of a unit] in `parts.rs`.
+    /// Does what [`Store::when`] does, for a condition on open reads. While it waits, it releases the holds of unit
+    /// reads that have ended, as the callers of these reads may never wait for them. See [Note: Holds of a unit] in
+    /// `parts.rs`.
     pub(crate) fn when_read(
         &self,
         wait: Wait<'_>,

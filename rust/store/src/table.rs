@@ -88,7 +88,7 @@ impl Sections {
         sum
     }
 
-    /// Checks a page that was read, and takes its content into the index and the two texts. Returns the page's
+    /// Checks a page that was read, and stores its content in the index or in one of the two texts. Returns the page's
     /// checksum.
     ///
     /// Pages must come in order: pages of checksums need the live slots that pages of records set. The capacity of
@@ -146,7 +146,8 @@ fn put(payload: &mut [u8], at: usize, value: u64) {
     payload[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// Writes to `payload` the bytes of page `page` of a text, counted from the text's first page; its length comes first.
+/// Writes to `payload` the bytes of page `page` of a text, counted from the text's first page. The text's length comes
+/// before its bytes.
 fn put_text(payload: &mut [u8], text: &str, page: u64) {
     let length = (text.len() as u32).to_le_bytes();
     let start = page as usize * PAYLOAD_BYTES;
@@ -154,7 +155,8 @@ fn put_text(payload: &mut [u8], text: &str, page: u64) {
     payload.iter_mut().zip(stream).for_each(|(to, from)| *to = *from);
 }
 
-/// Reads from `payload` the bytes of page `page` of a text. Page 0 sets the text's length, at most its capacity.
+/// Reads from `payload` the bytes of page `page` of a text. Page 0 sets the text's length; fails if the length exceeds
+/// the capacity of `text`.
 fn take_text(text: &mut Vec<u8>, payload: &[u8], page: u64) -> Result<(), Malformed> {
     if page == 0 {
         let nbytes = Fields::new(payload).u32()? as usize;

@@ -12,7 +12,7 @@ pub(crate) const DEPTH: usize = 4;
 pub struct Verified {
     /// Extents, and chunks of logged gradients.
     pub extents: u64,
-    /// The bytes of these, in whole pages.
+    /// The bytes of these extents and chunks, in whole pages.
     pub bytes: u64,
 }
 
@@ -28,8 +28,8 @@ impl Store {
         Ok(verified)
     }
 
-    /// As [`Store::verify`], but passes the error of each damaged or unreadable extent to `damaged`, which returns
-    /// `Ok` to continue.
+    /// Does what [`Store::verify`] does, but passes the error of each damaged or unreadable extent to `damaged`, which
+    /// returns `Ok` to continue.
     pub(crate) fn verify_each(
         &self,
         progress: &mut dyn FnMut(u64, u64) -> bool,
@@ -38,14 +38,14 @@ impl Store {
         let records = 0..self.description.records.len();
         let all = self.layout.slot_bytes();
         let extents = self.verify_slots(records, &mut |done| progress(done, all), damaged)?;
-        // Progress leaves out the log, whose needed bytes are not known in advance.
+        // `progress` does not count the log: how many of its bytes are needed is not known in advance.
         let logged = self.verify_log(&mut || progress(all, all), damaged)?;
         Ok(Verified { extents: extents.extents + logged.extents, bytes: extents.bytes + logged.bytes })
     }
 
-    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots that they are applied to; does
-    /// nothing if this call or [`Store::verify`] has done so before. `keep_going` is called after each extent and
-    /// returns `false` to stop.
+    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots that they are applied to; does nothing
+    /// if an earlier call of this function or of [`Store::verify`] has done so. `keep_going` is called after each
+    /// extent and returns `false` to stop.
     ///
     /// A caller that replays the log must call this before it stages anything: staging overwrites the commit before,
     /// which is all that is left of the run if the log is damaged.

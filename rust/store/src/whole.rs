@@ -1,4 +1,5 @@
-//! Stages and reads whole records from and to tensors in memory: for a store's first write, and for inspection.
+//! Stages whole records from tensors in memory, and reads whole records into such tensors: for a store's first write,
+//! and for inspection.
 
 use std::ops::Range;
 
@@ -10,8 +11,8 @@ use crate::{
     layout::Extent,
 };
 
-/// Bytes that an extent has of a tensor: the tensor (0: the values), the range of its bytes, and their offset in the
-/// extent.
+/// The bytes of one tensor that an extent has: the number of the tensor (0: the values), the range of the bytes in the
+/// tensor, and their offset in the extent.
 pub(crate) type TensorRun = (usize, Range<usize>, usize);
 
 impl Store {
@@ -24,7 +25,8 @@ impl Store {
         Ok(std::iter::once(values).chain(state).map(|bytes| bytes as usize).collect())
     }
 
-    /// Stages a whole record, as its update number `step`, from its tensors in the order of [`Store::tensor_bytes`].
+    /// Stages a whole record with its state after update number `step`, from its tensors in the order of
+    /// [`Store::tensor_bytes`].
     pub fn stage_record(&self, record: usize, step: u64, tensors: &[&[u8]], wait: Wait<'_>) -> Result<()> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
         let (state, values) = self.description.staging_bytes();
@@ -72,7 +74,8 @@ impl Store {
     pub(crate) fn runs(&self, record: usize, extent: &Extent) -> Vec<TensorRun> {
         let described = &self.description.records[record];
         let chunk_elements = self.description.chunk_elements as usize;
-        // Yields the numbers, from 1, of the state tensors that lie in chunks, or of those with extents of their own.
+        // Yields the numbers, from 1, of the state tensors with a grain if `chunked` is true, else of those without a
+        // grain.
         let places = |chunked: bool| {
             let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)

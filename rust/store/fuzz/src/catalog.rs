@@ -1,7 +1,7 @@
 //! Fuzzes the catalog's parsers: none may panic, and a root or head that parses must encode to the same fields.
 //!
-//! `make fuzz` runs this target for a minute, on a stable toolchain. Inputs that fail are written beside this crate's
-//! `Cargo.toml` as `crash-*`. `rust/store/tests/stores/damage.rs` has a bounded run over random bytes.
+//! `make fuzz` runs this target for a minute, on a stable toolchain. Inputs that fail are written to the folder of this
+//! crate's `Cargo.toml`, as `crash-*`. `rust/store/tests/stores/damage.rs` has a bounded run over random bytes.
 
 #![no_main]
 
@@ -10,7 +10,7 @@ use memascend_store::{
     Description, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
 };
 
-/// Lays out a description that parsed: that may fail for its size, but must not panic.
+/// Computes the layout of a parsed description. This may fail because the description is too large, but must not panic.
 fn laid_out(description: &Description) {
     drop(description.sizes(1, None));
     drop(description.sizes(3, Some(4096)));

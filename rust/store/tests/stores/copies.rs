@@ -1,7 +1,7 @@
 //! Tests the second copies of labels and description.
 //!
-//! A store whose first copy is damaged opens by the second one, reports the damage, and repairs it. Second copies of a
-//! former store are never used.
+//! A store whose first copy is damaged is opened with the second copy. The store reports the damage and repairs it.
+//! Second copies of a former store are never used.
 
 use std::{
     fs::{self, OpenOptions},
@@ -84,7 +84,8 @@ fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
     put(&paths[1], 3, b"#");
     assert_eq!(check(&ok(opened(&paths)), "device 1"), 1);
     put(&paths[0], 3, b"#");
-    // Both first labels are damaged. A file ends with its last stripe, so its second label is found with any stripe.
+    // Both first labels are damaged. A file ends with its last stripe, so its second label is found whatever the stripe
+    // size is.
     assert_eq!(check(&ok(opened(&paths)), "both"), 1);
     let swapped = [paths[1].clone(), paths[0].clone()];
     assert!(opened(&swapped).is_err());
@@ -113,7 +114,7 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
 
 #[test]
 fn a_store_that_was_replaced_never_comes_back() {
-    // With another stripe, the new store leaves the former store's second labels in place; with the same, it overwrites
+    // If the stripe size changes, the new store leaves the former store's second labels in place; if not, it overwrites
     // them.
     for (before, after) in [(4096, 64 << 10), (64 << 10, 4096), (8192, 8192)] {
         let folder = Folder::new("replaced");
@@ -136,7 +137,8 @@ fn a_store_that_was_replaced_never_comes_back() {
         let store = ok(opened(&paths));
         assert_eq!((store.info().uuid, check(&store, "replaced, by its second labels")), (new, 1));
         drop(store);
-        // Without the new second labels, too, no store opens: the former store's second labels do not count.
+        // If the new store's second labels are overwritten, too, no store opens: the former store's second labels do
+        // not count.
         let end = paths.iter().map(length).min().unwrap_or(0) / after * after;
         for path in &paths {
             put(path, end - 4096, &[0x11; 4096]);
@@ -179,7 +181,7 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
             let mut bytes = left[0].bytes();
             bytes[at + slot * 4096..][..4096].fill(0);
             left[0] = SimDisk::of(bytes);
-            // A root of zeros counts as lost: only `Existing::Previous` opens the other one.
+            // A root of zeros counts as lost: only `Existing::Previous` opens the store, with the other root.
             assert!(matches!(model::open(&left, &model::how()), Err(Error::Corrupt { .. })));
             let store = ok(model::open(&left, &model::existing(Existing::Previous)));
             assert_eq!(check(&store, "one root"), step);

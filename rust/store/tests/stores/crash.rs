@@ -1,7 +1,7 @@
 //! Tests kills and losses of power at every point of short runs, and at random points of long ones.
 //!
-//! The next opening finds the last committed step, or the one whose commit was in flight, and never a mixture. Where
-//! the run did not promise durability, it may also fail with an error that names the reason.
+//! The next opening finds the last committed step, or the step whose commit was in flight, and never a mixture. If the
+//! run did not promise durability, the opening may also fail with an error that names the reason.
 
 use crate::model::{self, COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 use memascend_mem::Wait;
@@ -23,9 +23,9 @@ enum End {
 struct Run {
     durability: Durability,
     commits: u64,
-    /// The number of steps for which to make a log; 0: none.
+    /// The number of steps for which to make a log; 0 to make none.
     log: u32,
-    /// True to replay and end the log of the run before, if it has one.
+    /// True to replay and end the log that the previous run left, if there is one.
     settles: bool,
     end: End,
 }
@@ -35,7 +35,7 @@ const fn durable(commits: u64, log: u32, end: End) -> Run {
     Run { durability: Durability::Step, commits, log, settles: false, end }
 }
 
-/// A run with durability "none": its commits become durable when it is closed.
+/// A run with durability "none": its commits become durable when its store is closed.
 const fn in_memory(commits: u64, end: End) -> Run {
     Run { durability: Durability::None, commits, log: 0, settles: true, end }
 }
@@ -62,7 +62,7 @@ impl Known {
     }
 
     /// Carries out one run: opens or creates the store, makes commits, some of them after a discarded attempt, and
-    /// closes the store or not. Returns the number of requests that the devices got.
+    /// closes the store if `run.end` says so. Returns the number of requests that the devices got.
     fn live(&mut self, disks: &[SimDisk], faults: &Faults, run: &Run) -> u64 {
         let mut how = model::how();
         how.durability = run.durability;
@@ -85,8 +85,8 @@ impl Known {
         if from > 0 && run.log > 0 {
             store.keep_log(&LOGGED, run.log)?;
         }
-        // Discard a step that failed before its commit and make it again. After a failed commit only a new opening
-        // helps.
+        // Discard a step that failed before its commit, and make it again. After a failed commit the store must be
+        // opened again.
         for _ in 0..3 {
             match self.steps(store, run, from + run.commits) {
                 Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
@@ -107,7 +107,7 @@ impl Known {
                 model::abandon(store, number)?;
             }
             self.tried = Some(number);
-            // The first commit of a store is durable with any durability.
+            // The first commit of a store is durable, whatever the durability of the run.
             self.unclosed |= run.durability == Durability::None && number > 0;
             commit(store, number)?;
             self.committed = Some(number);
@@ -143,7 +143,7 @@ impl Known {
     }
 }
 
-/// Each story is a sequence of runs on the same devices, of which the last one is cut short.
+/// Each story is a sequence of runs on the same devices. The last run is cut short.
 const STORIES: [&[Run]; 8] = [
     &[durable(4, 0, End::Killed)],
     &[durable(4, 0, End::Closed)],
@@ -170,7 +170,7 @@ fn a_run_is_cut_short_at_every_point() {
         let mut uncut = known;
         let points = uncut.live(&copies(&begun), &Faults::default(), &last);
         assert!(points > 20, "story {number}: {points}");
-        // Without `MEMASCEND_TEST_LONG`, try every 17th point; the first one differs from story to story.
+        // Without `MEMASCEND_TEST_LONG`, try every 17th point; the first point differs from story to story.
         let stride = many(1, 17);
         side_by_side(0..points / stride + 1, |turn| {
             let point = turn * stride + number as u64 % stride;
@@ -239,7 +239,7 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
     }
 }
 
-/// Runs several times on the same devices, with errors, retries, short transfers, reordering, kills and losses of
+/// Carries out several runs on the same devices, with errors, retries, short transfers, reordering, kills and losses of
 /// power.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);

@@ -1,5 +1,5 @@
-//! Tests processes that die while they create a store: they leave the former store, nothing, or an unfinished store
-//! that a later call recognizes.
+//! Tests processes that are killed while they create a store: they leave the former store, nothing, or an unfinished
+//! store that a later call recognizes.
 
 use std::{
     fs,
@@ -29,7 +29,8 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
-    // The first operations overwrite the roots of the former store one by one: try more losses of power there.
+    // The first operations overwrite the roots of the former store one by one: for these operations, try more losses of
+    // power.
     let few = if point < 8 { 4 } else { 1 };
     let lost =
         (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
@@ -55,7 +56,7 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
     {
         let paths = folder.paths(count);
         let disks = model::disks(count);
-        // Let the newest root be in the first page for some counts, and in the second page for others.
+        // Let the newest root be in the first page for some counts, and in the second page for other counts.
         let last = count as u64 % 2 + 1;
         if let Some(stripe_bytes) = old {
             let there = striped(&disks, stripe_bytes, &Faults::default());
@@ -203,7 +204,7 @@ fn a_store_takes_its_name_with_its_first_root() {
         // A store that is dropped without a commit leaves no file.
         drop(ok(Store::create(&[path], model::description(), &how(existing, 8192))));
         assert_eq!(names(path), (false, false, 0));
-        // A store whose volume was forsaken leaves no file either.
+        // A store leaves no file either after `Volume::forsake`, although it has a commit.
         let (store, _) = ok(Store::create(&[path], model::description(), &how(existing, 8192)));
         ok(commit(&store, 0));
         store.volume().forsake();
@@ -235,7 +236,7 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
             assert_eq!(names(path), (false, false, 0));
             tried += 1;
         }
-        // The last point has run all operations but the renaming of the file, which simulated devices do not have.
+        // The last point has run all operations except the renaming of the file, which simulated devices cannot do.
         if done {
             break;
         }
@@ -243,8 +244,8 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
     assert!(tried > 40, "{tried}");
 }
 
-/// Creates a store, makes its first commit, and dies after `point` operations. Returns the bytes that the device then
-/// may have, and whether the commit was made.
+/// Creates a store and makes its first commit; the simulated process dies after `point` operations. Returns the
+/// contents that the device may then have, and whether the commit was made.
 fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
     let disk = SimDisk::of(blank.to_vec());
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -272,7 +273,8 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
-    // Neither a store that went back, so that one of its roots is a mark, nor a file with other data is removed.
+    // Two kinds of files are not removed: a store that went back, so that one of its root pages has a mark, and a file
+    // with other data.
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));

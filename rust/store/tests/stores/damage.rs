@@ -79,8 +79,8 @@ fn every_byte_of_the_catalog() {
         let number = size(number);
         let from = sectors[number];
         let copy = copies.iter().find(|(at, _)| (*at..at + 4096).contains(&from)).map(|(_, name)| name);
-        // In a blank sector flip a few bytes; in any other every `stride`th byte, with another first byte in each
-        // sector.
+        // In a blank sector flip a few bytes. In any other sector flip every `stride`th byte; the first of them differs
+        // from sector to sector.
         let blank = bytes[from..from + 512].iter().all(|&byte| byte == 0);
         let (first, step) = if blank { (from, many(16, 128)) } else { (from + number % stride, stride) };
         for at in (first..from + 512).step_by(step) {
@@ -163,8 +163,8 @@ fn a_lost_table_page_is_found() {
             let mut lost = images[3].clone();
             lost[at..at + 4096].copy_from_slice(&images[1][at..at + 4096]);
             match outcome(lost) {
-                // The page of the newest root was lost: the step before opens. A lost page of the other root has no
-                // effect.
+                // The page of the newest root was lost: the store opens at the step before. A lost page of the other
+                // root has no effect.
                 Ok(step) => assert_eq!(step, if at == 4096 { 2 } else { 3 }, "page at {at}"),
                 Err(_) => found += 1,
             }
@@ -195,7 +195,7 @@ fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not
     let (begin, end) = (log.offset, log.offset + log.bytes);
     let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
     let pages = (begin..end.min(begin + (240 << 10))).step_by(4096);
-    // Flip a bit in the first bytes of a page, where a head has its magic, and one further on.
+    // Test each page twice: with a flipped bit in its first bytes, where a head has its magic, and with one further on.
     for (page, at) in pages.flat_map(|page| [(page, 3), (page, 24)]) {
         let disks = [found[0].after_power_loss(0)];
         disks[0].flip(size(page) + at, 4);

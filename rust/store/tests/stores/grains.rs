@@ -11,7 +11,8 @@ fn described(chunk_elements: u32, records: Vec<Record>) -> Description {
     Description { chunk_elements, units: vec!["all".into()], records, ..model::description() }
 }
 
-/// Describes a record with state like 8-bit moments, a plane of bits, and a tensor with extents of its own.
+/// Describes a record whose state has tensors like those of 8-bit moments, a tensor of packed bits, and a tensor with
+/// extents of its own, among others.
 fn blocks(name: &str, numel: u64) -> Record {
     let mut record = model::record(name, 0, Dtype::Bf16, &[numel], &[]);
     record.state = vec![
@@ -102,7 +103,8 @@ fn one_byte_values_beside_wide_state_come_back() {
     let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
     let records: Vec<Record> = std::iter::once(wide).chain(narrow.map(of)).collect();
-    // 51,200 one-byte values would end inside a page: such a chunk is rejected, with a size that works.
+    // 51,200 one-byte values would end inside a page: such a chunk is rejected, with an error that names a size that
+    // works.
     let refused = described(51_200, records.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
     round_trip(&described(49_152, records));

@@ -19,7 +19,7 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
                 if number % many(1, 3) > 0 {
                     continue;
                 }
-                // Open the devices as a kill of the process at this point leaves them.
+                // Open the devices as a loss of power at this point may leave them.
                 let found = ok(model::open(&model::after_loss(&disks, number), &model::how()));
                 let name = format!("{steps} steps, {count} devices, commit {number}");
                 assert_eq!(check(&found, &name), number, "{name}");
@@ -115,7 +115,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
-    // The slot lacks a gradient, so it cannot be read as the record.
+    // The slot lacks a gradient, so a read of the record fails.
     let read = store.read(record, 0, vec![0; 4096]).map(drop);
     assert!(read.is_err_and(|error| error.to_string().contains("replay the log first")));
     ok(store.discard(Wait::forever()));

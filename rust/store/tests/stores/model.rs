@@ -33,7 +33,7 @@ pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
 /// The last commit of the model.
 pub(crate) const COMMITS: u64 = 80;
 /// Records whose gradients may be logged, and the dtype of these gradients. Among them are records with several chunks,
-/// with one element, with none, with gradients of another dtype than the values, and a compact one.
+/// with one element, with no element, with gradients of another dtype than the values, and a compact one.
 pub(crate) const LOGGED: [(usize, Dtype); 5] =
     [(0, Dtype::Bf16), (1, Dtype::F32), (3, Dtype::F32), (5, Dtype::Bf16), (7, Dtype::Bf16)];
 /// Records that each step stages whole.
@@ -60,8 +60,8 @@ pub(crate) fn record(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: 
     Record { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
 }
 
-/// Describes one record of every kind: several chunks, one element, no state, state of other shapes, no elements, a
-/// buffer, a compact one.
+/// Describes one record of every kind: with several chunks, with one element, without state, with state of other shapes
+/// than the values, without elements, a buffer, and a compact record.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
     let mut odd = record("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
@@ -129,7 +129,7 @@ fn is_written(record: usize, commit: u64) -> bool {
     [0, 4].contains(&record) || commit.is_multiple_of(2) && record == 7
 }
 
-/// Returns pseudo-random bytes that these numbers determine.
+/// Returns pseudo-random bytes that the arguments determine.
 pub(crate) fn content(record: usize, extent: u32, salt: u64, nbytes: usize) -> Vec<u8> {
     let mut rng = Rng::new(salt << 32 ^ (record as u64) << 16 ^ u64::from(extent));
     let mut bytes: Vec<u8> = Vec::with_capacity(nbytes + 8);
@@ -239,8 +239,8 @@ pub(crate) fn append<'a>(
     (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
-/// Makes a commit of the model on a store at the commit before it. A record for whose gradient the log has no space is
-/// staged whole.
+/// Makes a commit of the model on a store at the commit before it. If the log has no space for a record's gradient, the
+/// record is staged whole.
 pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let (before, after) = (after(commit.saturating_sub(1)), after(commit));
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
@@ -280,7 +280,7 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     store.commit(said, Wait::forever()).map(drop)
 }
 
-/// Appends and stages garbage for some records, then discards the step, as a loop that skips a step does.
+/// Appends and stages garbage for some records, then discards the step, as a training loop does that skips a step.
 pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
     for (record, dtype) in [LOGGED[0], LOGGED[2]] {
         let garbage = vec![0x55; gradient(store, record, dtype, at).len()];
@@ -429,7 +429,7 @@ pub(crate) struct Folder(PathBuf);
 
 impl Folder {
     pub(crate) fn new(name: &str) -> Self {
-        // Not the system's temporary folder: it may be in memory, and a store rejects such a file system.
+        // Do not use the system's temporary folder: it may be in memory, and a store rejects such a file system.
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         drop(fs::remove_dir_all(&path));
         ok(fs::create_dir_all(&path));
@@ -447,7 +447,7 @@ impl Drop for Folder {
     }
 }
 
-/// Memory that a test reads after the operation that had it has ended. Clones share the memory.
+/// Memory of an operation, which a test reads after the operation has ended. Clones share the memory.
 #[derive(Clone)]
 pub(crate) struct Seen(Arc<[UnsafeCell<u8>]>);
 

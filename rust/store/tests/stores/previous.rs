@@ -1,4 +1,4 @@
-//! Tests `Existing::Previous`, which opens the commit before the newest one if that is damaged or unwanted.
+//! Tests `Existing::Previous`, which opens the commit before the newest one, if the newest one is damaged or unwanted.
 //!
 //! The commit before opens only if every byte of it is whole, and only on request.
 
@@ -36,7 +36,7 @@ fn trained(last: u64, staged: bool) -> SimDisk {
     SimDisk::of(disks[0].bytes())
 }
 
-/// Returns the offsets of the pages of the newest root and of the one before.
+/// Returns the offsets of the pages of the newest root and of the root before it.
 fn pages(last: u64) -> (usize, usize) {
     let slot = size((last + 1) & 1);
     (ROOTS[slot], ROOTS[1 - slot])
@@ -48,7 +48,7 @@ fn damage_root(disk: &SimDisk, page: usize) {
     disk.flip(page + PAGE - 512 + 40, 0x10);
 }
 
-/// Returns the bytes of both tables on the device: they lie between the description and the values.
+/// Returns the bytes of both tables on the device. The tables are between the description and the values.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
     let store = ok(model::open(slice::from_ref(disk), &newest()));
     let values = size(store.layout().offset(&store.layout().extent(store.description(), 0, 0), 0));
@@ -112,7 +112,7 @@ fn is_lost(disk: &SimDisk, step: u64) {
 
 #[test]
 fn a_root_of_zeros_is_found_wherever_it_was() {
-    // With `last` 1, the newest root is in a page that had none before.
+    // With `last` 1, the newest root is in a page that had no root before.
     for last in [1, 2, 3] {
         let disk = trained(last, false);
         is_lost(&without_root(&disk, pages(last).0), last - 1);
@@ -243,7 +243,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         let points = ok(run(&SimDisk::of(image.bytes()), &Faults::default()));
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
-        // The count of requests may lack one that was just answered.
+        // The count of requests may lack a request that was just answered.
         for point in (0..=points + 2).step_by(model::many(1, 2)) {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });

@@ -341,7 +341,8 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
     ok(commit(&store, 2));
-    // Stage version 3 twice with different bytes: after the discard, memory must not have the bytes of the first.
+    // Stage version 3 twice with different bytes: after the discard, memory must not have the bytes of the first
+    // attempt.
     ok(model::abandon(&store, 3));
     assert_eq!(check(&store, "discarded"), 2);
     ok(model::abandon(&store, 3));

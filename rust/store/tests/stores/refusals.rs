@@ -19,7 +19,7 @@ fn how(existing: Existing) -> Create {
     how
 }
 
-/// Returns the bytes of a store's file, with a log, whose run ended without closing it.
+/// Returns the bytes of the file of a store with a log, whose run ended without closing the store.
 fn killed(path: &Path) -> Vec<u8> {
     let (store, _) = ok(Store::create(&[path], model::description(), &how(Existing::Replace)));
     ok(model::commit(&store, 0));
@@ -43,7 +43,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     for number in 0..model::many(400, 20) {
         let mut bytes = whole.to_vec();
         for _ in 0..=number % 3 {
-            // In every other copy, flip bits of the first 20 pages alone, where the catalog is.
+            // In every other copy, flip bits only in the first 20 pages, where the catalog is.
             let at = if number % 2 == 0 { rng.below(last) } else { rng.below(20 * 4096) };
             bytes[at] ^= 1;
         }
@@ -95,7 +95,7 @@ fn looking_changes_nothing() {
     let folder = Folder::new("looking");
     let path = folder.paths(1).remove(0);
     let whole = killed(&path);
-    // Append bytes behind the store, as a copy may have.
+    // Append bytes to the file, as a copy of a store may have them.
     let bytes = [&whole[..], b"tail"].concat();
     ok(fs::write(&path, &bytes));
     let paths = [&path];

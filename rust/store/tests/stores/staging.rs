@@ -51,7 +51,7 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     let faults = Faults { errors: vec![(Action::Write, model::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
-    // Discarding the record alone must not make the step committable: it would lack this record's update.
+    // Discarding the record alone must not make the step committable: the step would lack this record's update.
     ok(store.discard_record(0, Wait::forever()));
     let Err(Error::Usage(message)) = committed(&store, 3) else { panic!("the failure was forgotten") };
     assert!(message.contains("a write of this step failed"), "{message}");
@@ -66,7 +66,8 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
 fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
     let store = model::trained(&model::disks(1), 1);
     let open = ok(store.read(0, 0, vec![0; model::extent_bytes(&store, 0, 0)]));
-    // Step 2 is staged to the other slot, so the open read still returns version 2 after its commit.
+    // Step 2 is staged to the slot that is not being read. So even after the commit of step 2, the open read returns
+    // version 2, which has the state of step 1.
     ok(model::commit(&store, 2));
     let refused = store.begin(0, 3, Wait::never());
     assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
@@ -90,7 +91,7 @@ fn an_record_whose_update_is_announced_is_not_staged_too() {
     assert_eq!(check(&store, "discarded and staged"), 1);
 }
 
-/// As many records as fill three pages of the table, and one record of each page.
+/// A number of records that fills three pages of the table, and the index of one record on each of these pages.
 const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
