@@ -66,8 +66,8 @@ PENDING_SUFFIX: str
 class Region:
     """Page-aligned memory on huge pages, pinned as well as the system allows, populated before use.
 
-    Has exactly `nbytes` bytes, rounded up to the page. The memory returns to the system once the region is closed and
-    the last tensor in it is gone.
+    The region has `nbytes` bytes, rounded up to whole pages. The memory returns to the system once the region is closed
+    and the last tensor in it is gone.
     """
 
     def __new__(
@@ -82,11 +82,11 @@ class Region:
 
         Args:
             nbytes: bytes to map.
-            pin: "auto" pins as well as the system allows (`pinned` says how, `why_not` why no better); "mlock" or
-                "cuda" insists, and raises a ConfigError with the reason and the remedy if that is impossible; False
-                pins nothing.
-            on_fork: what a forked child sees in the memory: "copy": a copy, as of other memory; "wipe": zeros, while
-                this process keeps its huge pages and shares nothing with the child.
+            pin: "auto" pins as well as the system allows: `pinned` says how, and `why_not` why the memory is not
+                registered with CUDA. "mlock" or "cuda" insists, and raises a ConfigError with the reason and the remedy
+                if this pinning is impossible. False pins nothing.
+            on_fork: what a forked child sees in the memory. With "copy" it sees a copy, as of ordinary memory. With
+                "wipe" it sees zeros, and this process keeps its huge pages and shares no memory with the child.
             owner: the name under which `regions()` lists the region.
 
         Raises:
@@ -107,7 +107,7 @@ class Region:
 
     @property
     def why_not(self) -> str | None:
-        """Why the memory is not pinned better, if more was asked for."""
+        """Why the memory is not registered with CUDA although `pin` is "auto"; else None."""
 
     @property
     def huge_bytes(self) -> int:
@@ -115,7 +115,7 @@ class Region:
 
     @property
     def why_not_huge(self) -> str | None:
-        """Why some bytes are not on huge pages; None if all that can be are."""
+        """Why some bytes are not on huge pages; None if all bytes that can be on huge pages are."""
 
     @property
     def closed(self) -> bool:
@@ -124,7 +124,7 @@ class Region:
     def close(self) -> None:
         """Ends new leases and every wait for one. A second call does nothing.
 
-        Unmaps the memory now, or with the last tensor in it.
+        Unmaps the memory now, or once the last tensor in it is gone.
         """
     def __enter__(self) -> Region: ...
     def __exit__(self, *_raised: object) -> None: ...
@@ -133,16 +133,16 @@ class Region:
 class Arena:
     """A region that is divided once, as planned, into slots of exact sizes.
 
-    Leasing never allocates or fragments memory. A lease takes a slot of the smallest class that holds it, never one of
-    a larger class, so leases that the plan admits are granted in every order.
+    Leasing never allocates or fragments memory. A lease takes a slot of the smallest class that holds it, never a slot
+    of a larger class, so leases that the plan admits are granted in every order.
     """
 
     def __new__(cls, region: Region, classes: Mapping[int, int]) -> Arena:
-        """Divides `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
+        """Divides `region` into `classes`, given as {bytes: count}. A region belongs to one arena at a time.
 
         Raises:
             BudgetError: the region is too small; `smallest` is the size of the region that works.
-            UsageError: the region is closed, or belongs to another living arena.
+            UsageError: the region is closed, or still belongs to another arena.
         """
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
@@ -152,12 +152,12 @@ class Arena:
 
         Raises:
             ConfigError: no class is large enough, so the lease could never be granted.
-            TimeoutExpired: all slots stayed taken; the message says by which owners.
+            TimeoutExpired: all slots stayed taken; the message names the owners that hold them.
             UsageError: the region was closed, before or during the wait.
         """
 
     def free_slots(self, nbytes: int) -> int:
-        """Returns how many free slots `lease(nbytes)` may take; at 0 it would wait.
+        """Returns how many free slots `lease(nbytes)` may take; at 0 `lease` would wait.
 
         Raises:
             ConfigError: no class is large enough.
@@ -167,7 +167,7 @@ class Arena:
         """Returns the arena's counters.
 
         "capacity" (bytes planned), "reserved" (with alignment), "in_use" (bytes of the taken slots), "bytes" (asked for
-        by the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
+        by the present leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
         records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
         "leases", "waits", "wait_seconds").
         """
@@ -199,7 +199,10 @@ class HostArena:
         """The bytes that the added slots take beyond the plan."""
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
-        """Takes a slot as `Arena.lease` does: a planned one if free, else an added one. Waits only for planned ones."""
+        """Takes a slot as `Arena.lease` does: a planned slot if one is free, else an added slot.
+
+        If neither is free, waits for a planned slot.
+        """
 
     def free_slots(self, nbytes: int) -> int:
         """Returns how many free slots `lease(nbytes)` may take."""
@@ -213,12 +216,12 @@ class HostArena:
 
 @final
 class ChunkRing:
-    """Equal chunks for staging that threads hand to each other."""
+    """Equal staging chunks that threads hand to each other."""
 
     def __new__(cls, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> ChunkRing:
-        """Makes `count` chunks of `chunk_bytes` in a region of their own, pinned as for `Region`.
+        """Makes `count` chunks of `chunk_bytes` in a region of the ring's own, which is pinned as `Region` describes.
 
-        A forked child sees zeros in the chunks: staged data is not for it.
+        A forked child sees zeros in the chunks, because staged data is not for the child.
         """
 
     def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:
@@ -237,7 +240,7 @@ class ChunkRing:
 
 @final
 class FileMemory:
-    """The bytes of a file as a writable buffer, while this object lives; see `memascend.memory.file_memory`."""
+    """The bytes of a file as a writable buffer, valid while this object lives; see `memascend.memory.file_memory`."""
 
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
     # The buffer protocol has been visible from Python since 3.12.
@@ -256,7 +259,7 @@ class Lease:
         """The bytes that were asked for."""
 
     def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor in the leased bytes, without a copy; its contents are the bytes that are there.
+        """Returns a tensor in the leased bytes, without a copy. It has the bytes that the slot has now.
 
         The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
 
@@ -266,14 +269,14 @@ class Lease:
         """
 
     def release(self) -> None:
-        """Returns an unused lease at once.
+        """Gives an unused lease back at once.
 
         Raises:
             UsageError: a tensor still lives in the lease, or the lease was returned before.
         """
 
     def close(self) -> None:
-        """Returns the lease as `release` does, unless it was returned before."""
+        """Gives the lease back as `release` does, unless it was returned before."""
     def __enter__(self) -> Lease: ...
     def __exit__(self, *_raised: object) -> None: ...
     @property
@@ -305,27 +308,31 @@ def ignore_captures() -> bool:
     """Makes calls of this thread harmless to CUDA graphs that other threads capture.
 
     In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
-    could not be set; if the process has not loaded the driver, no thread captures.
+    could not be set. If that is because the process has not loaded the CUDA driver, no thread captures.
     """
 
 def is_file_memory(address: int) -> bool:
     """True if memory of `file_memory` begins at this address."""
 
 def layout(classes: Mapping[int, int]) -> Layout:
-    """Returns what an arena of `classes`, {bytes: count}, takes: `Region(layout(classes).reserved)` fits it."""
+    """Returns the memory that an arena of `classes` ({bytes: count}) takes.
+
+    `Region(layout(classes).reserved)` fits such an arena.
+    """
 
 def limits() -> dict[str, Any]:
     """Returns the limits on this process's memory now, in bytes.
 
-    "available", and the limit by which that is "limited_by"; "cgroup_limit" and "cgroup" (None without one);
-    "memlock_soft" and "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
+    The dict has "available" and the limit that determines it ("limited_by"); "cgroup_limit" and "cgroup" (both None
+    without such a limit); "memlock_soft" and "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page"
+    (None: switched off).
     """
 
 def regions() -> list[dict[str, Any]]:
     """Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Turns large allocations of this process into mappings from now on, and occupies the C library's free holes.
+    """Makes the C library serve large allocations by mappings from now on, and occupies the holes of its heap.
 
     `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
     the heap is only trimmed.
@@ -337,7 +344,7 @@ def begin_heap_backward() -> None:
 def end_heap_step(backwards: int, model_bytes: int) -> None:
     """Ends a step of `backwards` backwards.
 
-    Returns free heap memory to the system, or keeps it from now on if the batch was large.
+    Returns free heap memory to the system; or, if the backwards touched much memory, keeps freed memory from now on.
     """
 
 @final
@@ -352,8 +359,8 @@ class Volume:
     def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
         """Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
 
-        If offset, length and address are multiples of `alignment`, the device writes to the memory itself; otherwise
-        the bytes are copied.
+        If offset, length and address are multiples of `alignment`, the device writes directly to the memory of `into`;
+        otherwise the bytes are copied.
 
         Raises:
             ConfigError: the range exceeds the volume, or the memory cannot be read into.
@@ -373,7 +380,8 @@ class Volume:
 
         Raises:
             StorageError: a device failed to flush. Every later flush fails, too, because the system has dropped data
-                that it could not write. Or a write failed whose ticket was dropped; that error is raised once.
+                that it could not write. Or the ticket of a write was dropped, and the write failed; this error is
+                raised once.
             TimeoutExpired: the flush did not end in time; it goes on.
         """
 
@@ -381,7 +389,7 @@ class Volume:
         """Waits for operations in flight, then closes the devices. A second call does nothing. Does not flush.
 
         Raises:
-            StorageError: a write failed whose ticket was dropped. The volume is closed all the same.
+            StorageError: the ticket of a write was dropped, and the write failed. The volume is closed all the same.
         """
 
     @property
@@ -394,7 +402,10 @@ class Volume:
 
     @property
     def alignment(self) -> int:
-        """Offset, length and address must be multiples of this, or the bytes are copied; 1: they never are."""
+        """Unless offset, length and address are multiples of this, a transfer copies the bytes.
+
+        With 1, no transfer copies bytes.
+        """
 
     @property
     def backend(self) -> str:
@@ -402,11 +413,11 @@ class Volume:
 
     @property
     def why_not(self) -> str | None:
-        """Why the backend is not a better one; None if it is the best, or was asked for."""
+        """Why the backend is "threads" although the caller's choice allowed io_uring; else None."""
 
     @property
     def direct(self) -> bool:
-        """True if every device bypasses the page cache; `devices()` says why one does not."""
+        """True if every device bypasses the page cache; `devices()` says why a device does not."""
 
     @property
     def queue_depth(self) -> int:
@@ -440,8 +451,8 @@ class Volume:
 class Ticket:
     """An operation in flight.
 
-    Dropping the ticket cancels nothing: the operation goes on, and its memory lives until the end. If a write fails
-    after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+    Dropping the ticket cancels nothing: the operation goes on, and keeps its memory alive until it ends. If a write
+    fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
     """
 
     def wait(self, timeout: float | None = None) -> int:
@@ -451,7 +462,7 @@ class Ticket:
             timeout: seconds; None waits for ever.
 
         Returns:
-            The bytes moved, which are all of them. A second call returns the same.
+            The number of bytes moved, which is the whole length. A second call returns the same number.
 
         Raises:
             StorageError: the device failed the operation.
@@ -467,10 +478,12 @@ def io_uring_why_not() -> str | None:
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
-# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
-# the format of its state, the number of its first element in the parameter whose rows it has.
+# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of its
+# spilled gradients, the format of its state; and, if it has rows of a parameter, the number of its first element in
+# that parameter.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None, int | None]
-# A run of several ranks: its id, the number and the identity of the commit, this rank, the number of ranks.
+# A commit of a run with several ranks: the run's id, the number and the identity of the commit, this rank, the number
+# of ranks.
 _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
 # Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Momentum: lr,
 # (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
@@ -507,14 +520,15 @@ class Store:
     def info(self) -> dict[str, Any]:
         """Returns identity, last commit and sizes in bytes.
 
-        "uuid", "generation", "step", "optimizer", "units", "devices", more.
+        The dict has "uuid", "generation", "step", "optimizer", "units", "devices" and more.
 
-        A store of several ranks also has "run", "common" and "identity": the run's id, the commit's number, and an id
-        that distinguishes the commit from that of another continuation, equal on all ranks; and "rank" of "ranks".
+        A store of several ranks also has "run" (the run's id), "common" (the commit's number), "identity" (an id that
+        distinguishes the commit from the same commit of another continuation of the run), "rank" and "ranks". All of
+        these except "rank" are equal on all ranks.
         """
 
     def index(self, name: str) -> int:
-        """Returns the number of a record."""
+        """Returns the number of the record with this name."""
 
     def record(self, name: str) -> dict[str, Any]:
         """Returns the description and the counts of a record."""
@@ -530,7 +544,7 @@ class Store:
         self, records: list[int], visit: Callable[[int, list[tuple[int, int, LentBuffer]]], object]
     ) -> None: ...
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
-        """Keeps these records in RAM from now on, and no others. Reads nothing before `refresh`.
+        """Keeps these records, and no other records, in RAM from now on. Only `refresh` reads the records into RAM.
 
         Takes "record_bytes" of `sizes` for each record, until the store is closed. With `registered`, the memory is
         registered with CUDA for copies, if that is possible.
@@ -541,7 +555,7 @@ class Store:
         """
 
     def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
-        """Reads stale or missing state of these records into RAM. `progress(done, all)` gets bytes.
+        """Reads stale or missing values and state of these records into RAM. Calls `progress(done, all)` with bytes.
 
         Raises:
             CorruptionError: the bytes on storage differ from the written ones.
@@ -555,7 +569,7 @@ class Store:
         kernels must update it.
 
         Returns:
-            How many steps the log holds: at most `steps`, fewer if space is short, 0 if there is none.
+            How many steps the log holds: at most `steps`, fewer if space is short, 0 if there is no space.
 
         Raises:
             UsageError: a store with durability "none" keeps no log.
@@ -572,7 +586,7 @@ class Store:
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Writes the state of the RAM tier that only memory and the log have, as a part of the last step.
+        """Writes the records in RAM whose newest state only memory and the log have, as a part of the last step.
 
         This empties the log.
         """
@@ -591,7 +605,10 @@ class Store:
 
     @property
     def ram_tier_epoch(self) -> int:
-        """A count that changes when memory of `ram_tier_unit` stops being what the last commit left."""
+        """A count that changes when values in RAM become stale.
+
+        Until then, the memory of `ram_tier_unit` has the values of the last commit.
+        """
 
     def spoil(self, name: str) -> None:
         """Marks the values of a record in RAM as overwritten: `refresh` reads them again."""
@@ -627,21 +644,21 @@ class Store:
     def check_log(self) -> None:
         """Verifies the data that `Engine.replay` reads.
 
-        `replay` does this itself; call it if other ranks must know the result before any of them writes.
+        `replay` does this itself; call `check_log` if all ranks must know the result before any rank writes.
 
         Raises:
             CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
         """
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
-        """Reads and verifies all live extents; returns their number and bytes. `progress(done, all)` gets bytes.
+        """Reads and verifies all live extents; returns their number and bytes. Calls `progress(done, all)` with bytes.
 
         Raises:
             CorruptionError: names the first damaged extent.
         """
 
     def damaged(self) -> list[str]:
-        """Returns a text for each damaged copy of a label or the description.
+        """Returns a text for each damaged copy of a label or of the description.
 
         The first commit after an open repairs these copies.
         """
@@ -650,9 +667,9 @@ class Store:
         """Makes `close()` remove the files that were created for the store, before another process can open them."""
 
     def become_temporary(self) -> None:
-        """Tells the store that the caller removes its file.
+        """Tells the store that the caller removes the store's file.
 
-        A new store then takes no name, and `lost_file` does not report the file.
+        A new store then does not give the file its final name, and `lost_file` does not report the file.
         """
 
     def lost_file(self) -> tuple[Path, str] | None: ...
@@ -677,14 +694,14 @@ def checksum_of(tensor: torch.Tensor) -> str:
 class Fetch:
     """A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it.
 
-    Any thread may use it. The slots that it reads are not written until the device has ended the reads. The step after
-    the next commit waits for that. Dropping the object waits for the device.
+    Any thread may use it. The store does not write to the slots of these values until the device has ended the reads.
+    The step after the next commit waits until then. Dropping this object waits for the device, too.
     """
 
     def wait(self) -> None:
         """Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, not the read.
 
-        A second call returns or raises the same.
+        A second call has the same result.
 
         Raises:
             StorageError: the device failed.
@@ -698,12 +715,12 @@ class Fetch:
 class UnitParts:
     """A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 
-    The slots that it reads are not written until each part was read once, or until this object and all its reads are
-    gone. The step after the next commit waits for that.
+    The store does not write to the slots of these values until each part was read once, or until this object and all
+    its reads are gone. The step after the next commit waits until then.
     """
 
     def places(self) -> list[tuple[int, int]]:
-        """Returns where each part begins in the unit, and its bytes."""
+        """Returns for each part its first byte in the unit, and its number of bytes."""
 
     def begin(self, index: int, into: torch.Tensor) -> Fetch:
         """Begins to read a part into a contiguous uint8 CPU tensor of its size, ahead of all other waiting I/O.
@@ -713,13 +730,15 @@ class UnitParts:
 
 @final
 class Checkers:
-    """Threads that verify parts of units as they arrive, so that a thread that starts copies computes no checksums.
+    """Threads that verify parts of units as they arrive.
+
+    So the thread that copies the parts onward need not compute checksums.
 
     The threads end when this object and every part that they verify are gone.
     """
 
     def __new__(cls, threads: int) -> Checkers:
-        """Starts `threads` threads, or as many as the system allows; without any, `Fetch.wait` verifies the part."""
+        """Starts `threads` threads, or as many as the system allows; without threads, `Fetch.wait` verifies parts."""
 
     @property
     def threads(self) -> int:
@@ -754,7 +773,10 @@ class LentBuffer:
 
 @disjoint_base
 class Engine:
-    """Updates the state of a store in a pipeline: reads, computes and writes it in chunks, beside other work."""
+    """Updates the state of a store in a pipeline: reads, computes and writes the state in chunks.
+
+    Other work goes on meanwhile.
+    """
 
     def __new__(
         cls,
@@ -770,12 +792,13 @@ class Engine:
 
         Args:
             store: the store to update.
-            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
-            queue: bytes of gradients that the queue holds; a larger gradient is queued alone.
-            whole: bytes for one record in one piece, for `apply(whole=True)`.
-            whole_next: bytes for a second record in one piece, which is read or written while a function computes on
-                the first; at most `whole`. A record that does not fit waits for the memory of the first, as every
-                record does if this is 0.
+            chunks: number of staging chunks (2 to 64). Twelve keep a disk about as busy as pure I/O does; four reach
+                only 0.8 of that speed.
+            queue: bytes of gradients that the queue holds; a larger gradient waits until the queue is empty.
+            whole: bytes of memory for one whole record, for `apply(whole=True)`.
+            whole_next: bytes of memory for a second whole record, which the engine reads or writes while a function
+                computes on the first; at most `whole`. A larger record waits until the first record's memory is free;
+                with 0, every record does.
             threads: threads that update records in RAM after a commit.
         """
 
@@ -790,7 +813,7 @@ class Engine:
         had it. An interrupted replay leaves the store as it was.
 
         Args:
-            progress: called with the bytes of gradients done and in total; an exception of it ends the replay.
+            progress: called with the bytes of gradients done and in total; an exception of `progress` ends the replay.
 
         Returns:
             False if the store had no log.
@@ -821,12 +844,12 @@ class Engine:
 
         The engine holds the gradient until it has used it; do not change the gradient meanwhile.
 
-        `values` are the parameter's values in memory, as the last commit left them. If the update starts from values
-        (float32 or compact), it uses these instead of reading them, and verifies them like values that are read. The
-        engine holds them as long as the gradient, and does not write to them.
+        `values` are the parameter's values in memory, as the last commit left them. If the update computes with the
+        parameter's values (float32 or compact), it takes them from `values` instead of storage, and verifies them like
+        values that it reads. The engine holds `values` as long as the gradient, and does not write to them.
 
         With `spills` the update also spills the gradient, as `spill` does; `take_back` then discards the update and
-        leaves the gradient for another one.
+        leaves the gradient for another update.
 
         Raises:
             ConfigError: the gradient, the values or a number do not fit; or with `spills`, the record is in RAM or was
@@ -837,11 +860,12 @@ class Engine:
         """
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
-        """Queues a gradient to be spilled to storage; with `add`, adds it to the spilled one, with the bits of `add_`.
+        """Queues a job that spills a gradient to storage.
 
-        Returns once the queue has room for the gradient. The engine holds the gradient until it has used it; do not
-        change it meanwhile. A spilled gradient is not part of a step: commits leave it, and closing the store drops it.
-        A spill that fails or is discarded leaves no gradient.
+        With `add`, the job adds the gradient to the spilled gradient, with the bits of torch's `add_`. Returns once the
+        queue has room for the gradient. The engine holds the gradient until it has used it; do not change it meanwhile.
+        A spilled gradient is not part of a step: commits leave it, and closing the store drops it. A spill that fails
+        or is discarded leaves no gradient.
 
         Raises:
             ConfigError: the record was described without `spill`, or the gradient has another dtype or shape.
@@ -896,22 +920,23 @@ class Engine:
     def defer(self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = ()) -> bool:
         """Leaves the update by the spilled gradient, multiplied by each of `factors`, to the next step.
 
-        The commit names the gradient, which makes the step durable. The update is written by `settle_later`, by a
-        `fetch` with `settle`, when a reader needs more of the record than `fetch` gives, or else by the next commit.
+        The commit names the gradient, which makes the step durable. `settle_later` or a `fetch` with `settle` writes
+        the update, or the engine does so when a reader needs more of the record than `fetch` gives, or else before the
+        next commit.
 
         Returns:
             False if the update has to be made now: the record is in RAM, or has no second place (`Store.keep_places`).
         """
 
     def settle_later(self, name: str) -> None:
-        """Queues a job that writes the update of a record that the last commit left, if it was not made yet."""
+        """Queues a job that writes the update that the last commit left for a record, if it is not written yet."""
 
     @property
     def is_behind(self) -> bool:
-        """True if the last commit left updates: `catch_up()` must run before one of these records is staged."""
+        """True if the last commit left updates: `catch_up()` must run before such a record is staged."""
 
     def catch_up(self) -> bool:
-        """Makes the updates that the last commit left, and commits them as a part of its step.
+        """Makes the updates that the last commit left, and commits them as a part of the last step.
 
         Returns:
             False if the last commit left no update.
@@ -923,9 +948,9 @@ class Engine:
     def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
         """Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work.
 
-        `into` is a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each record is
-        at its "unit_offset". The tensor stays alive until the fetch has ended; do not touch it before. Updates that the
-        last commit left (`defer`) are computed on the way; with `settle` they are also written.
+        `into` is a contiguous uint8 CPU tensor of as many bytes as `sizes` says, and begins on a page. Each record is
+        at its "unit_offset". The tensor stays alive until the fetch has ended; do not touch the tensor before. Updates
+        that the last commit left (`defer`) are computed on the way; with `settle` they are also written.
 
         Raises:
             ConfigError: the store has no such unit, or the memory does not fit.
@@ -936,7 +961,7 @@ class Engine:
     def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False) -> UnitParts:
         """Fetches a unit like `fetch`, in parts of at most `bytes_max` bytes; reads nothing yet.
 
-        The threads of `checkers` verify the parts as they arrive; without, `Fetch.wait` does.
+        The threads of `checkers` verify the parts as they arrive; without `checkers`, `Fetch.wait` does.
 
         Raises:
             ConfigError: the store has no such unit, or an extent of it exceeds `bytes_max`.
@@ -960,7 +985,7 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drops queued jobs, drains running ones, and forgets the staged step; if `name` is given, only that record's.
+        """Drops queued jobs, drains running jobs, and forgets the staged step; with `name`, only for this record.
 
         Only discarding the whole step ends a failed step.
         """
@@ -977,7 +1002,7 @@ class Engine:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of gradients in queued and running jobs; "queued" of `counters()`."""
+        """Bytes of gradients in queued and running jobs, as "queued" of `counters()`."""
 
     def counters(self) -> dict[str, Any]:
         """Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, "seconds" by activity."""

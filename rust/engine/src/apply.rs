@@ -16,8 +16,8 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Number of records whose tensors of other shapes are in memory at once: a function computes on one record while the
-/// next one's tensors are read.
+/// Number of records that have memory at once for their state tensors that are not cut into chunks: a function computes
+/// on one record while the pipeline reads the next record.
 const OTHERS_AT_ONCE: usize = 2;
 
 /// The arguments of a function: memory that the function owns during the call. Each part is exactly as long as its
@@ -28,8 +28,8 @@ pub struct Chunk {
     /// The spilled gradient of the same elements, if [`Application::spilled`].
     pub gradient: Option<Shared>,
     /// The state tensors in the order of the description, unless they are widened ([`Given::Wide`]). A tensor of the
-    /// record's shape holds the same elements. A tensor with one item for several elements holds the items of these
-    /// elements. A tensor of another shape is given whole, in the same memory in each call.
+    /// record's shape holds the same elements as `values`. A tensor with one item for several elements holds the items
+    /// of these elements. A tensor that is not cut into chunks is given whole, in the same memory in each call.
     pub state: Vec<Shared>,
     /// The index of the first element.
     pub start: usize,
@@ -40,8 +40,8 @@ pub struct Chunk {
 }
 
 /// A function of the caller that computes one chunk in place, on a thread of the engine. An engine runs one function at
-/// a time. The function must not wait for the engine. If the function keeps memory of the chunk beyond the call, the
-/// engine neither writes to that memory again nor can use it, so the function must return an error.
+/// a time. The function must not wait for the engine. A function that keeps memory of the chunk beyond the call must
+/// return an error: the engine does not write to that memory again, and cannot use it again.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
 /// How a function gets a record.
@@ -51,8 +51,8 @@ pub enum Given {
     InChunks,
     /// One call with the whole record.
     Whole,
-    /// One call with the whole record, its reduced state widened to float32: the master weights of 16-bit values, one
-    /// moment or two.
+    /// One call with the whole record, whose reduced state the engine widens to float32: master weights if the values
+    /// have 16 bits, and one moment or two.
     Wide,
 }
 
@@ -62,7 +62,7 @@ pub struct Application {
     pub function: Box<Function>,
     /// Bytes of the caller's tensors that the function holds while it waits, such as its gradient.
     pub nbytes: usize,
-    /// The number of this update in the record's count.
+    /// The number of this update in the record's count of updates.
     pub step: u64,
     /// Whether the function gets the spilled gradient.
     pub spilled: bool,
@@ -74,15 +74,16 @@ pub struct Application {
     pub after_commit: bool,
 }
 
-/// Allocates memory for tensors of other shapes than their record's, for the record that has the most bytes of them.
+/// Allocates memory for state tensors that are not cut into chunks. The memory fits the record with the most bytes of
+/// such tensors.
 pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
     let bytes = largest_others(description);
     let room = (bytes > 0).then(|| Scratch::new(bytes, OTHERS_AT_ONCE, "other state"));
     Ok(room.transpose()?)
 }
 
-/// Allocates memory for one record in one piece, and for the next one, which may have to be smaller; the smaller memory
-/// first.
+/// Allocates memory for one whole record, and memory for the next whole record. The second memory may be smaller; the
+/// smaller one is first in the result.
 pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
     let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
@@ -97,8 +98,7 @@ fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     }
 }
 
-/// Returns the bytes that an engine holds for state of other shapes than its records', on a store with this
-/// description.
+/// Returns the bytes that an engine, on a store with this description, holds for state that is not cut into chunks.
 #[must_use]
 pub fn other_bytes(description: &Description) -> u64 {
     (largest_others(description) * OTHERS_AT_ONCE) as u64
@@ -109,7 +109,8 @@ fn largest_others(description: &Description) -> usize {
     (0..description.records.len()).map(of).max().unwrap_or(0)
 }
 
-/// Returns the offset and the bytes of each tensor of another shape in their common memory.
+/// Returns the offset and the bytes of each state tensor that is not cut into chunks, in the memory that these tensors
+/// share.
 fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
     description.records[record].whole().scan(0, |at, tensor| {
         let (start, nbytes) = (*at, tensor.nbytes() as usize);
@@ -137,13 +138,13 @@ pub(crate) struct Apply {
     asked: Arc<Application>,
     /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
     kept: Option<Arc<Kept>>,
-    /// Bytes of the whole record in one piece.
+    /// Bytes of memory that the whole record takes.
     whole_bytes: usize,
-    /// The values to start from, if the caller gave them and the record is not in RAM.
+    /// The record's values in the caller's memory, if the job takes them from there instead of reading them.
     live: Option<Live>,
     /// Whether the job copies the record out of the RAM tier and back, instead of reading and staging it.
     in_memory: bool,
-    /// Memory for tensors of other shapes; `claim` leases it.
+    /// Memory for state tensors that are not cut into chunks; `claim` leases it.
     others: RefCell<Option<Shared>>,
     /// Memory for the whole record, if the function gets it whole; `claim` leases it.
     all: RefCell<Option<Shared>>,
@@ -180,7 +181,7 @@ impl Apply {
         Self { live, ..self }
     }
 
-    /// Returns the job for a record in RAM whose step is committed.
+    /// Returns the job, which now changes the record in RAM itself, after the commit of its step.
     pub(crate) fn in_memory(self) -> Self {
         Self { in_memory: true, ..self }
     }
@@ -195,7 +196,8 @@ impl Work for Apply {
         false
     }
 
-    /// Leases memory for tensors of other shapes and for the whole record; `false` if either is not free.
+    /// Leases memory for state tensors that are not cut into chunks, and for the whole record. Returns `false` if
+    /// either memory is not free.
     fn claim(&self, bench: &Workbench<'_>, record: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
@@ -221,8 +223,8 @@ impl Work for Apply {
         if self.in_memory { Ok(()) } else { bench.begin(record, self.asked.step) }
     }
 
-    /// In chunks: one turn for each chunk, at least one. Whole: one turn to read each chunk, one for the call, one to
-    /// write each chunk.
+    /// A function that gets the record in chunks takes one turn for each chunk, and at least one turn. A function that
+    /// gets the whole record takes one turn to read each chunk, one for the call, and one to write each chunk.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         let chunks = bench.chunks_of(record);
         if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
@@ -262,8 +264,8 @@ impl Work for Apply {
         if !self.asked.is_whole() {
             return self.calling(bench, record, self.of_chunk(bench, turn)?)();
         }
-        // Only a record without elements has its whole call here, and needs no memory: other calls run on the thread of
-        // `Caller`.
+        // This calls a function with the whole record only if the record has no elements, which needs no memory.
+        // Otherwise such a call runs on the thread of `Caller`.
         if index == chunks {
             return self.calling(bench, record, self.in_one_piece(bench, record, memory)?)();
         }
@@ -277,7 +279,7 @@ impl Work for Apply {
         }
     }
 
-    /// The call of a whole record comes between its reads and its writes.
+    /// The call with a whole record runs after the turns that read the record, and before the turns that write it.
     fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
         let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)
@@ -373,7 +375,7 @@ impl Apply {
         described.state.iter().map(part).collect()
     }
 
-    /// Returns the extents of the tensors of other shapes, each with its memory.
+    /// Returns the extents of the state tensors that are not cut into chunks, each with its memory.
     fn other_extents(&self, bench: &Workbench<'_>, record: usize) -> Result<Vec<(u32, Shared)>> {
         let (layout, description) = (bench.store.layout(), bench.store.description());
         let others = self.others.borrow();

@@ -8,14 +8,15 @@ use std::{
 
 use crate::{Error, Result, job::Call, queue::Queue};
 
-/// The thread for calls. One thread serves all calls, because torch gives each thread that computes a team of threads.
+/// The thread for calls. One thread serves all calls, because torch creates a team of threads for every thread that
+/// computes.
 struct Calls {
     begun: Sender<Call>,
     ended: Receiver<thread::Result<Result<()>>>,
     thread: JoinHandle<()>,
 }
 
-/// Calls one function at a time. Dropping it waits for the running call.
+/// Calls one function at a time. Dropping a `Caller` waits for the running call.
 #[derive(Default)]
 pub(crate) struct Caller {
     /// `None` until the first call: most engines call no function.

@@ -33,7 +33,7 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// The most factors of a deferred update; the log stores each of them.
+/// The maximum number of factors of a deferred update; the log stores each factor.
 const FACTORS_MAX: usize = 16;
 
 /// The deferred updates of an engine; see [Note: deferred updates].
@@ -46,7 +46,8 @@ pub(crate) struct State {
     named: BTreeMap<usize, (u64, LoggedRule)>,
     /// The updates that the last commit named, by record.
     behind: BTreeMap<usize, Arc<Behind>>,
-    /// The jobs that settle each record: some chunks each, or all. The queue may have dropped a job.
+    /// The marks of the jobs that settle each record. A job settles some chunks of the record, or all. The queue may
+    /// have dropped some of these jobs.
     settling: BTreeMap<usize, Vec<Arc<Mark>>>,
 }
 
@@ -54,7 +55,7 @@ pub(crate) struct State {
 pub(crate) struct Behind {
     rule: (Taken, Vec<f32>),
     dtype: Dtype,
-    /// The checksum of each chunk's values, once computed; 0 before.
+    /// The checksum of each chunk's values; 0 until a job has computed the values.
     sums: Box<[AtomicU64]>,
     /// True after the next commit: the slot that this update started from may be overwritten.
     over: AtomicBool,
@@ -109,12 +110,12 @@ impl Deferred {
 }
 
 impl Engine {
-    /// Leaves the update of a record by its spilled gradient, multiplied by each factor in turn, to the next step. The
-    /// commit names the gradient. The record is settled before the commit after that, or as soon as a reader needs more
-    /// than the values that [`Engine::fetch`] computes.
+    /// Leaves the update of a record by its spilled gradient, multiplied by each factor in turn, to the next step. This
+    /// step's commit names the gradient. The record is settled before the next step's commit, or as soon as a reader
+    /// needs more than the values that [`Engine::fetch`] computes.
     ///
     /// Returns `false` if the update cannot be deferred: the record is in RAM, has no second place for its gradient or
-    /// has state that is not cut into chunks, or `factors` are too many.
+    /// has state that is not cut into chunks, or `factors` has more than 16 factors.
     pub fn defer(&self, record: usize, rule: impl Into<Rule>, factors: &[f32], mut wait: Wait<'_>) -> Result<bool> {
         let described = self.known(record)?;
         let store = &self.shared.store;
@@ -147,15 +148,15 @@ impl Engine {
         }
     }
 
-    /// Returns how many records are behind and not settled.
+    /// Returns the number of records that are behind and not settled yet.
     #[must_use]
     pub fn behind(&self) -> usize {
         let state = self.shared.deferred.lock();
         state.behind.keys().filter(|&&record| self.shared.store.is_behind(record)).count()
     }
 
-    /// True if the last commit left any record behind, even if it is settled since. [`Engine::catch_up`] must commit
-    /// that before such a record is staged again.
+    /// True if the last commit left any record behind, even if a job has settled the record since. [`Engine::catch_up`]
+    /// must commit the settled record before a new step stages it.
     #[must_use]
     pub fn is_behind(&self) -> bool {
         !self.shared.deferred.lock().behind.is_empty()
@@ -181,7 +182,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Settles all records that are behind; waits for that and for all other jobs.
+    /// Settles all records that are behind. Waits until they are settled and all other jobs have ended.
     pub(crate) fn settle_rest(&self, wait: &mut Wait<'_>) -> Result<()> {
         loop {
             let records: Vec<usize> = self.shared.deferred.lock().behind.keys().copied().collect();
@@ -198,8 +199,8 @@ impl Engine {
         }
     }
 
-    /// Makes the step name the spilled gradients of its deferred updates. First spills a gradient again if a commit
-    /// cannot name it where it is.
+    /// Makes the step name the spilled gradients of its deferred updates. If a commit cannot name a gradient in its
+    /// present place, first spills the gradient again, to the record's other place.
     pub(crate) fn name_deferred(&self, wait: &mut Wait<'_>) -> Result<()> {
         let store = &self.shared.store;
         let mut moved = Vec::new();
@@ -275,7 +276,7 @@ impl Shared {
     }
 }
 
-/// Returns the error for a fetch of values whose commit was followed by another one.
+/// Returns the error for a fetch of values that a later commit has overwritten.
 pub(crate) fn overwritten(store: &Store, record: usize) -> Error {
     let name = &store.description().records[record].name;
     Error::Usage(format!("a later commit overwrote the values of {name:?} in these parts; begin anew"))
@@ -294,7 +295,8 @@ pub(crate) struct Settle {
 }
 
 impl Settle {
-    /// Returns the turn with its chunk's index in the record.
+    /// Returns the turn with the index that its chunk has in the record: `turn.index` counts from the job's first
+    /// chunk.
     fn turn(&self, turn: &Turn) -> Turn {
         Turn { record: turn.record, index: self.first + turn.index, memory: turn.memory.clone() }
     }
@@ -321,7 +323,7 @@ impl Settle {
 impl Work for Settle {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.behind.is_over() {
-            // A later commit has the record settled, so a job that only settles has no work.
+            // A later commit has the settled record, so a job that only settles the record has nothing to do.
             return if self.into.is_some() { Err(overwritten(bench.store, record)) } else { Ok(()) };
         }
         if self.writes { bench.begin_settling(record) } else { Ok(()) }

@@ -30,7 +30,7 @@ use crate::{
 
 /// The minimum of staging chunks: the pipeline reads one while it writes another.
 const CHUNKS_MIN: usize = 2;
-/// The maximum of staging chunks. Some drives need more than the default; none gained from more than this.
+/// The maximum of staging chunks. Some drives need more than the default; no drive gained from more than this.
 const CHUNKS_MAX: usize = 64;
 
 /// The options of an engine.
@@ -39,12 +39,13 @@ const CHUNKS_MAX: usize = 64;
 pub struct Options {
     /// Number of staging chunks.
     pub chunks: usize,
-    /// Bytes of gradients that the queue may hold. A gradient that is larger by itself is queued alone.
+    /// Bytes of gradients that the queue may hold. A larger gradient waits until the queue is empty.
     pub queue_bytes_max: usize,
-    /// Bytes for one record in one piece, for functions that get the whole record.
+    /// Bytes of memory for one whole record, for functions that get the whole record.
     pub whole_bytes: usize,
-    /// Bytes for a second record in one piece, which is read or written while a function computes on the first; at most
-    /// `whole_bytes`. A record that does not fit waits for the memory of the first, as every record does if this is 0.
+    /// Bytes of memory for a second whole record, which the pipeline reads or writes while a function computes on the
+    /// first; at most `whole_bytes`. A larger record waits until the first record's memory is free; with 0, every
+    /// record does.
     pub whole_next_bytes: usize,
     /// Number of threads that apply updates to records in RAM after a commit.
     pub threads: NonZeroUsize,
@@ -113,7 +114,8 @@ impl Engine {
         Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, maker })
     }
 
-    /// Queues the first values of a record, whose count of updates becomes `first.step`. The job reads nothing.
+    /// Queues a job that writes the first values of a record, and sets the record's count of updates to `first.step`.
+    /// The job reads nothing from storage.
     ///
     /// Returns once the queue has room for the tensors. The job holds the tensors until it has written them.
     pub fn fill(&self, record: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
@@ -124,9 +126,9 @@ impl Engine {
 
     /// Queues update number `rule.step()` of a record by its gradient.
     ///
-    /// `values` are the record's values as the last commit left them. If the update starts from values, it uses these
-    /// instead of reading them. The job holds them as long as the gradient; they do not count towards the queue's
-    /// bound.
+    /// `values` are the record's values as the last commit left them. If the update computes with the record's values,
+    /// it takes them from `values` instead of reading them from storage. The job holds `values` as long as the
+    /// gradient; `values` do not count towards the queue's bound.
     ///
     /// Returns once the queue has room for the gradient. The job holds the gradient until it has used it.
     pub fn update(
@@ -163,12 +165,12 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Queues the update of a record that is not in RAM, and spills its gradient in the same turns. The result is that
-    /// of [`Engine::spill`] and an update by the spilled gradient, but the update does not read the gradient from
-    /// storage, and memory holds the gradient once.
+    /// Queues the update of a record that is not in RAM, and spills its gradient in the same turns. The result is the
+    /// same as that of [`Engine::spill`] followed by an update by the spilled gradient. But the update does not read
+    /// the gradient from storage, and memory holds the gradient once.
     ///
-    /// If the job is discarded or fails, no gradient remains. Once the job has ended, discarding the update keeps the
-    /// gradient.
+    /// If the job fails, or is discarded before it ends, no spilled gradient remains. After the job has ended, a
+    /// discard drops the update and keeps the spilled gradient.
     pub fn update_spilling(
         &self,
         record: usize,
@@ -190,8 +192,9 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Queues a gradient to be spilled to its record's place for it. With `add`, the job adds it to the spilled
-    /// gradient, in that gradient's dtype, computed in fp32 and rounded once.
+    /// Queues a job that spills a gradient to the record's place for a spilled gradient. With `add`, the job adds the
+    /// gradient to the spilled gradient: it computes in fp32 (float64 gradients: in float64), and rounds the sum once,
+    /// to the spilled gradient's dtype.
     ///
     /// Returns as [`Engine::update`] does. A spilled gradient is not part of a step: a commit does not remove it, and
     /// opening the store again forgets it. If the job is discarded or fails, no gradient remains in the place.
@@ -220,7 +223,7 @@ impl Engine {
     }
 
     /// Reads a spilled gradient into `into`, after the jobs of the record that are queued already. Nothing else may use
-    /// that memory meanwhile.
+    /// the memory of `into` meanwhile.
     pub fn read_spilled(&self, record: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
@@ -253,8 +256,8 @@ impl Engine {
 
     /// Queues the application of a function to a record: one chunk after the other, or the whole record at once.
     ///
-    /// Returns as [`Engine::update`] does; `values` have the same meaning. State of another shape than the record's is
-    /// read before the first call and staged after the last.
+    /// Returns as [`Engine::update`] does; `values` have the same meaning. State that is not cut into chunks is read
+    /// before the first call and staged after the last.
     pub fn apply(
         &self,
         record: usize,
@@ -357,7 +360,7 @@ impl Engine {
     }
 
     /// Drops queued jobs, drains running jobs and ends the thread. Uncommitted updates are lost. A second call does
-    /// nothing, nor does a call in a forked child.
+    /// nothing; neither does a call in a forked child.
     pub fn close(&self) {
         if self.here().is_err() {
             return;
@@ -365,7 +368,8 @@ impl Engine {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = locked(&self.thread).take();
-        // A function may close the engine that runs it. A thread cannot join itself; it ends after the function.
+        // A function may close the engine that runs it. A thread cannot join itself, so it is not joined here: it ends
+        // after the function has returned.
         if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());
         }
@@ -395,7 +399,8 @@ impl Shared {
             lose_spilled(&self.store, mark);
         }
         self.queue.notify();
-        // Dropping the jobs drops the callers' buffers, which may panic, too. All waiters are notified before.
+        // Dropping the jobs drops the callers' buffers, and the drop of a buffer may panic, too. So `notify` has woken
+        // all waiters before.
         drop(caught(|| drop(dropped)));
     }
 }

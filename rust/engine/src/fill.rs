@@ -14,18 +14,19 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, clear_from, elements_mut},
 };
 
-/// The name of the state tensor that starts as the values in float32.
+/// The name of the state tensor whose first contents are the values, widened to float32.
 const MASTER: &str = "master";
 
 /// The first values of a record's tensors. The job holds this memory until it has written the values.
 pub struct First {
     /// The values.
     pub values: Box<dyn Buffer>,
-    /// The state tensors, in the order of the description. `None` is zeros, or the values for a float32 "master" of the
-    /// record's shape.
+    /// The state tensors, in the order of the description. For `None`, the job writes zeros; but to a float32 "master"
+    /// of the record's shape, it writes the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
-    /// Float32 tensors in place of state that the record's format stores otherwise: compact master weights, from which
-    /// the values are rounded; and moments that are not float32. The job rounds them to nearest.
+    /// Float32 tensors for state that the record's format does not store in float32: compact master weights, and
+    /// moments in 16 or 8 bits. The job rounds these tensors to the format, to nearest. If master weights are given,
+    /// `values` must be these weights, rounded.
     pub wide: WideState<Box<dyn Buffer>>,
     /// The number of updates of the record that led to this state.
     pub step: u64,
@@ -91,7 +92,7 @@ impl Fill {
         }
     }
 
-    /// Rounds the tensors of `wide` to the chunk's format. `build` has filled the rest of the chunk.
+    /// Rounds the tensors of `wide` to the record's format. `build` has filled the rest of the chunk.
     fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let elements = bench.elements(record, chunk);
@@ -143,7 +144,7 @@ impl Fill {
         let place = store.layout().extent(description, record, extent);
         let described = &description.records[record];
         let used = place.used_bytes as usize;
-        // Iterates over the chunked state tensors, or over the other ones, each with its source.
+        // Iterates over the state tensors that are cut into chunks, or over those that are not, each with its source.
         let sources = |chunked: bool| {
             let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.grain > 0) == chunked;
             described.state.iter().zip(&self.state).filter(of)
@@ -218,7 +219,7 @@ impl Work for Fill {
         bench.begin(record, self.step)
     }
 
-    /// One turn for each chunk, and one for each extent of a tensor of another shape.
+    /// The job takes one turn for each chunk, and one for each extent of a state tensor that is not cut into chunks.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         bench.chunks_of(record) + bench.store.layout().extents_of(record) - bench.first_other_extent(record)
     }
@@ -242,8 +243,8 @@ impl Work for Fill {
     }
 }
 
-/// Returns an error for a float32 tensor of another size, or of a kind that the record's format stores in float32
-/// anyway.
+/// Returns an error if a tensor of `wide` does not have the size of the record in float32, is not aligned, or is of a
+/// kind that the record's format stores in float32 anyway.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = described.elements() as usize * size_of::<f32>();
@@ -267,7 +268,7 @@ fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result
     Ok(())
 }
 
-/// Returns a chunk of a float32 tensor, if one is given.
+/// Returns these elements of the float32 tensor `given`; `None` without a tensor.
 fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Option<&'a [f32]> {
     match floats(given?, Dtype::F32, elements.start, elements.len()) {
         Floats::F32(part) => Some(part),
@@ -284,7 +285,7 @@ fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// Fills `out` from byte `start` on of a caller's buffer.
+/// Fills `out` with the bytes of a caller's buffer, from its byte `start` on.
 pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
     // SAFETY: the assertion above keeps the range inside `memory`, which stays mapped while it is borrowed.

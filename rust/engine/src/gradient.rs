@@ -1,8 +1,8 @@
 //! Defines gradients: memory that a job holds until it has used it, or a source that lends the gradient window by
 //! window.
 //!
-//! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to its memory until the engine
-//! drops it. So any thread of the engine may read the memory without a lock.
+//! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to the buffer's memory until
+//! the engine drops the buffer. So any thread of the engine may read the memory without a lock.
 
 use std::{cell::Cell, ptr::NonNull, sync::Arc};
 
@@ -48,9 +48,9 @@ impl std::ops::Deref for Host {
 }
 
 /// Lends a gradient that the engine cannot read where it is, such as one on a device. `source(start, nbytes)` returns a
-/// window of host memory with these bytes of the gradient and, if that costs nothing, more. The window must stay
-/// unchanged until the next call of any source of this engine. The engine calls sources on its own thread, in order. A
-/// source must not wait for the engine.
+/// window of host memory that has these bytes of the gradient; it may have more bytes if they cost nothing. The window
+/// must stay unchanged until the next call of any source of this engine. The engine calls sources on its own thread, in
+/// order. A source must not wait for the engine.
 pub type Source = dyn Fn(usize, usize) -> std::result::Result<Window, Cause> + Send;
 
 /// A range of a gradient's bytes that is in host memory.
@@ -77,7 +77,7 @@ impl Window {
 }
 
 impl Gradient {
-    /// Creates a gradient of `dtype` in `memory`, which must be aligned for it.
+    /// Creates a gradient of `dtype` in `memory`, which must be aligned for this dtype.
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
         let element = require_float(dtype)?;
         if !memory.is_empty()
@@ -96,7 +96,8 @@ impl Gradient {
         Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
-    /// Returns the gradient's size in bytes. A job holds so many bytes of the queue until it has used the gradient.
+    /// Returns the gradient's size in bytes. A job occupies this many bytes of the queue's bound until it has used the
+    /// gradient.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         match &self.memory {
@@ -126,8 +127,8 @@ impl Gradient {
         self.dtype
     }
 
-    /// Returns `nbytes` bytes from byte `start` on. Panics if they exceed the gradient. Bytes of a source are valid
-    /// until the next call of any source of the engine.
+    /// Returns `nbytes` bytes from byte `start` on. Panics if they exceed the gradient. Bytes that a source lent are
+    /// valid until the next call of any source of the engine.
     pub(crate) fn bytes(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
         let first = self.at(store, record, start, nbytes)?;
         // SAFETY: `at` checked the range. `self` keeps the memory mapped, and nothing writes to it ([Note: handed-over

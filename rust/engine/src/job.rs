@@ -12,7 +12,7 @@ use crate::{
 /// it captured.
 pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// A kind of job: defines what each turn reads, computes and writes. The pipeline keeps the order.
+/// A kind of job: defines what each turn reads, computes and writes. The pipeline decides the order of turns.
 pub(crate) trait Work: Send {
     /// Returns the bytes of the caller's tensors that the job holds until it has used them.
     fn nbytes(&self) -> usize {
@@ -34,7 +34,8 @@ pub(crate) trait Work: Send {
         Leaves::Same
     }
 
-    /// Leases the memory that the job needs beside staging chunks; `false` if it is not free yet.
+    /// Leases the memory that the job needs in addition to staging chunks. Returns `false` if this memory is not free
+    /// yet.
     fn claim(&self, _bench: &Workbench<'_>, _record: usize) -> Result<bool> {
         Ok(true)
     }
@@ -64,7 +65,7 @@ pub(crate) trait Work: Send {
         Err(Error::Invalid("a job without a function to call".into()))
     }
 
-    /// Does the arithmetic of any other turn, after its reads have ended.
+    /// Does the arithmetic of a turn that [`Work::called_at`] does not name, after the turn's reads have ended.
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()>;
 
     /// Begins the writes of a turn. Dropping a write waits for it.
@@ -89,7 +90,8 @@ impl Job {
         Self::boxed(record, Box::new(work))
     }
 
-    /// Creates a job that goes before all others, because a caller waits to compute with its results.
+    /// Creates an urgent job: it goes before all jobs that are not urgent, because a caller waits to compute with its
+    /// results.
     pub(crate) fn urgent(record: usize, work: impl Work + 'static) -> Self {
         Self { work: Box::new(work), mark: Arc::new(Mark::urgent(record)) }
     }

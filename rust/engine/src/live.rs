@@ -1,4 +1,4 @@
-//! Copies an update's values from memory where they are resident, so that the update does not read them from storage.
+//! Copies a record's values from the caller's memory, so that an update does not read them from storage.
 
 use memascend_store::{Buffer, Dtype, Master, Record, Store};
 
@@ -30,8 +30,8 @@ impl Live {
         Ok(are_needed(described).then_some(Self(values)))
     }
 
-    /// Copies a chunk of the values to its part of the staging chunk, and compares it with the checksum, like a read:
-    /// values that were changed in place, or belong to another step, would silently corrupt the master weights.
+    /// Copies a chunk of the values to its part of the staging chunk, and compares it with its checksum, as a read
+    /// does: values that were changed in place, or belong to another step, would silently corrupt the master weights.
     pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));

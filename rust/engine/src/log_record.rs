@@ -1,5 +1,5 @@
-//! Appends the gradient of a record in RAM to the log. Where due, also stages the whole record, in its state before the
-//! step.
+//! Appends the gradient of a record in RAM to the log. If the record is due (`Store::is_due`), also stages the whole
+//! record in its state before the step.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! Overlaps reads, arithmetic and writes of several turns, in a fixed order.
 //!
-//! The pipeline takes turns in the order of the queue, across jobs. Half of the staging chunks are being read, ahead of
-//! the turn that is being computed; the others are being written. The order of operations depends on the jobs alone,
+//! The pipeline takes turns in the order of the queue, across jobs. It reads into half of the staging chunks, ahead of
+//! the turn that it computes, while it writes from the other half. The order of operations depends on the jobs alone,
 //! never on time, so that a run on a simulated device can be repeated. The pipeline begins a job once no operation of
 //! an earlier job of the same record is in flight.
 //!
@@ -31,13 +31,13 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// Default number of staging chunks. A disk that four requests of 1 MiB keep busy needs more than four chunks: one
-/// chunk is being computed, and a chunk whose last request is out has no other for the disk until the answer arrives.
-/// In a model of such a disk, with a spin loop for the arithmetic, 4 chunks reached 0.8 of pure I/O, 12 at least 0.95,
-/// and 16 no more than 12.
+/// Default number of staging chunks. A disk that four requests of 1 MiB keep busy needs more than four chunks: the
+/// engine computes one chunk, and a chunk whose last request is in flight has no further request for the disk until
+/// that request ends. In a model of such a disk, with a spin loop for the arithmetic, 4 chunks reached 0.8 of the speed
+/// of pure I/O, 12 chunks reached at least 0.95, and 16 chunks were no faster than 12.
 pub const CHUNKS_DEFAULT: usize = 12;
-/// The longest wait for a staging chunk. A chunk is free once the pipeline has waited for its last write; a chunk that
-/// is still not free by then has been kept by a function.
+/// The longest wait for a staging chunk. A chunk is free once the pipeline has waited for its last write. If no chunk
+/// becomes free within this time, functions have kept tensors of chunks.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A job that has begun. Fields drop in this order: first `work` with the caller's tensors, then `_room`, which frees
@@ -74,9 +74,8 @@ struct Running<'a> {
 }
 
 impl Running<'_> {
-    /// Records the first error of the step before the job can end by it: a caller that finds the job ended, or the
-    /// gradient missing that the job should have spilled, then finds the reason, too. The error of an urgent job ends
-    /// that job alone, and the step goes on.
+    /// Records the first error of the step before the job ends. So a caller that finds the job ended, or finds no
+    /// spilled gradient, finds the reason, too. The error of an urgent job ends that job alone, and the step goes on.
     fn record_error(&self, result: Result<()>) -> Result<()> {
         let Err(error) = &result else { return Ok(()) };
         if self.mark.urgent {
@@ -100,7 +99,7 @@ impl Drop for Running<'_> {
 }
 
 /// Forgets the record's spilled gradient if the job with this mark was to write it and failed or was dropped: the place
-/// does not hold what the caller asked for.
+/// then does not hold the gradient that the caller wanted there.
 pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     if mark.leaves == Leaves::Gradient {
         // `set_spilled` fails only for a record without a place for gradients.
@@ -136,15 +135,15 @@ pub(crate) struct Pipeline<'a> {
     queue: &'a Queue,
     staging: &'a Scratch,
     chunks: usize,
-    /// The job whose turns are being begun, and the next turn.
+    /// The job whose turns are being begun, and its next turn.
     current: Option<(Rc<Begun<'a>>, u32)>,
-    /// An urgent job, whose turns go before those of `current`, and the next turn.
+    /// An urgent job, whose turns go before the turns of `current`, and its next turn.
     urgent: Option<(Rc<Begun<'a>>, u32)>,
     /// The job whose function `caller` runs now, and the turn of that call.
     calling: Option<(Rc<Begun<'a>>, u32)>,
     /// Jobs whose functions have returned, and their next turns. These turns go before new jobs.
     called: VecDeque<(Rc<Begun<'a>>, u32)>,
-    /// A job that was taken and cannot begin yet.
+    /// A job that the pipeline has taken from the queue and that cannot begin yet.
     next: Option<Job>,
     reading: VecDeque<Reading<'a>>,
     writing: VecDeque<Writing<'a>>,
@@ -204,7 +203,8 @@ impl<'a> Pipeline<'a> {
         self.reading.is_empty() && self.calling.is_none() && self.writing.is_empty()
     }
 
-    /// Fills the read-ahead, then computes the first turn of it. Without one, waits for the call and the writes.
+    /// Begins the reads of the next turns, then computes the first turn that is being read. If no turn is being read,
+    /// waits for the call and the writes.
     fn turn(&mut self) -> Result<()> {
         // Read ahead at least one turn, and at most half of the chunks.
         let ahead_max = self.chunks.div_ceil(2);
@@ -369,7 +369,8 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Waits for the function that is being called, if any. The next turns to begin are then those of its job.
+    /// Waits for the function that is being called, if any. The remaining turns of the function's job then go before
+    /// new jobs.
     fn finish_call(&mut self) -> Result<()> {
         let Some((job, turn)) = self.calling.take() else { return Ok(()) };
         let began = Instant::now();
@@ -423,8 +424,8 @@ impl<'a> Pipeline<'a> {
             lose_spilled(self.bench.store, &job.mark);
         }
         drop(waiting);
-        // Last, because a panic of the function resumes in `wait`. The step has failed already, so the call's result is
-        // dropped.
+        // This comes last, because `wait` resumes a panic of the function. The step has failed already, so the call's
+        // result is dropped.
         if let Some(calling) = self.calling.take() {
             drop(self.caller.wait());
             drop(calling);

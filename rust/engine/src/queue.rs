@@ -1,4 +1,4 @@
-//! Queues jobs, bounded in bytes, so that the backward waits while the disk is slower.
+//! Queues jobs up to a bound in bytes. A backward that makes gradients faster than the disk writes them waits for room.
 
 use std::{
     collections::VecDeque,
@@ -20,14 +20,14 @@ pub(crate) struct QueueState {
     jobs: VecDeque<Job>,
     /// Urgent jobs, which go before `jobs`.
     urgent: VecDeque<Job>,
-    /// Jobs that the pipeline has taken and that have not ended.
+    /// The marks of the jobs that the pipeline has taken and that have not ended.
     running: Vec<Arc<Mark>>,
     /// Bytes of callers' tensors in waiting and running jobs.
     pub(crate) queued_bytes: usize,
     /// True while the pipeline has a job, or an operation in flight.
     busy: bool,
-    /// Number of living [`Pause`]s. Their owners change data that urgent jobs read, so the pipeline begins no urgent
-    /// job meanwhile.
+    /// Number of [`Pause`]s that are not dropped. Their owners change data that urgent jobs read, so the pipeline
+    /// begins no urgent job meanwhile.
     pauses: u32,
     pub(crate) closing: bool,
     /// The first error of the step. `failure` returns it once; after that the step can only be discarded.
@@ -36,7 +36,7 @@ pub(crate) struct QueueState {
     pub(crate) is_reported: bool,
     /// The error that ended the pipeline's thread before `closing`. No job runs after it.
     ended_by: Option<Error>,
-    /// `piped` has the pipeline's counts, `counters` those of all other code.
+    /// `piped` has the counts of the pipeline, `counters` has the counts of all other code.
     pub(crate) piped: Counters,
     pub(crate) counters: Counters,
 }
@@ -70,12 +70,12 @@ impl QueueState {
         if self.pauses == 0 { self.urgent.pop_front() } else { None }
     }
 
-    /// Removes an ended job from the running ones.
+    /// Removes the mark of an ended job from `running`.
     pub(crate) fn ended(&mut self, mark: &Arc<Mark>) {
         self.running.retain(|running| !Arc::ptr_eq(running, mark));
     }
 
-    /// Removes a job that was taken and never begun, and gives its bytes back.
+    /// Subtracts the bytes of a job that the pipeline took but never began, and removes its mark from `running`.
     pub(crate) fn dropped(&mut self, job: &Job) {
         self.queued_bytes -= job.mark.nbytes;
         self.ended(&job.mark);
@@ -91,13 +91,13 @@ impl QueueState {
         self.marks().any(|known| Arc::ptr_eq(known, mark))
     }
 
-    /// Returns what the jobs of a record, if all succeed, leave in its place for a spilled gradient.
+    /// Returns the contents that the record's place for a spilled gradient will have if all jobs of the record succeed.
     pub(crate) fn leaves(&self, record: usize) -> Leaves {
         let of_record = self.marks().filter(|mark| mark.record == record && mark.leaves != Leaves::Same);
         of_record.last().map_or(Leaves::Same, |mark| mark.leaves)
     }
 
-    /// Returns the marks of running jobs, then of waiting ones, in their order.
+    /// Returns the marks of the running jobs, then those of the waiting jobs, in the order in which the jobs run.
     fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
         self.running.iter().chain(self.urgent.iter().chain(&self.jobs).map(|job| &job.mark))
     }
@@ -110,8 +110,8 @@ impl QueueState {
             .for_each(|mark| mark.cancel());
     }
 
-    /// Ends the queue: every present waiter and later caller gets `error`. Returns the jobs that waited, and the marks
-    /// of all jobs.
+    /// Ends the queue: every present waiter and later caller gets `error`. Returns the waiting jobs, and the marks of
+    /// all jobs.
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
@@ -133,7 +133,7 @@ impl QueueState {
     }
 }
 
-/// Holds back urgent jobs while it lives.
+/// Holds back urgent jobs until it is dropped.
 pub(crate) struct Pause<'a>(&'a Queue);
 
 impl Drop for Pause<'_> {
@@ -149,7 +149,8 @@ pub(crate) struct Queue {
     bytes_max: usize,
     /// The pipeline's thread. It must not wait for the engine, that is, for itself.
     worker: OnceLock<ThreadId>,
-    /// The thread on which functions are called. The pipeline waits for it, so it must not wait for the engine either.
+    /// The thread on which functions are called. The pipeline waits for this thread, so this thread must not wait for
+    /// the engine either.
     caller: OnceLock<ThreadId>,
 }
 
@@ -182,7 +183,8 @@ impl Queue {
         self.state.notify_all();
     }
 
-    /// Adds a job once the queue has room for its bytes. A job with more bytes than the bound is added alone.
+    /// Adds a job once the queue has room for its bytes. A job with more bytes than the bound is added once the queue
+    /// is empty.
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
@@ -208,7 +210,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Adds a job whose results a caller waits for. The job goes before others, and is accepted even in a failed step.
+    /// Adds a job whose results a caller waits for. The job goes before all jobs that are not urgent, and is accepted
+    /// even in a failed step.
     pub(crate) fn push_urgent(&self, job: Job) -> Result<()> {
         let mut state = self.lock();
         state.alive()?;
@@ -221,7 +224,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits until `ready`. The pipeline then begins no urgent job until the returned [`Pause`] is dropped.
+    /// Waits until `ready` returns true. The pipeline then begins no urgent job until the returned [`Pause`] is
+    /// dropped.
     pub(crate) fn paused(
         &self,
         wait: &mut Wait<'_>,
@@ -234,7 +238,7 @@ impl Queue {
         Ok(Pause(self))
     }
 
-    /// Takes the next urgent job; `None` if none waits or a [`Pause`] lives.
+    /// Takes the next urgent job. Returns `None` if no urgent job waits, or if a [`Pause`] is not dropped yet.
     pub(crate) fn next_urgent(&self) -> Option<Job> {
         let mut state = self.lock();
         let job = state.take_urgent()?;
@@ -244,7 +248,7 @@ impl Queue {
     }
 
     /// Takes the next job. Returns `None` if no job waits and `or_wait` is false, or if the engine is closing. The
-    /// pipeline passes `or_wait` only with nothing in flight: the queue then counts as idle.
+    /// pipeline sets `or_wait` only when it has nothing in flight. So the queue counts as idle if no job waits then.
     pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -267,7 +271,7 @@ impl Queue {
         }
     }
 
-    /// Waits until `ready`. The lock is free while `keep_waiting` runs.
+    /// Waits until `ready` returns true. The lock is free while `wait.keep_waiting` runs.
     pub(crate) fn wait(
         &self,
         wait: &mut Wait<'_>,

@@ -1,5 +1,5 @@
-//! Keeps gradients and updates of records in RAM until a step is committed. These include gradients that a streamed
-//! record would spill.
+//! Keeps the gradients and updates of the RAM tier's records until their step is committed. Where a streamed record
+//! spills its gradient to storage, a record in RAM keeps its gradient in memory here.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -25,7 +25,7 @@ use crate::{
 /// An update of a record in RAM that waits for its step.
 pub(crate) struct Waiting {
     pub(crate) record: usize,
-    /// The number of this update in the record's count.
+    /// The number of this update in the record's count of updates.
     pub(crate) step: u64,
     pub(crate) work: Box<dyn Work>,
     /// Whether the update is applied in memory after the commit; otherwise the pipeline stages it before the commit.
@@ -41,7 +41,7 @@ pub(crate) struct RamTierGradients(Mutex<WaitingUpdates>);
 #[derive(Default)]
 pub(crate) struct WaitingUpdates {
     jobs: Vec<Waiting>,
-    /// The records of `jobs`, for a lookup with each gradient among thousands of jobs.
+    /// The records of `jobs`. This is a set because each new update looks up its record among thousands of jobs.
     records: HashSet<usize>,
     /// Gradients that are kept in memory instead of spilled, by record.
     kept: BTreeMap<usize, Arc<Kept>>,
@@ -77,7 +77,7 @@ impl WaitingUpdates {
         taken
     }
 
-    /// Removes the bytes and the record of a job that was removed from `jobs`.
+    /// Subtracts the bytes of a job that was removed from `jobs`, and removes its record from `records`.
     fn went(&mut self, job: &Waiting) {
         self.bytes -= job.work.nbytes();
         self.records.remove(&job.record);
@@ -118,8 +118,8 @@ impl RamTierGradients {
         state.jobs.push(waiting);
     }
 
-    /// Returns the step's head for the log: the updates whose gradients the log has, and the deferred ones. `None`
-    /// without any.
+    /// Returns the step's head for the log: the updates whose gradients the log has, and the deferred updates. Returns
+    /// `None` if there are no such updates.
     pub(crate) fn head(&self, deferred: Vec<(usize, u64, LoggedRule)>) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
         let state = self.lock();
@@ -135,8 +135,8 @@ impl RamTierGradients {
         (!head.updates.is_empty()).then_some(head)
     }
 
-    /// Removes and returns the next update that the pipeline stages before the commit. Taking one at a time means that
-    /// an interrupt loses no other.
+    /// Removes and returns the next update that the pipeline stages before the commit. The caller queues one update at
+    /// a time, so an interrupt loses no update that is still in `jobs`.
     pub(crate) fn next_through(&self) -> Option<Waiting> {
         let mut state = self.lock();
         let at = state.jobs.iter().position(|job| !job.applies)?;
@@ -145,7 +145,7 @@ impl RamTierGradients {
         Some(job)
     }
 
-    /// Returns record and update number of the updates that are applied in memory. The updates stay here.
+    /// Returns record and update number of the updates that are applied in memory. The updates stay in `jobs`.
     pub(crate) fn applying(&self) -> Vec<(usize, u64)> {
         self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.record, job.step)).collect()
     }
@@ -171,8 +171,8 @@ impl RamTierGradients {
 
     // --- gradients that are kept in memory instead of spilled -----------------------
 
-    /// Keeps a gradient in memory, or adds it to the kept gradient in the kept one's dtype, computed in fp32 and
-    /// rounded once.
+    /// Keeps a gradient in memory. With `adds`, adds it to the kept gradient: computes in fp32 (float64 gradients: in
+    /// float64), and rounds the sum once, to the kept gradient's dtype.
     pub(crate) fn keep(&self, store: &Store, record: usize, gradient: &Gradient, adds: bool) -> Result<()> {
         let dtype = spill_dtype(store, record)?;
         let given = gradient.memory()?;
@@ -183,8 +183,8 @@ impl RamTierGradients {
         Ok(())
     }
 
-    /// Returns the sum of the kept gradient and `given`, in new memory: the kept one may be the caller's, so it must
-    /// not change.
+    /// Returns the sum of the kept gradient and `given`, in new memory: the kept gradient may be in the caller's
+    /// memory, which must not change.
     fn sum(&self, store: &Store, record: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(record).ok_or_else(|| crate::spill::nothing(store, record))?;
         let mut own = Own::copy_of(&**kept.memory);
@@ -207,7 +207,7 @@ impl RamTierGradients {
     }
 }
 
-/// A gradient of a record in RAM, kept in memory where a streamed record's gradient would be spilled.
+/// A gradient of a record in RAM. It is kept in memory, while a streamed record would spill it to storage.
 pub(crate) struct Kept {
     pub(crate) memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -238,7 +238,7 @@ impl Kept {
     }
 }
 
-/// Returns the check (finite or not, sum of squares) of a gradient, merged chunk by chunk as for a spilled one.
+/// Returns the check (finite or not, sum of squares) of a gradient, merged chunk by chunk as for a spilled gradient.
 fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Check> {
     let (mut found, exec) = (Check::NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
@@ -250,7 +250,7 @@ fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> 
     Ok(found)
 }
 
-/// A gradient in memory of the engine's own, aligned for any dtype.
+/// A gradient in memory that the engine owns, aligned for any dtype.
 struct Own {
     words: Vec<u64>,
     nbytes: usize,

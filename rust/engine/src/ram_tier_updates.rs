@@ -1,4 +1,4 @@
-//! Applies updates to records in RAM after their step is committed. This is arithmetic alone, which cannot fail
+//! Applies updates to records in RAM after their step is committed. An update is arithmetic alone, which cannot fail
 //! half-way.
 
 use std::{
@@ -15,13 +15,14 @@ use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
 use crate::{Result, error::catch_panic, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
-/// Bounds the wait for a staging chunk. Nothing else uses staging chunks after a commit, so no thread waits so long.
+/// The longest wait for a staging chunk. Only these threads use staging chunks after a commit, so no thread waits this
+/// long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Updates chunks of records in RAM on several threads.
 pub(crate) struct Workers<'a> {
     pub(crate) store: &'a Store,
-    /// Each thread leases one staging chunk, for data beside the record's own memory.
+    /// Each thread leases one staging chunk, for data that is not in the RAM tier's extents, such as a gradient.
     pub(crate) staging: &'a Scratch,
     pub(crate) threads: usize,
 }
@@ -83,8 +84,8 @@ impl Workers<'_> {
         records.enumerate().flat_map(of).collect()
     }
 
-    /// Runs `work` on `self.threads` threads, or on `count` if that is less. `work` takes the next number from the
-    /// counter until it reaches `count`.
+    /// Runs `work` on `self.threads` threads, or on `count` threads if that is fewer. `work` takes numbers from the
+    /// counter, which all threads share, until a number reaches `count`.
     fn each(&self, count: usize, work: &(dyn Fn(&AtomicUsize) -> Result<()> + Sync)) -> Result<()> {
         let next = AtomicUsize::new(0);
         let threads = self.threads.min(count).max(1);

@@ -1,5 +1,5 @@
-//! Updates a record whose state is reduced (moments in 16 or 8 bits, compact master weights, or none), or is that of
-//! torch's SGD.
+//! Updates a record in a reduced format (moments in 16 or 8 bits, master weights that are compact or absent), or with
+//! the state of torch's SGD.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Format, Master, MomentForm, Record, key_of};
@@ -50,7 +50,8 @@ pub struct Form {
     pub format: Format,
     /// The dtype of the values.
     pub dtype: Dtype,
-    /// Whether the state has SGD's one moment instead of Adam's two. `Plain` state without it has no moment at all.
+    /// Whether the state has SGD's one moment instead of Adam's two. If this is false, [`Format::Plain`] state has no
+    /// moment at all.
     pub has_momentum: bool,
 }
 
@@ -111,7 +112,7 @@ impl Form {
     }
 }
 
-/// Makes slices of addresses, one after the other.
+/// Makes one slice for each address, in their order.
 struct Tensors<I>(I);
 
 impl<I: Iterator<Item = usize>> Tensors<I> {

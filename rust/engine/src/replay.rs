@@ -41,7 +41,7 @@ impl Engine {
     /// before it writes any ([`Store::check_log`](memascend_store::Store::check_log)). `progress` gets the bytes of
     /// gradients done and in total. If it returns `false`, the replay ends and the store stays as it was.
     ///
-    /// Nothing else may be queued meanwhile.
+    /// No other job may be queued during the replay.
     pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
         let store = Arc::clone(self.store());
         let Some(replay) = store.pending_replay() else { return Ok(false) };
@@ -61,7 +61,7 @@ impl Engine {
             jobs.push(Job::new(record, RecordReplay { replay, rules, room, done, step }));
         }
         let mut report = || progress(done.load(Relaxed), all);
-        // Verify first: staging overwrites the previous commit, which `existing="previous"` opens if this one is
+        // Verify first: staging overwrites the previous commit, which `existing="previous"` opens if the last commit is
         // damaged.
         store.check_log(&mut report)?;
         let replayed = if report() { self.replayed(jobs, &mut report) } else { Err(interrupted()) };

@@ -21,12 +21,13 @@ pub(crate) enum Taken {
     Momentum(Momentum),
 }
 
-/// Returns the log's rule for Adam with these hyperparameters, by a gradient that is multiplied by each factor in turn.
+/// Returns the log's rule for an update by Adam with these hyperparameters, which multiplies the gradient by each
+/// factor in turn.
 fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<LoggedRule> {
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
-/// Returns the log's rule for an update of the record `described` by a gradient that is multiplied by each factor in
+/// Returns the log's rule for an update of the record `described`, which multiplies the gradient by each factor in
 /// turn.
 pub fn rule_of(described: &Record, numbers: &Rule, factors: &[f32]) -> Result<LoggedRule> {
     match numbers {

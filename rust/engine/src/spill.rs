@@ -13,13 +13,13 @@ use crate::{
     workbench::{Read, Workbench, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
 };
 
-/// A job that spills a gradient to its record's place for it.
+/// A job that spills a gradient to its record's place for a spilled gradient.
 pub(crate) struct Spill {
     /// `None`: the job copies the spilled gradient to the record's other place.
     gradient: Option<Gradient>,
-    /// Whether to add the gradient to the spilled one, in the spilled one's dtype.
+    /// Whether the job adds the gradient to the spilled gradient, in the spilled gradient's dtype.
     adds: bool,
-    /// The check (finite or not, sum of squares) of the chunks that were computed.
+    /// The check (finite or not, sum of squares) of the chunks computed so far.
     so_far: Cell<Check>,
 }
 
@@ -194,8 +194,8 @@ pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: us
     check(floats(memory, dtype, start, count), exec)
 }
 
-/// Returns the dtype of the record's spilled gradients; an error if the record spills none, or in a dtype without
-/// arithmetic.
+/// Returns the dtype of the record's spilled gradients. Returns an error if the record has no place for spilled
+/// gradients, or if their dtype has no arithmetic here.
 pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
     let described = &store.description().records[record];
     let name = &described.name;

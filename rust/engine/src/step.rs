@@ -1,4 +1,4 @@
-//! Commits or discards a step: starts the updates of records in RAM, and waits for all others.
+//! Commits or discards a step: starts the updates of records in RAM, and waits for all other updates.
 
 use std::time::Instant;
 
@@ -32,8 +32,8 @@ impl Engine {
     }
 
     /// Holds back an update like [`Engine::wait_for_step`]. Marks it as applied in memory if its gradient has room in
-    /// the log, or if the store's durability is "none". In the first case, queues the write of the gradient to the log,
-    /// and of the whole record if that is due.
+    /// the log, or if the store's durability is "none". If the gradient has room in the log, queues a job that writes
+    /// the gradient to the log and, if the record is due, the whole record.
     pub(crate) fn wait_to_update(
         &self,
         record: usize,
@@ -83,7 +83,8 @@ impl Engine {
     fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.begin_through(wait)?;
         self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
-        // `due` has only records without a gradient in this step: `Keep` has staged the others.
+        // `due` returns only records without a logged gradient in this step: the `Keep` jobs of `wait_to_update` have
+        // staged the other due records.
         for record in self.shared.store.due() {
             self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
         }
@@ -106,8 +107,9 @@ impl Engine {
         state.failure()
     }
 
-    /// Waits for every update, makes the step live and durable, and then applies the updates that are applied in
-    /// memory. An error before that leaves the last commit as it is.
+    /// Waits until every update that the pipeline stages before a commit is staged, makes the step live and durable,
+    /// and then applies the remaining updates, in memory. An error before the step is live leaves the last commit as it
+    /// is.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
@@ -143,9 +145,9 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Applies functions to records in RAM on the pipeline's thread, and waits for all of them. Ignores Ctrl-C, which
-    /// would split a committed step. If a function fails, the store returns an error from then on: memory matches no
-    /// step.
+    /// Applies functions to records in RAM by jobs of the pipeline, and waits for all of these jobs. Ignores Ctrl-C,
+    /// which would split a committed step. If a function fails, the store returns an error from then on: memory matches
+    /// no step.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;
@@ -180,8 +182,8 @@ impl Engine {
         Ok(self.shared.store.discard(wait)?)
     }
 
-    /// Drops, drains and forgets the jobs and the staged update of one record; other records' jobs go on. A failed step
-    /// stays failed.
+    /// Drops a record's queued jobs, drains its running jobs, and forgets its staged update; other records' jobs go on.
+    /// A failed step stays failed.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.cancel(Some(record));
@@ -201,7 +203,7 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Drops queued jobs and cancels running ones; if `record` is given, only that record's.
+    /// Drops queued jobs and cancels running jobs; if `record` is given, only the jobs of that record.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         let mut state = self.shared.queue.lock();
         let dropped = state.drop_waiting(record);

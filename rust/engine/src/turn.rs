@@ -2,8 +2,8 @@
 //!
 //! [Note: a turn owns its staging chunk] The pipeline leases each staging chunk to one turn. It calls `Work::compute`
 //! after all reads of the turn have ended and before it begins the turn's writes, so that `compute` has the chunk to
-//! itself. The same holds for updates in place (`Workbench::in_place`): one thread takes each chunk of the RAM tier,
-//! and no transfer of it is in flight.
+//! itself. An update in place (`Workbench::in_place`) has its chunk to itself, too: one thread takes each chunk of the
+//! RAM tier, and no transfer of that chunk is in flight.
 
 use std::sync::{
     Mutex,
@@ -22,7 +22,7 @@ pub(crate) struct Turn {
     pub(crate) memory: Shared,
 }
 
-/// What a successful job leaves in its record's place for a spilled gradient.
+/// The contents of a record's place for a spilled gradient after a successful job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
     /// The place is unchanged.

@@ -1,5 +1,5 @@
-//! Fetches the values of units: reads them from storage, and computes those of records that are behind ([Note: deferred
-//! updates]).
+//! Fetches the values of units: reads them from storage, and computes the values of records that are behind ([Note:
+//! deferred updates]).
 
 use std::{
     ptr::NonNull,
@@ -34,7 +34,7 @@ impl Room {
         Self { first: memory.as_ptr(), nbytes: memory.len(), _memory: Box::new(memory) }
     }
 
-    /// Copies the values of a chunk to their place: `number` counts the chunks of this destination from 0.
+    /// Copies the values of a chunk into the destination, as its chunk `number`, counted from 0.
     pub(crate) fn put(&self, number: u64, values: &[u8], bench: &Workbench<'_>, record: usize) {
         let description = bench.store.description();
         let full = u64::from(description.chunk_elements) * description.records[record].dtype.bytes();
@@ -52,7 +52,7 @@ impl Room {
 pub struct UnitParts {
     shared: Arc<Shared>,
     parts: Arc<Parts>,
-    /// The records whose values are computed, and the updates that they lack.
+    /// The records that are behind, each with the update that its slot lacks.
     behind: Vec<(usize, Arc<Behind>)>,
     settles: bool,
 }
@@ -101,7 +101,7 @@ impl Engine {
 }
 
 impl Shared {
-    /// Returns the records of a unit that are behind, and the updates that they lack.
+    /// Returns the records of a unit that are behind, each with the update that its slot lacks.
     fn lacking(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
         if unit >= self.store.description().units.len() {
             return Vec::new();
@@ -110,7 +110,7 @@ impl Shared {
         self.store.records_of(unit).filter_map(behind).collect()
     }
 
-    /// Queues a job that computes values which the slot lacks, and copies them to `memory`.
+    /// Queues a job that computes values of a record that is behind, and copies them to `memory`.
     fn compute<B: Buffer + Sync>(
         &self,
         (lacking, behind): (DeferredRun, Arc<Behind>),
@@ -133,7 +133,7 @@ impl Shared {
 }
 
 impl UnitParts {
-    /// Returns where each part begins in the unit, and its bytes.
+    /// Returns each part's first byte in the unit, and its number of bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.parts.places()
     }
@@ -212,7 +212,7 @@ impl<B: Buffer + Sync> UnitFetch<B> {
                 if one.mark.is_completed() {
                     break;
                 }
-                // The job was dropped before it computed the values: queue another.
+                // The job was dropped before it computed the values: queue another job.
                 let what = (one.lacking, Arc::clone(&one.behind));
                 *one = self.shared.compute(what, &self.memory, self.settles)?;
             }

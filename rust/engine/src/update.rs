@@ -22,8 +22,8 @@ use crate::{
 pub enum By {
     /// A gradient that the caller gives.
     Given(Gradient),
-    /// The record's spilled gradient, multiplied by each of these factors in turn, in fp32 and rounded to its dtype
-    /// each time, as torch's `mul_` does it. The spilled gradient itself stays unchanged.
+    /// The record's spilled gradient, multiplied by each of these factors in turn, in fp32 and rounded to the
+    /// gradient's dtype each time, as torch's `mul_` does. The spilled gradient itself stays unchanged.
     Spilled(Vec<f32>),
 }
 
@@ -31,9 +31,10 @@ pub(crate) struct KernelUpdate {
     by: By,
     /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
     kept: Option<Arc<Kept>>,
-    /// Spills the gradient in the turns of the update, which then reads it from the staging chunk and not from storage.
+    /// The job that spills the gradient in the turns of this update. The update then reads the gradient from the
+    /// staging chunk, not from storage.
     spill: Option<Spill>,
-    /// The values to start from, if the caller gave them.
+    /// The record's values in the caller's memory, if the update takes them from there instead of reading them.
     live: Option<Live>,
     rule: Rule,
 }
@@ -57,12 +58,12 @@ impl KernelUpdate {
         Ok(Self { by, kept: None, spill: None, live, rule })
     }
 
-    /// Returns the update by a gradient that the RAM tier keeps in memory.
+    /// Returns this update, which now uses a gradient that the RAM tier keeps in memory, if one is given.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
 
-    /// Returns the update by a gradient that its own turns spill.
+    /// Returns this update, which now spills its own gradient in its turns.
     pub(crate) fn spilling(self, spill: Spill) -> Self {
         Self { spill: Some(spill), ..self }
     }

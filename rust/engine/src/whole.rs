@@ -13,11 +13,13 @@ use crate::{
 /// The alignment of each tensor, in bytes.
 const ALIGN: usize = 64;
 
-/// The layout of a record's tensors in one piece of memory: values, state of the record's shape, gradient.
+/// The layout of a record's tensors in one piece of memory ("the whole"): values, state of the record's shape,
+/// gradient.
 ///
-/// Widened state is the float32 tensors of [`WideState`]: the master weights of 16-bit values, and one moment or two.
+/// Widened state consists of the float32 tensors of [`WideState`]: master weights if the values have 16 bits, and one
+/// moment or two.
 pub(crate) struct Plan {
-    /// The offset of each tensor, and the bytes of an element.
+    /// The offset of each tensor, and the bytes of one of its elements.
     tensors: Vec<(usize, usize)>,
     elements: usize,
     spilled: bool,
@@ -25,7 +27,7 @@ pub(crate) struct Plan {
     pub(crate) bytes: usize,
 }
 
-/// True if the widened state has master weights beside the values.
+/// True if the widened state has master weights in addition to the values.
 fn has_master(described: &Record) -> bool {
     described.dtype != Dtype::F32
 }
@@ -70,11 +72,11 @@ impl Plan {
     }
 }
 
-/// Returns a chunk's widened tensors in the whole: master weights, first and second moment, `count` elements each from
-/// element `start` on.
+/// Returns the elements of a chunk (`count` from element `start` on) of each widened tensor in `all`: master weights,
+/// first moment, second moment.
 ///
 /// # Safety
-/// No operation on the whole may be in flight, and nothing else may access these elements while the slices live.
+/// No operation on `all` may be in flight, and nothing else may access these elements while the slices live.
 #[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller guarantees exclusive access")]
 unsafe fn wide_parts<'a>(
     described: &Record,
@@ -91,8 +93,8 @@ unsafe fn wide_parts<'a>(
     WideState { master, first: places.next(), second: places.next() }
 }
 
-/// Returns the parts of a staging chunk that are copied unchanged: values, state that is not widened, gradient. Beside
-/// each part are the offset and the element size of its tensor in the whole.
+/// Returns the parts of a staging chunk that are copied unchanged: values, state that is not widened, gradient. With
+/// each part, returns the offset of its tensor in the whole, and the tensor's element size.
 fn staged(
     bench: &Workbench<'_>,
     (record, chunk): (usize, u32),
@@ -114,13 +116,13 @@ fn staged(
     Ok(parts)
 }
 
-/// Returns a chunk's turn, and the first element and the number of elements that the chunk has in the whole.
+/// Returns the turn of a chunk, the chunk's first element in the record, and its number of elements.
 fn turn_of(bench: &Workbench<'_>, (record, chunk): (usize, u32), memory: &Shared) -> (Turn, (usize, usize)) {
     let elements = bench.elements(record, chunk);
     (Turn { record, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
 }
 
-/// Copies a chunk from its staging chunk to the whole; widens its state if the plan says so.
+/// Copies a chunk from its staging chunk to the whole, `all`. If `plan.wide`, widens the chunk's state.
 pub(crate) fn gathered(
     bench: &Workbench<'_>,
     of: (usize, u32),
@@ -145,8 +147,8 @@ pub(crate) fn gathered(
     Ok(())
 }
 
-/// Copies a chunk of the whole to its staging chunk, to be written from there. The gradient is not written, so it is
-/// not copied.
+/// Copies a chunk of the whole, `all`, to its staging chunk, from which the pipeline writes it. Copies no gradient,
+/// because the job does not write the gradient.
 pub(crate) fn scattered(
     bench: &Workbench<'_>,
     of: (usize, u32),

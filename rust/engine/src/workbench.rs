@@ -14,8 +14,8 @@ use crate::{
     turn::{Mark, Turn},
 };
 
-/// Offsets of the parts of a staging chunk: a chunk's state (or a part of a tensor of another shape), its values, and
-/// its gradient if any record may spill one.
+/// Offsets of the parts of a staging chunk: a chunk's state (or a part of a state tensor that is not cut into chunks),
+/// its values, and, if any record may spill a gradient, its gradient.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parts {
     values_at: usize,
@@ -78,9 +78,9 @@ pub(crate) struct Workbench<'a> {
     pub(crate) parts: Parts,
     pub(crate) exec: Exec,
     pub(crate) counters: Counters,
-    /// Memory for state of another shape than its record's, if any record has such state.
+    /// Memory for state that is not cut into chunks, if any record has such state.
     pub(crate) others: Option<Scratch>,
-    /// Memory for records in one piece, the smaller slot first.
+    /// Memory for whole records, the smaller slot first.
     pub(crate) whole: Vec<Scratch>,
     /// The mark of the job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
@@ -93,7 +93,7 @@ enum Extents {
     Staged,
     /// The RAM tier itself.
     RamTier,
-    /// The values and the state of the only chunk.
+    /// The memory of the only chunk's values, and of its state if it has any.
     Given(Shared, Option<Shared>),
 }
 
@@ -111,7 +111,7 @@ impl<'a> Workbench<'a> {
         Ok(Self { extents: Extents::RamTier, ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Creates a workbench for one chunk, whose two extents are given.
+    /// Creates a workbench for one chunk, whose values and state are in memory that the caller gives.
     pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
         Ok(Self { extents: Extents::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
@@ -249,7 +249,7 @@ impl<'a> Workbench<'a> {
     pub(crate) fn stage_chunk(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
         let state = self.state_extent(record, chunk).map(|extent| self.stage(record, extent, memory));
         let values = self.stage(record, chunk, memory);
-        // If one failed, the other is dropped here, which waits for it.
+        // If one of the two failed to begin, `collect` drops the other, and the drop waits for that write.
         state.into_iter().chain([values]).collect()
     }
 
@@ -274,8 +274,8 @@ impl<'a> Workbench<'a> {
         *(if values { &mut self.counters.values_written } else { &mut self.counters.state_written }) += bytes;
     }
 
-    /// Returns the part of a turn's staging chunk for its chunk of a logged gradient, and how many of its bytes are
-    /// used.
+    /// Returns the part of the turn's staging chunk that holds the turn's chunk of a logged gradient, and how many
+    /// bytes of the part the gradient uses.
     pub(crate) fn log_part(&self, turn: &Turn, dtype: Dtype) -> Result<(Shared, usize)> {
         let (used, bytes) = paged(self.elements(turn.record, turn.index).len(), dtype);
         let part = turn.memory.part(0, bytes);
@@ -290,7 +290,8 @@ impl<'a> Workbench<'a> {
         Ok(Write::Step(self.store.append(turn.record, turn.index, part)?))
     }
 
-    /// Returns the part of a staging chunk for a chunk of the spilled gradient, and how many of its bytes are used.
+    /// Returns the part of a staging chunk that holds a chunk of the spilled gradient, and how many bytes of the part
+    /// the gradient uses.
     pub(crate) fn spill_part(&self, record: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
         let (used, paged) = self.store.spill_bytes(record, chunk)?;
         let part = memory.part(self.parts.gradient_at, paged as usize);
@@ -313,7 +314,8 @@ impl<'a> Workbench<'a> {
         Ok(Write::Gradient(write))
     }
 
-    /// Returns the tensors of a chunk's state in their order in the part for state: dtype, first byte, bytes.
+    /// Returns dtype, first byte and number of bytes of each tensor of a chunk's state, in the order in which the
+    /// tensors follow each other in the state's extent.
     pub(crate) fn in_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
         let description = self.store.description();
         description.in_chunk(record, description.elements_of_chunk(record, chunk))
@@ -330,7 +332,7 @@ pub(crate) fn bytes_of(dtype: Dtype) -> usize {
     dtype.bytes() as usize
 }
 
-/// Returns the bytes of `elements` elements, and these bytes rounded up to whole pages.
+/// Returns the size in bytes of `elements` elements, and this size rounded up to whole pages.
 pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
     let used = elements * bytes_of(dtype);
     (used, used.next_multiple_of(PAGE_BYTES as usize))

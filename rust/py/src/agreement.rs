@@ -1,4 +1,5 @@
-//! Lets Python end a commit of several ranks: calls `agree` when all data is flushed.
+//! Lets Python end a commit of several ranks: calls Python's `agree` when all data is flushed, and an exception ends
+//! the commit.
 
 use std::cell::RefCell;
 
@@ -8,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::{errors::IntoPyErr, waiting::calling};
 
-/// What the ranks of a run share: the run's id, the number and the identity of the commit; then this rank, and the
+/// A commit of a run with several ranks: the run's id, the number and the identity of the commit, this rank, and the
 /// number of ranks.
 pub(crate) type SharedRun = ([u8; 16], u64, [u8; 16], u32, u32);
 

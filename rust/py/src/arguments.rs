@@ -10,7 +10,7 @@ use pyo3::{
 
 use crate::errors::config_error;
 
-/// Extracts a number of bytes or things: any integer that is not negative, also as a float (1e9). Rejects True and
+/// Extracts a size or a count: any integer that is not negative, also if it is given as a float (1e9). Rejects True and
 /// False.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     let number = match value.cast::<PyFloat>() {
@@ -29,7 +29,7 @@ pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
 pub(crate) struct Seconds(Option<Duration>);
 
 impl Seconds {
-    /// Returns the longest wait; `None` without a limit.
+    /// Returns the longest wait; `None` means no limit.
     pub(crate) fn limit(self) -> Option<Duration> {
         self.0
     }

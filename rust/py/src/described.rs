@@ -15,15 +15,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// A tensor of a description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
 /// A record: whether it is a buffer; its unit; its values; its state; the order of its dimensions; the dtype of its
-/// spills; the format of its state; and, if it has rows of a parameter, the number of its first element in that
-/// parameter. Without a format the record is compact if it has a compact record's tensors, else plain.
+/// spilled gradients; the format of its state; and, if it has rows of a parameter, the number of its first element in
+/// that parameter. Without a format the record is compact if it has a compact record's tensors, else plain.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
 /// The results of [`store_sizes`], in its order.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
-/// Returns the bytes that a store of this description takes: total, slot, index, buffers, a staging chunk, state of
-/// other shapes, each unit, each record.
+/// Returns the bytes that a store of this description takes: total, slot, index, buffers, a staging chunk, the engine's
+/// memory for state that is not cut into chunks, each unit, each record.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
@@ -143,9 +143,10 @@ fn store_state_in(
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 
-/// The most bytes of the user's value in a commit.
+/// The maximum bytes of the user's value in a commit.
 const USER_BYTES_MAX: u32 = 64 << 10;
-/// The most bytes of the hyperparameters in a commit; a trainer's position may take half of them.
+/// The maximum bytes of the hyperparameters in a commit. The position of a trainer, which is stored with them, may take
+/// half.
 const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {

@@ -14,7 +14,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 const NAME: &CStr = c"dltensor";
 const UNSIGNED: u8 = 1;
 
-/// `DLTensor` of dlpack.h, with its nested structs. The layout is that before version 1.0, which every torch accepts.
+/// `DLTensor` of dlpack.h, with its nested structs. This is the layout of the `DLPack` versions before 1.0, which every
+/// version of torch accepts.
 #[repr(C)]
 struct Tensor {
     data: *mut c_void,
@@ -94,7 +95,7 @@ fn dlpack<'py>(
 /// Frees an [`Export`]. torch calls this on any thread once the last tensor on the memory is gone.
 ///
 /// # Safety
-/// `managed` must be that of an [`Export`] which `dlpack` made, and nothing may use it afterwards.
+/// `managed` must be the first field of an [`Export`] that `dlpack` made, and nothing may use the export afterwards.
 unsafe extern "C" fn let_go(managed: *mut Managed) {
     // SAFETY: `managed` points to the first field of an `Export` from `Box::into_raw`, and nothing else uses the
     // export.

@@ -35,13 +35,15 @@ pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bo
 
 /// The default bytes of gradients that the queue holds.
 const QUEUE_BYTES: usize = 256 << 20;
-/// The default number of staging chunks: twelve keep a disk as busy as I/O alone; four reach 0.8 of it.
+/// The default number of staging chunks. Twelve keep a disk about as busy as pure I/O does; four reach only 0.8 of that
+/// speed.
 const CHUNKS: usize = 12;
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
 /// The alignment of the memory that a unit is fetched into.
 const PAGE_BYTES: usize = 4096;
 
-/// Updates the state of a store in a pipeline: reads, computes and writes it in chunks, beside other work.
+/// Updates the state of a store in a pipeline: reads, computes and writes the state in chunks, while other work goes
+/// on.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 struct Engine {
     inner: Detached<memascend_engine::Engine>,
@@ -87,9 +89,9 @@ impl Engine {
         watched(py, progress, |progress| self.inner.replay(progress))
     }
 
-    /// Queues a record's first values. A state tensor that is None is zeros, or the values if it is a float32 master of
-    /// the record's shape. `wide` are float32 tensors for a master and moments that the record's format stores
-    /// otherwise.
+    /// Queues a record's first values. If a state tensor is None, the job writes zeros; to a float32 master of the
+    /// record's shape, it writes the values. `wide` has float32 tensors for the master and the moments that the
+    /// record's format does not store in float32.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -145,7 +147,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))
     }
 
-    /// Queues a gradient to be spilled to storage; with `add`, adds it to the spilled one, with the bits of `add_`.
+    /// Queues a job that spills a gradient to storage; with `add`, that adds it to the spilled gradient, with the bits
+    /// of torch's `add_`.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
@@ -173,7 +176,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
     }
 
-    /// Queues the application of a function, with a gradient that the function knows, or with the spilled one.
+    /// Queues the application of a function. If `gradient` is None, the function gets the spilled gradient. Otherwise
+    /// the function knows its gradient, and the engine only counts the bytes of `gradient`.
     fn apply_at(
         &self,
         name: &Bound<'_, PyString>,
@@ -215,14 +219,15 @@ impl Engine {
         waiting(py, None, |mut wait| self.inner.settle_later(record, &mut wait))
     }
 
-    /// True if the last commit left updates to this step: `catch_up()` must run before one of these records is staged.
+    /// True if the last commit left updates to this step: `catch_up()` must run before a record with such an update is
+    /// staged.
     #[getter]
     fn is_behind(&self) -> bool {
         self.inner.is_behind()
     }
 
     /// Makes the updates that the last commit left to this step, and commits them as a part of the last step. Returns
-    /// False if it left none. Nothing of another step may be staged.
+    /// False if the last commit left no update. Nothing of another step may be staged.
     fn catch_up(&self, py: Python<'_>) -> PyResult<bool> {
         waiting(py, None, |wait| self.inner.catch_up(wait))
     }
@@ -266,7 +271,7 @@ impl Engine {
     }
 
     /// Commits a step, with `user` and `hyperparameters` as JSON. Calls `agree` once all data is flushed; an exception
-    /// of it ends the commit.
+    /// of `agree` ends the commit.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -280,14 +285,14 @@ impl Engine {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
-    /// Waits for a record's jobs, then forgets its staged update. Unlike `discard`, it keeps a gradient that they
+    /// Waits for a record's jobs, then forgets its staged update. Unlike `discard`, it keeps a gradient that these jobs
     /// spilled.
     fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
-    /// Drops queued jobs, drains running ones, and forgets the staged step; if `name` is given, only that record's.
+    /// Drops queued jobs, drains running jobs, and forgets the staged step; with `name`, does so only for this record.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
@@ -303,7 +308,7 @@ impl Engine {
         self.inner.staging_bytes()
     }
 
-    /// Bytes of gradients in queued and running jobs; "queued" of `counters()`.
+    /// Bytes of gradients in queued and running jobs, as "queued" of `counters()`.
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
@@ -391,7 +396,7 @@ pub(crate) fn rule(numbers: Numbers) -> Rule {
     Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into()
 }
 
-/// Returns the numbers of a `memascend.engine.Adam` or `Momentum`.
+/// Returns the rule with the numbers of a `memascend.engine.Adam` or `Momentum`.
 fn rule_of(numbers: &Bound<'_, PyAny>) -> PyResult<Rule> {
     let number = |name: &str| numbers.getattr(name)?.extract::<f64>();
     let flag = |name: &str| numbers.getattr(name)?.extract::<bool>();

@@ -182,7 +182,7 @@ fn storage_error(
 ) -> PyErr {
     exception_with(py, class, message, |of| {
         of.set_item("errno", errno)?;
-        // A str as in the rest of Python, not a Path; undecodable bytes become surrogates.
+        // Pass a str, as the rest of Python does, not a Path; bytes that cannot be decoded become surrogates.
         of.set_item("path", path.as_os_str())?;
         of.set_item("offset", place.map(|(offset, _)| offset))?;
         of.set_item("nbytes", place.map(|(_, nbytes)| nbytes))

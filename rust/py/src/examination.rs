@@ -16,8 +16,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and verifies both commits; an exception of `progress(done, all)` ends it. Returns for each "generation",
-/// "step", "extents", "bytes", "damages", "others".
+/// Reads and verifies both commits; an exception of `progress(done, all)` ends the examination. Returns a dict for each
+/// commit: "generation", "step", "extents", "bytes", "damages", "others".
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(
@@ -41,7 +41,8 @@ fn store_examine<'py>(
 }
 
 /// Returns the commits that undamaged roots name, the newest first, as (generation, run, whether it is kept), and the
-/// damage of the other root. Without commits, the store's first write did not finish; None if the paths hold no store.
+/// damage of the other root. An empty list means that the store's first write did not finish. Returns None if the paths
+/// hold no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<CommitId>, Option<String>)>> {

@@ -12,7 +12,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
 
-/// How long [`Lender::require_back`] waits: a collective's threads drop its tensors a moment after the call returned.
+/// How long [`Lender::require_back`] waits. It waits because the threads of a collective operation drop their tensors a
+/// moment after the operation returned.
 const PATIENCE_MS: u32 = 500;
 
 /// Lends memory for the length of a call.
@@ -43,7 +44,7 @@ impl Lender {
     }
 }
 
-/// Lent memory of a chunk. Tensors on it keep it alive.
+/// Lent memory of a chunk. Tensors on the memory keep this object alive.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
     memory: Shared,

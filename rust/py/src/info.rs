@@ -43,8 +43,9 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     Ok(dict)
 }
 
-/// Returns the description of one record; those of all records would take a kilobyte each. Has its name, whether it is
-/// a buffer, unit, dtype, shape, order, spill, step, staged, and its state as (name, dtype, shape).
+/// Returns a dict of one record's description and counts: name, whether the record is a buffer, unit, dtype, shape,
+/// order, spill, step, staged, its state as (name, dtype, shape), and more. There is no such function for all records
+/// at once, because each dict takes a kilobyte.
 pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
     let Some(record) = store.description().records.get(index) else {
         return Err(PyIndexError::new_err(format!("there is no record {index}")));

@@ -1,9 +1,9 @@
 //! Translates `rust/math` for Python.
 //!
 //! [Note: trusted addresses] Tensors arrive as addresses, which `memascend.kernels` or `memascend.engine` has checked;
-//! nothing else calls functions that take them. Each address is valid for the stated number of elements (or bytes) of
-//! the stated type, aligned for it, on the CPU, and alive during the call. Memory that a function writes to overlaps no
-//! other argument.
+//! no other code calls functions that take addresses. Each address is valid for the stated number of elements (or
+//! bytes) of the stated type, aligned for it, on the CPU, and alive during the call. Memory that a function writes to
+//! overlaps no other argument.
 
 use std::{num::NonZeroUsize, slice};
 
@@ -75,8 +75,8 @@ fn kernel_scalars(
     ))
 }
 
-/// Returns a sum of squares: an int of units of 2^-298, or a float if the sum is infinite, NaN or of float64. See
-/// `memascend.tensors.Squares`.
+/// Returns a sum of squares: an int that counts units of 2^-298, or a float if the sum is infinite, NaN or of float64.
+/// See `memascend.tensors.Squares`.
 pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<Bound<'py, PyAny>> {
     match squares.units() {
         Some(units) => py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &units), "little")),

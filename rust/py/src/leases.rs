@@ -51,7 +51,7 @@ impl Lease {
         self.held().is_none()
     }
 
-    /// Returns a tensor in the leased bytes, without a copy; its contents are the bytes that are there.
+    /// Returns a tensor in the leased bytes, without a copy. It has the bytes that the slot has now.
     ///
     /// The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
     fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -101,19 +101,19 @@ impl Lease {
                 format!("this slot is not aligned for {dtype}: plan its class as a multiple of {width} bytes");
             return Err(config_error(py, message));
         }
-        // `resize_` works in place, so the result is not a view, like a tensor that torch allocates.
+        // `resize_` works in place. So the result is not a view, just as a tensor that torch allocates is not a view.
         tensor.call_method1("resize_", (tuple,))
     }
 
     /// Returns the leased bytes as a writable buffer, which keeps the lease alive as a tensor does.
     fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
         let held = self.held().as_ref().map(Arc::clone);
-        // Release the lock before making an exception: that may collect garbage, which may run Python code that asks
-        // this lease.
+        // Release the lock before making an exception: making one may collect garbage, and this may run Python code
+        // that uses the lease.
         held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
-    /// Returns an unused lease at once.
+    /// Gives an unused lease back at once.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let returned = {
             let mut held = self.held();
@@ -135,7 +135,7 @@ impl Lease {
         }
     }
 
-    /// Returns the lease as `release` does, unless it was returned before.
+    /// Gives the lease back as `release` does, unless it was returned before.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.returned() { Ok(()) } else { self.release(py) }
     }
@@ -154,7 +154,8 @@ impl Lease {
     }
 }
 
-/// Extracts a tensor's sizes from an integer or a sequence of integers. Larger sizes become `i64::MAX`.
+/// Extracts a tensor's sizes from an integer or a sequence of integers. A size that exceeds an `i64` becomes
+/// `i64::MAX`.
 fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = shape.py();
     let one = |size: &Bound<'_, PyAny>| match size.extract::<i64>() {
@@ -195,7 +196,7 @@ struct LeaseBuffer {
 
 impl Drop for LeaseBuffer {
     fn drop(&mut self) {
-        // Freeing a slot takes nanoseconds, but the last slot of a closed region unmaps it.
+        // Freeing a slot takes nanoseconds, but freeing the last slot of a closed region unmaps the region.
         if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
             drop(Detached::new(self.lease.take()));
         }

@@ -40,8 +40,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Page-aligned memory on huge pages, pinned as well as the system allows, populated before use.
 ///
-/// Has exactly `nbytes` bytes, rounded up to the page. The memory returns to the system once the region is closed and
-/// the last tensor in it is gone. `pinned` says how it is pinned, `why_not` why no better.
+/// The region has `nbytes` bytes, rounded up to whole pages. The memory returns to the system once the region is closed
+/// and the last tensor in it is gone. `pinned` says how the memory is pinned, and `why_not` why it is not registered
+/// with CUDA.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Region {
     inner: Detached<mem::Region>,
@@ -76,7 +77,7 @@ impl Region {
         pinned_shown(py, self.inner.pinned())
     }
 
-    /// Why the memory is not pinned better, if more was asked for.
+    /// Why the memory is not registered with CUDA although `pin` is "auto"; else None.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
@@ -88,7 +89,7 @@ impl Region {
         py.detach(|| self.inner.huge_bytes())
     }
 
-    /// Why some bytes are not on huge pages; None if all that can be are.
+    /// Why some bytes are not on huge pages; None if all bytes that can be on huge pages are.
     #[getter]
     fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.inner.why_not_huge())
@@ -100,8 +101,8 @@ impl Region {
         self.inner.is_closed()
     }
 
-    /// Ends new leases and every wait for one. Unmaps the memory now, or with the last tensor in it. A second call does
-    /// nothing.
+    /// Ends new leases and every wait for one. Unmaps the memory now, or once the last tensor in it is gone. A second
+    /// call does nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
@@ -130,7 +131,7 @@ impl Region {
 
 /// A region that is divided once, as planned, into slots of exact sizes: leasing never allocates or fragments memory.
 ///
-/// A lease takes a slot of the smallest class that holds it, never one of a larger class, so leases that the plan
+/// A lease takes a slot of the smallest class that holds it, never a slot of a larger class, so leases that the plan
 /// admits are granted in every order.
 #[pyclass(frozen, module = "memascend.memory")]
 struct Arena {
@@ -155,7 +156,7 @@ impl Arena {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
-    /// Returns how many free slots `lease(nbytes)` may take; at 0 it would wait.
+    /// Returns how many free slots `lease(nbytes)` may take; at 0 `lease` would wait.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).or_raise(py)
     }
@@ -198,8 +199,8 @@ impl HostArena {
         self.inner.added_bytes()
     }
 
-    /// Takes a slot as `Arena.lease` does: a planned one if one is free, else an added one; waits only for planned
-    /// ones.
+    /// Takes a slot as `Arena.lease` does: a planned slot if one is free, else an added slot. If neither is free, waits
+    /// for a planned slot.
     #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
     fn lease(&self, py: Python<'_>, nbytes: usize, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
@@ -222,9 +223,10 @@ impl HostArena {
     }
 }
 
-/// Equal chunks for staging that threads hand to each other, in a region of their own, pinned as for `Region`.
+/// Equal staging chunks that threads hand to each other. The ring has its own region, which is pinned as `Region`
+/// describes.
 ///
-/// A forked child sees zeros in the chunks: staged data is not for it.
+/// A forked child sees zeros in the chunks, because staged data is not for the child.
 #[pyclass(frozen, module = "memascend.memory")]
 struct ChunkRing {
     inner: Detached<mem::ChunkRing>,
@@ -277,7 +279,8 @@ impl ChunkRing {
     }
 }
 
-/// The bytes of a file as a writable buffer, which lives as long as this object; see `memascend.memory.file_memory`.
+/// The bytes of a file as a writable buffer, which is valid as long as this object lives; see
+/// `memascend.memory.file_memory`.
 #[pyclass(frozen, module = "memascend._core")]
 struct FileMemory {
     inner: Detached<mem::FileMemory>,
@@ -315,7 +318,7 @@ fn is_file_memory(address: usize) -> bool {
 /// Makes calls of this thread harmless to CUDA graphs that other threads capture.
 ///
 /// In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
-/// could not be set; if the process has not loaded the driver, no thread captures.
+/// could not be set. If that is because the process has not loaded the CUDA driver, no thread captures.
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
@@ -342,7 +345,8 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Turns large allocations of this process into mappings from now on, and occupies the holes of the C library's heap.
+/// Makes the C library serve large allocations of this process by mappings from now on, and occupies the holes of its
+/// heap.
 ///
 /// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
 /// the heap is only trimmed.
@@ -357,14 +361,15 @@ fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// Ends a step of `backwards` backwards: returns free heap to the system, or keeps it from now on if the batch was
-/// large.
+/// Ends a step of `backwards` backwards: returns free heap memory to the system; or, if the backwards touched much
+/// memory, keeps freed memory from now on.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));
 }
 
-/// Returns the limits on this process's memory now, in bytes: "available", what it is `"limited_by"`, and each limit.
+/// Returns the limits on this process's memory now, in bytes: "available", the limit that determines it
+/// (`"limited_by"`), and each limit.
 #[pyfunction]
 fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);

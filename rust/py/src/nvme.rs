@@ -63,8 +63,8 @@ impl Volume {
 
     /// Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
     ///
-    /// If offset, length and address are multiples of `alignment`, the device writes to the memory itself; otherwise
-    /// the bytes are copied.
+    /// If offset, length and address are multiples of `alignment`, the device writes directly to the memory of `into`;
+    /// otherwise the bytes are copied.
     fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(into, false)?;
         begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
@@ -110,7 +110,7 @@ impl Volume {
         self.inner.size_bytes()
     }
 
-    /// Offset, length and address must be multiples of this, or the bytes are copied; 1: they never are.
+    /// Unless offset, length and address are multiples of this, a transfer copies the bytes. With 1, no transfer does.
     #[getter]
     fn alignment(&self) -> usize {
         self.inner.alignment()
@@ -122,13 +122,13 @@ impl Volume {
         self.inner.backend().name()
     }
 
-    /// Why the backend is not a better one; None if it is the best, or was asked for.
+    /// Why the backend is "threads" although the caller's choice allowed `io_uring`; else None.
     #[getter]
     fn why_not(&self) -> Option<&str> {
         self.inner.why_not()
     }
 
-    /// True if every device bypasses the page cache; `devices()` says why one does not.
+    /// True if every device bypasses the page cache; `devices()` says why a device does not.
     #[getter]
     fn direct(&self) -> bool {
         self.inner.is_direct()
@@ -251,7 +251,7 @@ impl TensorMemory {
             return Ok(Self::new(0, 0, py.None()));
         }
         let bytes = view.call_method1("cast", ("B",))?;
-        // `bytes` is kept, and holds the export of the memory. `buffer` only gives the address.
+        // The result keeps `bytes`, which holds the export of the memory. `buffer` only gives the address.
         let buffer = PyBuffer::<u8>::get(&bytes)?;
         Ok(Self::new(buffer.buf_ptr().expose_provenance(), nbytes, bytes.unbind()))
     }
@@ -278,8 +278,8 @@ unsafe impl Buffer for TensorMemory {
     }
 }
 
-/// An operation in flight. Dropping the ticket cancels nothing: the operation goes on, and its memory lives until the
-/// end.
+/// An operation in flight. Dropping the ticket cancels nothing: the operation goes on, and keeps its memory alive until
+/// it ends.
 ///
 /// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
 #[pyclass(frozen, module = "memascend.nvme")]
@@ -289,8 +289,8 @@ struct Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// Waits for the operation without the GIL, up to `timeout` seconds. Returns the bytes moved, which are all of
-    /// them.
+    /// Waits for the operation without the GIL, up to `timeout` seconds. Returns the number of bytes moved, which is
+    /// the whole length.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
         waiting(py, timeout, |wait| self.inner.wait_until(wait))?;

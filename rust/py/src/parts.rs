@@ -20,8 +20,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 ///
-/// The slots that it reads are not written until each part was read once, or until this object and all its reads are
-/// gone. The step after the next commit waits for that.
+/// The store does not write to the slots of these values until each part was read once, or until this object and all
+/// its reads are gone. The step after the next commit waits until then.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct UnitParts {
     inner: memascend_engine::UnitParts,
@@ -30,7 +30,7 @@ pub(crate) struct UnitParts {
 
 #[pymethods]
 impl UnitParts {
-    /// Returns where each part begins in the unit, and its bytes.
+    /// Returns for each part its first byte in the unit, and its number of bytes.
     fn places(&self) -> Vec<(u64, u64)> {
         self.inner.places().collect()
     }
@@ -58,7 +58,8 @@ impl UnitParts {
     }
 }
 
-/// Threads that verify parts of units as they arrive, so that a thread that starts copies computes no checksums.
+/// Threads that verify parts of units as they arrive, so that the thread that copies the parts onward need not compute
+/// checksums.
 ///
 /// The threads end when this object and every part that they verify are gone.
 #[pyclass(frozen, module = "memascend.engine")]
@@ -83,8 +84,8 @@ impl Checkers {
 /// A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it. Any thread
 /// may use it.
 ///
-/// The slots that it reads are not written until the device has ended the reads. The step after the next commit waits
-/// for that. Dropping the object waits for the device.
+/// The store does not write to the slots of these values until the device has ended the reads. The step after the next
+/// commit waits until then. Dropping this object waits for the device, too.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
     inner: Detached<UnitFetch<TensorMemory>>,

@@ -1,4 +1,4 @@
-//! Makes gradient sources of Python functions, which lend a gradient window by window.
+//! Makes gradient sources from Python functions that lend a gradient window by window.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -9,7 +9,7 @@ use pyo3::{
 };
 
 /// Returns a source that calls `function(start, bytes)`. The function returns the address of a window, the window's
-/// first byte in the gradient, and its bytes.
+/// first byte in the gradient, and the window's number of bytes.
 pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
     Box::new(move |start, nbytes| {
         let called =

@@ -40,8 +40,9 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// Creates a store, or opens an existing one; without records it only opens. "previous" waits for `go_back`. "look"
-    /// opens the store for inspection, damaged or not: nothing can be staged, and nothing is written.
+    /// Creates a store, or opens an existing one; without records it only opens. If `existing` is "previous", the store
+    /// keeps its newest commit until `go_back` is called. If `existing` is "look", opens the store for inspection,
+    /// damaged or not: nothing can be staged, and nothing is written.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -113,13 +114,13 @@ impl Store {
         self.inner.info().step
     }
 
-    /// Returns identity, last commit and sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices",
-    /// more.
+    /// Returns identity, last commit and sizes in bytes: "uuid", "generation", "step", "optimizer", "units", "devices"
+    /// and more.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::of_store(py, &self.inner)
     }
 
-    /// Returns the number of a record.
+    /// Returns the number of the record with this name.
     pub(crate) fn index(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let found = self.names.get(&*name.to_cow()?).copied();
         found.ok_or_else(|| config_error(name.py(), format!("the store has no record {}", shown(name))))
@@ -136,8 +137,8 @@ impl Store {
         info::of_record(py, &self.inner, index)
     }
 
-    /// Returns counts since the store was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"` in
-    /// `Fetch.wait`, and all I/O.
+    /// Returns counts since the store was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"`
+    /// (spent in `Fetch.wait`), and the bytes of all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
@@ -147,8 +148,8 @@ impl Store {
         self.inner.description().records.len()
     }
 
-    /// Reads a record's values and state tensors as the last commit left them, into memory at (address, bytes) of each.
-    /// Returns the record's version.
+    /// Reads a record's values and state tensors as the last commit left them, into memory. `tensors` has an (address,
+    /// bytes) for each of these tensors. Returns the record's version.
     fn read_at(&self, py: Python<'_>, record: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
             // SAFETY: Python checked the addresses ([Note: trusted addresses]); the tensors are disjoint.
@@ -159,7 +160,7 @@ impl Store {
         .or_raise(py)
     }
 
-    /// Keeps these records in RAM from now on, and no others. Reads nothing before `refresh`.
+    /// Keeps these records, and no other records, in RAM from now on. Only `refresh` reads the records into RAM.
     #[pyo3(signature = (names, *, registered=false))]
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
         let (py, records) = (names.py(), self.indices(names)?);
@@ -167,7 +168,8 @@ impl Store {
         interruptible(py, |keep_going| self.inner.hold(&records, pin, keep_going))
     }
 
-    /// Reads stale or missing values and state of these records into RAM. `progress(done, all)` gets bytes.
+    /// Reads stale or missing values and state of these records into RAM. Calls `progress(done, all)` with numbers of
+    /// bytes.
     #[pyo3(signature = (names, progress=None))]
     fn refresh(&self, names: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let records = self.indices(names)?;
@@ -191,8 +193,8 @@ impl Store {
         py.detach(|| self.inner.keep_log(&records, steps)).or_raise(py)
     }
 
-    /// Writes the records of the RAM tier that only memory and the log have, as a part of the last step, which empties
-    /// the log.
+    /// Writes the records of the RAM tier whose newest state only memory and the log have, as a part of the last step.
+    /// This empties the log.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
@@ -215,7 +217,8 @@ impl Store {
         torch.call_method("frombuffer", (Lender::default().lend(py, memory)?,), Some(&options)).map(Some)
     }
 
-    /// A count that changes when memory of `ram_tier_unit` stops being what the last commit left.
+    /// A count that changes when values in RAM become stale: until then, the memory of `ram_tier_unit` has the values
+    /// of the last commit.
     #[getter]
     fn ram_tier_epoch(&self) -> u64 {
         self.inner.ram_tier_epoch()
@@ -227,8 +230,8 @@ impl Store {
         Ok(())
     }
 
-    /// Commits a step, with `user` and `hyperparameters` as JSON. `run` has the id and the number that all ranks share.
-    /// Calls `agree` once all data is flushed; an exception of it ends the commit.
+    /// Commits a step, with `user` and `hyperparameters` as JSON. `run` identifies the run and the commit to all ranks.
+    /// Calls `agree` once all data is flushed; an exception of `agree` ends the commit.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -259,21 +262,22 @@ impl Store {
         self.inner.end();
     }
 
-    /// Verifies the data that `Engine.replay` reads. `replay` does this itself; call it if other ranks must know the
-    /// result before any of them writes.
+    /// Verifies the data that `Engine.replay` reads. `replay` does this itself; call `check_log` if all ranks must know
+    /// the result before any rank writes.
     fn check_log(&self, py: Python<'_>) -> PyResult<()> {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))
     }
 
-    /// Reads and verifies all live extents; returns their number and bytes. `progress(done, all)` gets bytes.
+    /// Reads and verifies all live extents; returns their number and bytes. Calls `progress(done, all)` with numbers of
+    /// bytes.
     #[pyo3(signature = (progress=None))]
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
         Ok((verified.extents, verified.bytes))
     }
 
-    /// Returns a text for each damaged copy of a label or the description. The first commit after an open repairs these
-    /// copies.
+    /// Returns a text for each damaged copy of a label or of the description. The first commit after an open repairs
+    /// these copies.
     fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         py.detach(|| self.inner.damaged()).or_raise(py)
     }
@@ -292,7 +296,7 @@ impl Store {
         })
     }
 
-    /// Returns the first file whose path stopped naming it, or that was truncated, and what happened: "deleted",
+    /// Returns the first file that was truncated or that its path no longer names, and what happened: "deleted",
     /// "moved", "replaced" or "truncated".
     fn lost_file(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
         let (path, what) = py.detach(|| self.inner.volume().lost())?;
@@ -310,8 +314,8 @@ impl Store {
         self.inner.volume().forsake();
     }
 
-    /// Tells the store that the caller removes its file: a new store takes no name, and the file is not reported as
-    /// lost.
+    /// Tells the store that the caller removes the store's file. A new store then does not give the file its final
+    /// name, and `lost_file` does not report the file.
     fn become_temporary(&self) {
         self.inner.volume().forgo_names();
     }
@@ -342,12 +346,12 @@ impl Store {
         Self { inner: Arc::new(inner), created, names }
     }
 
-    /// Returns the numbers of records.
+    /// Returns the numbers of the records with these names.
     fn indices(&self, names: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
         names.try_iter()?.map(|name| self.index(name?.cast::<PyString>()?)).collect()
     }
 
-    /// Returns the number of a unit.
+    /// Returns the number of the unit with this name.
     pub(crate) fn unit(&self, name: &Bound<'_, PyString>) -> PyResult<usize> {
         let units = &self.inner.description().units;
         let found = units.iter().position(|unit| name == unit.as_str());

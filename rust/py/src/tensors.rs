@@ -15,7 +15,7 @@ use crate::{
     source::lending,
 };
 
-/// Returns the memory of a CPU tensor that was checked. The result keeps the tensor's storage alive.
+/// Returns the memory of a CPU tensor that the caller has checked. The result keeps the tensor's storage alive.
 pub(crate) fn held(tensor: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     let address = tensor.call_method0("data_ptr")?.extract()?;
     Ok(TensorMemory::new(address, nbytes_of(tensor)?, tensor.call_method0("untyped_storage")?.unbind()))
@@ -83,8 +83,8 @@ pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResu
     Ok(Some(Box::new(held(values)?)))
 }
 
-/// Makes a gradient of a record from a tensor, or from a `memascend.storage.records.Lent`, which lends it window by
-/// window.
+/// Makes a gradient of a record from a tensor, or from a `memascend.storage.records.Lent`, which lends the gradient
+/// window by window.
 pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
     let py = given.py();
     let tensor = checked(record, given)?;
@@ -98,7 +98,8 @@ pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gr
     made.or_raise(py)
 }
 
-/// Returns the bytes of a gradient that Python keeps; an error if it does not fit the record, as for [`gradient`].
+/// Returns the size in bytes of a gradient that the function in Python uses; an error if the gradient does not fit the
+/// record, as in [`gradient`].
 pub(crate) fn kept(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<usize> {
     nbytes_of(&checked(record, given)?)
 }
@@ -141,8 +142,8 @@ pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult
     held(into)
 }
 
-/// Returns the memory of a contiguous uint8 CPU tensor into which bytes are read; for any other, an error with the text
-/// of `refusal`.
+/// Returns the memory of a contiguous uint8 CPU tensor into which bytes are read; for any other object, an error with
+/// the text of `refusal`.
 pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<TensorMemory> {
     let fits = dtype_of(into)? == "uint8"
         && into.getattr("device")?.getattr("type")?.extract::<String>()? == "cpu"

@@ -46,7 +46,7 @@ pub(crate) fn interruptible<T: Send, E: IntoPyErr + Send>(
     calling(py, |calls| work(&mut || calls.keep_going()))
 }
 
-/// Runs `work`, which waits, as [`interruptible`] does, with a timeout.
+/// Runs `work` as [`interruptible`] does, and limits its waits by a timeout.
 pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     seconds: Option<Seconds>,
@@ -56,8 +56,8 @@ pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     interruptible(py, |keep_waiting| work(Wait { timeout, keep_waiting: Some(keep_waiting) }))
 }
 
-/// Runs `work` as [`interruptible`] does, and passes the bytes that it reports to `progress(done, all)`, if that is
-/// given.
+/// Runs `work` as [`interruptible`] does, and passes the bytes that it reports to `progress(done, all)`, if `progress`
+/// is given.
 pub(crate) fn watched<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,

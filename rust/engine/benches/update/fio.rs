@@ -15,7 +15,7 @@ pub(crate) struct Huge {
 }
 
 impl Huge {
-    /// Reserves huge pages for `depth` blocks of 1 MiB. An error says in words why none are to be had.
+    /// Reserves huge pages for `depth` blocks of 1 MiB. Returns a text that says why there are none.
     pub(crate) fn new(folder: &Path, depth: usize) -> Result<Self, String> {
         let said = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
         let pages_before = std::fs::read_to_string(HUGE_PAGES).map_err(|error| said(HUGE_PAGES, &error))?;
@@ -46,8 +46,8 @@ impl Drop for Huge {
     }
 }
 
-/// Returns the seconds that fio needs for `bytes` bytes within a range of a file, with `read` reads in `all`
-/// operations; `None` if fio is not installed.
+/// Returns the seconds that fio needs to move `bytes` bytes in a range of a file. Of every `all` operations, `read` are
+/// reads. Returns `None` if fio is not installed.
 pub(crate) fn seconds(
     (path, (start, length)): (&Path, (usize, usize)),
     bytes: usize,
@@ -73,7 +73,7 @@ pub(crate) fn seconds(
     if !done.status.success() {
         return Err(format!("fio failed: {}", String::from_utf8_lossy(&done.stderr)).into());
     }
-    // Fields 5 and 46: KiB read and written. Fields 8 and 49: milliseconds of reads and of writes.
+    // Fields 5 and 46 are the KiB read and written. Fields 8 and 49 are the milliseconds of reads and of writes.
     let fields: Vec<&str> = line.split(';').collect();
     let of = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).ok_or("fio's terse line");
     let (moved, longest) = ((of(5)? + of(46)?) * 1024.0, of(8)?.max(of(49)?) / 1e3);

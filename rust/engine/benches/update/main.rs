@@ -1,14 +1,14 @@
 //! Benchmarks a step of `AdamW` on SSD, record after record, with medians.
 //!
-//! Runs beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, and fio if it
-//! is installed.
+//! For comparison, also moves the same bytes through the same kind of volume without arithmetic or checksums, and runs
+//! fio if it is installed.
 //!
 //! Environment variables (`_LAYOUT`, `_CHUNK` and `_CHUNKS` take several values, separated by commas):
 //! - `MEMASCEND_BENCH_DIR`: the folder for the files (default: the current one).
 //! - `MEMASCEND_BENCH_MPARAMS`: millions of parameters.
 //! - `MEMASCEND_BENCH_ROUNDS`: number of rounds.
-//! - `MEMASCEND_BENCH_LAYOUT`: layouts: whole (the default), compact, or resident (compact, and the caller gives the
-//!   values).
+//! - `MEMASCEND_BENCH_LAYOUT`: layouts: whole (the default), compact, or resident (compact, and updates get the values
+//!   from memory).
 //! - `MEMASCEND_BENCH_CHUNK`: elements of a chunk.
 //! - `MEMASCEND_BENCH_CHUNKS`: number of staging chunks.
 //! - `MEMASCEND_BENCH_FIO=no`: leaves fio out.
@@ -49,7 +49,7 @@ struct Seconds {
     fio_default: Vec<f64>,
 }
 
-/// One layout, with one size and one number of chunks.
+/// One benchmark case: a layout, a chunk size and a number of chunks, with its measurements.
 struct Case {
     layout: Layout,
     elements: usize,
@@ -83,7 +83,7 @@ impl Case {
         self.parameters / RECORDS * (read + written)
     }
 
-    /// Stages the update of a record without a commit; returns its seconds.
+    /// Stages the update of a record without a commit. Returns the seconds that this took.
     fn update(&self, record: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
@@ -164,7 +164,8 @@ impl Case {
     }
 }
 
-/// Returns the median of each round's own ratio: the measurements of one round ran under the same conditions.
+/// Returns the median of the ratios of two measurements of the same record and round, which ran under the same
+/// conditions.
 fn ratio(one: &[f64], other: &[f64]) -> f64 {
     median(&one.iter().zip(other).map(|(one, other)| one / other).collect::<Vec<_>>())
 }

@@ -49,8 +49,8 @@ impl Pure {
         2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
     }
 
-    /// Reads the state of each chunk of a record, and writes state and values to the other slot, with as many chunks in
-    /// flight as the engine has and without arithmetic.
+    /// Reads the state of each chunk of a record from `slot`, and writes state and values to the other slot, without
+    /// arithmetic. Has as many chunks in flight as the engine.
     pub(crate) fn record(&self, record: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);

@@ -37,7 +37,8 @@ impl Layout {
         }
     }
 
-    /// Returns the default elements of a chunk: the most whose state fits one request, as in Python.
+    /// Returns the default number of elements of a chunk: the largest number whose state fits one request. Python uses
+    /// the same default.
     pub(crate) fn chunk_elements(self) -> usize {
         if self.is_compact { 98_304 } else { 86_016 }
     }
@@ -46,7 +47,7 @@ impl Layout {
         self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
     }
 
-    /// Returns the bytes of one parameter that a step reads, and the bytes that it writes.
+    /// Returns the bytes that a step reads for one parameter, and the bytes that it writes for one.
     pub(crate) fn moved_bytes(self) -> (usize, usize) {
         (self.state_bytes() + self.read_bytes(), self.state_bytes() + VALUE_BYTES)
     }

@@ -1,4 +1,4 @@
-//! Tests panics on the engine's thread: every waiter gets an error, and the last commit stands.
+//! Tests panics on the engine's thread: every waiter gets an error, and the store keeps its last commit.
 
 use std::time::Duration;
 
@@ -155,8 +155,8 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
     engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
-/// Checks that all present and later calls on `engine` return the panic that says `what`. Then closes the engine, and
-/// checks that the store has its first commit.
+/// Checks that calls on `engine` return the panic whose message contains `what`. Then closes the engine, and checks
+/// that the store still has its first commit.
 fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
     let patient = || Wait::at_most(PATIENCE);
@@ -198,7 +198,7 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
         ok(engine.shared.queue.push(Job::new(0, work), &mut Wait::forever()));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| engine.finish(Wait::at_most(PATIENCE)));
-            // This spill succeeds before the thread ends, and fails after it; both are right.
+            // This spill succeeds if it runs before the engine's thread ends, and fails afterwards; both are right.
             drop(spill(&engine, 1));
             let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
             assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
@@ -212,7 +212,8 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
     for given in [Given::InChunks, Given::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // With `Given::Whole` the call has a thread of its own, and the pipeline reads the second record meanwhile.
+        // With `Given::Whole` the function runs on a separate thread, and the pipeline reads the second record
+        // meanwhile.
         for record in 0..2 {
             let application = Application {
                 function: Box::new(|_| panic!("a fault of the caller's")),
@@ -234,7 +235,7 @@ fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         let store = Arc::clone(engine.store());
-        // These parts reserve a read of the slot that never begins.
+        // `parts` reserves a read of the slot, which this test never begins.
         let parts = ok(store.parts(0, 1 << 20));
         let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));

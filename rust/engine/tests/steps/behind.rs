@@ -22,8 +22,8 @@ use crate::{
     },
 };
 
-/// Returns a run that has deferred all updates of its second step; the contents after each step; and the records and
-/// places of the gradients that the last commit names.
+/// Returns three things: a run that has deferred all updates of its second step; the contents before the first step and
+/// after each step; the record and the offset of each gradient that the last commit names.
 fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     let plan = RunPlan::deferring(Durability::Step);
     let (life, eager) = (Life::new(&plan), Life::new(&RunPlan::streamed()));
@@ -51,12 +51,12 @@ fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     (life, left, places)
 }
 
-/// Returns the text of an error; an empty one for `Ok`.
+/// Returns the text of an error, or an empty text for `Ok`.
 fn said<T, E: std::fmt::Display>(result: Result<T, E>) -> String {
     result.map_or_else(|error| error.to_string(), |_| String::new())
 }
 
-/// Checks that an error names the damaged gradient of a record, and its place.
+/// Checks that an error names the record of the damaged gradient, and the gradient's offset `at`.
 fn names(error: &str, record: usize, at: u64) {
     let name = &kinds().records[record].name;
     assert!(error.contains(&format!("gradient of {name:?}")) && error.contains("damaged"), "{name} at {at}: {error}");
@@ -262,7 +262,8 @@ fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
         let (life, left, _) = left_behind();
         let plan = RunPlan::deferring(Durability::Step);
         let faults = Faults { seed: round, delay: Duration::from_millis(2), reorder: true, ..Faults::default() };
-        // Opening settles the deferred updates, so steps 3 and 4 defer new ones. No reference run makes these steps.
+        // Opening the store settles the deferred updates, so steps 3 and 4 defer new updates. No reference run makes
+        // these steps, so the test compares with fetches before and after the commit.
         let disk = life.killed();
         let engine = ok(begun(ok(opened(&disk, &faults, plan.durability)), &plan));
         let defer_all = |step: u64| {
@@ -410,7 +411,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
                     failures += 1;
                     let name = error.to_string();
                     assert!(name.contains("errno 5") || name.contains("only be discarded"), "seed {seed}: {name}");
-                    // Fetches work in a failed step, and give values of the last commit.
+                    // Fetches work in a failed step, and return the values of the last commit.
                     if let Ok(values) = unit(&engine, 0, seed % 2 == 0) {
                         let now = size(engine.store().info().step);
                         let tensors = wanted[now][..3].iter().map(|(_, tensors)| &tensors[0]);
@@ -426,7 +427,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
         let step = engine.store().info().step;
         drop(engine);
         let found = ok(resumed(Existing::Resume, &SimDisk::of(disk.bytes())));
-        // An answer that never arrived may have been that of a commit.
+        // A commit whose write was reported as failed may have reached the disk.
         let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == found);
         assert!(at.any(|number| number == step || number == step + 1), "seed {seed}: {step}");
         whole += u64::from(step == STEPS);
@@ -434,7 +435,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
     assert!(failures > 20 && whole > 2, "{failures} {whole}");
 }
 
-/// True if `values` begin at some page of a unit's memory.
+/// True if `memory` contains `values` from the start of one of its pages on. `memory` has the values of a unit.
 fn contains(memory: &[u8], values: &[u8]) -> bool {
     (0..memory.len().max(1)).step_by(4096).any(|at| memory[at..].starts_with(values))
 }

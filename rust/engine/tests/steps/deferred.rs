@@ -1,5 +1,5 @@
-//! Tests deferred updates: they have the bits of updates that are made at once, whatever happens between step and
-//! update.
+//! Tests deferred updates: they give the same bits as updates that are made at once, whatever happens between the step
+//! and its deferred updates.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use crate::setup::{
     ALL, Contents, Life, RunPlan, begun, contents, first, gradient, kinds, many, ok, opened, rule, size,
 };
 
-/// Allocates memory that a test reads after the engine has filled it.
+/// Allocates memory for the engine to fill; the test reads it afterwards.
 pub(crate) fn memory(nbytes: u64) -> Shared<Vec<u8>> {
     Shared::new(vec![0xee; size(nbytes)])
 }
@@ -46,7 +46,8 @@ struct Twins {
     plan: RunPlan,
     eager: Life,
     late: Life,
-    /// `wanted`: the contents of `eager` after the last commit. `behind`: the records that `late` then left behind.
+    /// `wanted` has the contents of `eager` after the last commit. `behind` has the records that this commit of `late`
+    /// left behind.
     wanted: Contents,
     behind: BTreeSet<usize>,
     /// How often each event of [`SEEN`] happened.
@@ -56,7 +57,7 @@ struct Twins {
 const SEEN: [&str; 9] =
     ["deferred", "at once", "added", "kept", "taken back", "discarded", "caught up", "computed", "killed"];
 
-/// When `late` makes an update.
+/// Whether `late` makes an update at once, or defers it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Now,
@@ -127,7 +128,8 @@ impl Twins {
             3 => {
                 self.spill(record, seed + 7, rng);
                 self.update(record, &factors, when);
-                // A discard may leave the spilled gradient or lose it, depending on time, so drop it in both.
+                // A discard keeps or loses the spilled gradient, depending on how far its job was, so drop the gradient
+                // in both runs.
                 self.both(|engine| {
                     engine.discard_record(record, Wait::forever())?;
                     engine.drop_spilled(record, Wait::forever())
@@ -137,7 +139,7 @@ impl Twins {
         }
         let lies_there = self.eager.engine.spilled(record, Wait::forever()).is_ok();
         if lies_there && rng.below(5) == 0 {
-            // Updates by a gradient that an earlier step spilled.
+            // The update uses a gradient that an earlier step spilled.
             self.note("kept");
         } else {
             self.spill(record, seed, rng);
@@ -145,7 +147,8 @@ impl Twins {
         self.update(record, &factors, when);
     }
 
-    /// Reads some values of the last commit of `late`, in a way drawn by `rng`, and compares them with `eager`.
+    /// Reads some values of the last commit of `late`, in a way drawn by `rng`, and compares them with the values of
+    /// `eager`.
     fn look(&mut self, place: &str, rng: &mut Rng) {
         let (late, store) = (&self.late.engine, self.late.store());
         let before = late.counters().computed;
@@ -267,7 +270,7 @@ impl Twins {
     }
 }
 
-/// Returns first values for a record.
+/// Returns first values for a record, which depend on `seed`.
 pub(crate) fn filling(record: usize, seed: u64) -> Vec<u8> {
     let described = &kinds().records[record];
     let element = size(described.dtype.bytes());
@@ -308,7 +311,8 @@ fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not(
     assert!(seen.iter().all(|&count| count > 10), "{SEEN:?}: {seen:?}");
 }
 
-/// Makes one step with fetches, gradients, sums and a discard, drawn by `number`. With `at_once` defers no update.
+/// Makes one step with fetches, gradients, sums and a discard, which `number` determines. With `at_once`, defers no
+/// update.
 pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascend_engine::Result<()> {
     let (store, mut rng) = (engine.store(), Rng::new(number));
     for of in 0..units(store) {

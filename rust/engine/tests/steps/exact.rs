@@ -16,9 +16,9 @@ use crate::setup::{
     size,
 };
 
-/// The error number that a failing device returns.
+/// The errno that a failing device returns.
 const EIO: i32 = 5;
-/// Elements of the records: one, primes, a chunk, one more than a chunk, none.
+/// Numbers of elements of the records: 1, primes, exactly one chunk, one more than a chunk, 0.
 const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
@@ -37,7 +37,7 @@ fn kernels() -> Description {
     description(records, each)
 }
 
-/// A parameter in memory: master, moments, values.
+/// A parameter in memory: master weights, both moments, and 16-bit values.
 #[derive(Debug, Clone, PartialEq)]
 struct InMemory {
     master: Vec<f32>,
@@ -53,7 +53,7 @@ fn number(rng: &mut Rng) -> f32 {
 fn begun(record: &Record, rng: &mut Rng) -> InMemory {
     let numel = size(record.elements());
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
-    // The first update of other records overwrites their values without reading them.
+    // The values of records that are not compact start as 0: the first update overwrites them without reading them.
     let half = master.iter().map(|&value| if record.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
@@ -78,8 +78,8 @@ fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> 
         };
         extent[..values.len()].copy_from_slice(&values);
     } else if description.records[record].is_compact() {
-        // The lower halves of the master weights. The sign of the second moment says whether the upper half was rounded
-        // up.
+        // `rest` has the lower halves of the master weights. The sign of the second moment says whether the values, the
+        // upper halves, were rounded up.
         let master = &held.master[here.clone()];
         let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
         let went_up = |value: f32| u32::from(Bf16::from_f32(value).0) != value.to_bits() >> 16;
@@ -118,7 +118,7 @@ fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
             let wanted = extent(store, record, index, held);
             let read = store.read(record, index, vec![0; wanted.len()]).and_then(memascend_store::ExtentRead::wait);
             let (got, _) = ok(read);
-            // Padding between and after the tensors of an extent is zeros in both.
+            // The padding between and after the tensors of an extent is zeros in `got` and in `wanted`.
             if got != wanted {
                 differing.push(format!("{} extent {index}", store.description().records[record].name));
             }
@@ -143,7 +143,7 @@ fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
-/// Updates a parameter in memory with the kernel itself.
+/// Updates a parameter in memory by a direct call of the kernel.
 fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     let scalars = ok(adam(1e-2, step).scalars());
     let exec = ok(Exec::new(std::num::NonZeroUsize::MIN));
@@ -172,7 +172,8 @@ fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     ok(result);
 }
 
-/// Returns the update number of a record in a step, or `None`: some records are updated every third step, one never.
+/// Returns the number of the update that a record gets in a step, or `None` without an update: some records are updated
+/// in every third step, and one record never.
 fn touched(record: usize, step: u64) -> Option<u64> {
     match record % 4 {
         0 | 3 => Some(step),
@@ -237,7 +238,7 @@ impl Training {
         Ok(())
     }
 
-    /// Makes the step's updates of the parameters in memory.
+    /// Updates the parameters in memory as the step updates the store.
     fn advance(&mut self, step: u64) {
         for (record, described) in kernels().records.iter().enumerate() {
             let Some(update) = touched(record, step) else { continue };
@@ -278,7 +279,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
         drop(first);
         let errors = vec![(Action::Write, EIO, 6), (Action::Read, EIO, 6)];
         let volume = striped(&disks, &Faults { seed, errors, reorder: true, ..Faults::default() });
-        // Opening the store reads, too, and may fail itself.
+        // Opening the store reads, too, so it may fail by these errors.
         let Ok(store) = Store::open_on(volume, 8192, &Create::default()).map(Arc::new) else { continue };
         let mut training = Training { engine: engine(store, 4), held };
         let (mut step, mut failures) = (1, 0);
@@ -331,7 +332,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
 
 #[test]
 fn power_lost_at_any_point_of_a_step() {
-    // Loses power after every `many(1, 11)`th request, until a run ends before it.
+    // Loses power after 0 requests, then after `many(1, 11)` more each time, until a run ends before the power is lost.
     let base = disks();
     let Training { engine: first, held } = training(&base, 4);
     drop(first);
@@ -352,7 +353,7 @@ fn power_lost_at_any_point_of_a_step() {
                     break;
                 }
                 tried = step;
-                // Advance the reference even if the commit failed: the store may have it all the same.
+                // Advance the reference even if the commit failed: the store may have the step all the same.
                 let committed = training.commit(step).is_ok();
                 if !committed {
                     training.advance(step);

@@ -1,5 +1,5 @@
-//! Tests runs that keep records in RAM, with and without a log: they have the bits of a streamed run, through crashes
-//! and replays.
+//! Tests that runs that keep records in RAM, with or without a log, give the same bits as a streamed run, through
+//! crashes and replays.
 
 use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
 
@@ -10,8 +10,8 @@ use memascend_store::{Durability, Store};
 
 use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, many, ok, opened, random_step, rule, size};
 
-/// Ends a run after uncommitted updates: `by` 0 closes the store, 1 interrupts the writing of the RAM tier, 2 loses
-/// power, others kill the process.
+/// Ends a run after uncommitted updates, in a way that `by` selects: 0 closes the store, 1 interrupts the writing of
+/// the RAM tier, 2 loses power, 3 kills the process. With `Durability::None`, always closes the store.
 fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
         // These updates are never committed, so they must leave no trace.
@@ -29,7 +29,7 @@ fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
             assert_eq!(store.log_state().steps, 0, "a store that was closed has no log");
         }
         1 => {
-            // An interrupted `write_applied` leaves a whole state, with the log.
+            // An interrupted `write_applied` leaves complete state and the log.
             let mut calls = 0;
             let ended = store.write_applied(&mut |_, _| {
                 calls += 1;
@@ -166,7 +166,7 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
         let refused = life.commit(1);
         assert!(refused.is_err_and(|error| error.to_string().contains("written to in place")), "{durability:?}");
         ok(life.engine.discard(Wait::forever()));
-        // No update was applied in memory yet, so storage has the values and the store reads them again.
+        // No update was applied in memory yet, so storage has the values, and the store reads the values again.
         assert!(life.contents() == before);
         ok(life.update_all(1));
         ok(life.commit(1));
@@ -219,8 +219,8 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
         let spill = |record: usize| store.description().records[record].spill.map(|dtype| (record, dtype));
         let pages =
             ALL.iter().filter_map(|&record| spill(record)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
-        // Twelve steps write each gradient, and each record whole three times; each step adds a head, pages of the
-        // table and a root.
+        // Each of the twelve steps writes each gradient, a head of the log, pages of the table and a root. In these
+        // steps, each record is written whole three times.
         let expected = 12 * pages.sum::<u64>() + 3 * whole;
         assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
     }

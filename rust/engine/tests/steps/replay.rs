@@ -1,4 +1,4 @@
-//! Tests that a replayed log gives the bits of a run that wrote every updated record in each step.
+//! Tests that a replayed log gives the same bits as a run that wrote every updated record in each step.
 
 use std::collections::BTreeSet;
 
@@ -55,8 +55,8 @@ fn previous_is_whole(disk: &SimDisk) -> bool {
     examined.last().is_some_and(|older| older.damages.is_empty())
 }
 
-/// Returns the kind and offset of all data that a replay reads: extents of the slots that it starts from, gradients and
-/// heads of the log.
+/// Returns the kind and the offset of all data that a replay reads: the extents of the slots that the replay starts
+/// from, and the gradients and heads of the log.
 fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
     let engine = ok(found(disk, &Faults::default()));
     let store = engine.store();

@@ -33,7 +33,7 @@ pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// Returns the number of cases: `all` if `MEMASCEND_TEST_LONG` is set, else `few`.
+/// Returns `all` if `MEMASCEND_TEST_LONG` is set, else `few`: a number of cases, or the distance between them.
 pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
@@ -57,7 +57,7 @@ pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, st
     }
 }
 
-/// Describes a store with `each` records in a unit.
+/// Describes a store with `each` records in each unit.
 pub(crate) fn description(records: Vec<Record>, each: usize) -> Description {
     let units = (0..records.len().div_ceil(each)).map(|number| format!("unit {number}"));
     let placed = records.into_iter().enumerate();
@@ -112,7 +112,7 @@ pub(crate) fn contents(store: &Store) -> Contents {
     (0..store.description().records.len()).map(of).collect()
 }
 
-/// Returns a function that calls `before`, and then changes every float32 of a chunk by `to`.
+/// Returns a function that calls `before`, and then replaces every float32 `x` of a chunk by `to(x)`.
 pub(crate) fn changing(
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
     to: fn(f32) -> f32,
@@ -135,15 +135,16 @@ pub(crate) fn changing(
 
 const COUNT: usize = 11;
 pub(crate) const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
-/// The records that SGD updates; those with a momentum; and the one with Nesterov's momentum.
+/// `SGD`: the records that SGD updates. `MOMENTUM`: the records that have a momentum. `NESTEROV`: the record with
+/// Nesterov's momentum.
 const SGD: [usize; 5] = [4, 7, 8, 9, 10];
 const MOMENTUM: [usize; 3] = [4, 7, 10];
 const NESTEROV: usize = 10;
 /// The records whose tensors are all float32.
 const FLOATS: [usize; 3] = [0, 7, 8];
 
-/// Describes a record for each kind of master weights and moments that has a kernel; with several chunks, one and none;
-/// with gradients of another dtype.
+/// Describes a record for each kind of master weights and moments that has a kernel. Records have several chunks, one
+/// or none; the gradients of the last record spill in another dtype than its values.
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];
     let in_format = |name, numel, format, momentum| {
@@ -259,7 +260,7 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
     Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
 }
 
-/// Starts an engine as a run does: replays the log, and reads the records to keep in RAM.
+/// Starts an engine as a run does: replays the log, and reads the records that the run keeps in RAM.
 pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
@@ -297,7 +298,7 @@ impl Life {
         Self { engine: ok(begun(store, plan)), disk }
     }
 
-    /// Ends the run as a kill does, and returns its disk.
+    /// Ends the run without a commit or a close of the store, like a kill, and returns its disk.
     pub(crate) fn killed(self) -> SimDisk {
         self.engine.close();
         self.disk
@@ -320,7 +321,7 @@ impl Life {
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())
     }
 
-    /// Queues an update of every record, by a given gradient or by one that it spills first.
+    /// Queues an update of every record, by a given gradient or by a gradient that this function spills first.
     pub(crate) fn update_all(&self, step: u64) -> memascend_engine::Result<()> {
         for record in ALL {
             let by = if (step + record as u64).is_multiple_of(4) {
@@ -336,8 +337,8 @@ impl Life {
     }
 }
 
-/// Returns a function that halves all tensors of a record, in chunks or whole, before the commit or after it; and its
-/// number of calls.
+/// Returns an application of a function that halves all tensors of a record, and the function's number of calls. The
+/// function gets the record in chunks or whole, before the commit or after it.
 pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Application, Arc<AtomicUsize>) {
     let calls = Arc::<AtomicUsize>::default();
     let counted = Arc::clone(&calls);
@@ -362,7 +363,7 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
             0 => continue,
             1..=3 => engine.update(record, given(0), None, rule(record, count), Wait::forever())?,
             4 => {
-                // The update is discarded, and half of the time made again.
+                // The update is discarded; in half of the cases, another update follows.
                 engine.update(record, given(1), None, rule(record, count), Wait::forever())?;
                 engine.discard_record(record, Wait::forever())?;
                 if rng.below(2) == 0 {

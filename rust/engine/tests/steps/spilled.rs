@@ -1,4 +1,4 @@
-//! Tests spilled gradients on a simulated device, with every operation failing in turn.
+//! Tests spilled gradients on simulated devices, on which reads and writes fail.
 
 use std::{sync::Arc, time::Duration};
 
@@ -50,7 +50,7 @@ fn numbers(step: u64) -> Hyperparameters {
     Hyperparameters { weight_decay: 0.0, grad_scale: 1.0, ..adam(1e-2, step) }
 }
 
-/// Spills the sum of three gradients of each record, then updates the records by these sums.
+/// Spills the sum of three gradients for each record, then updates each record by its sum.
 fn step(engine: &Engine) -> memascend_engine::Result<()> {
     for record in 0..NAMES.len() {
         spill(engine, record, 1.0, false)?;
@@ -67,7 +67,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
     Ok(())
 }
 
-/// Checks that each record has a complete sum spilled, or nothing.
+/// Checks that each record has either no spilled gradient, or the complete sum of one, two or three gradients.
 fn whole_or_nothing(engine: &Engine, what: &str) {
     for record in 0..NAMES.len() {
         match engine.spilled(record, Wait::forever()) {
@@ -129,7 +129,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // A read may fail, too, so check only the sums that are known without one.
+            // Reading the gradients back may fail, too, so check only their sums of squares, which the engine has in
+            // memory.
             for record in 0..NAMES.len() {
                 if let Ok(found) = engine.spilled(record, Wait::forever()) {
                     let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
@@ -142,7 +143,7 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
 }
 
 /// The first call after a device error returns that error, and only later calls say that the step has failed. This
-/// holds even for a call whose own answer would be "no gradient", because the error lost the gradient.
+/// holds even for a call that would otherwise report "no gradient", because the gradient was lost by that error.
 #[test]
 fn the_first_to_ask_after_an_error_hears_of_it() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;
@@ -156,7 +157,8 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     ];
     let image = filled();
     for (name, ask) in asks {
-        // Ask at once, 30 times, to meet the error at different moments; then ask long after it.
+        // Make the call at once in 30 runs, so that the error happens at different moments of the call. In the last
+        // run, make the call long after the error.
         for pause in std::iter::repeat_n(Duration::ZERO, 30).chain([Duration::from_millis(20)]) {
             let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
             let faults = Faults { errors: vec![(Action::Write, 5, 1000)], ..Faults::default() };
@@ -174,7 +176,7 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     }
 }
 
-/// True if the error is the device's own, and not one that follows from it.
+/// True if the error is the error of the device, not a later error which says that the step has failed.
 fn is_cause(error: &memascend_engine::Error) -> bool {
     let said = error.to_string();
     said.contains("errno 5") && !said.contains("only be discarded")
@@ -268,7 +270,8 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
     assert!(committed(&engine, 1) == wanted);
     assert_eq!(engine.counters().spill_read, 0);
 
-    // At whatever moment the update is taken back, its gradient remains, and another update can use half of it.
+    // At whatever moment the update is taken back, its gradient remains, and another update can use the gradient,
+    // halved.
     let halved = fresh(&image, &Faults::default());
     ok(spill(&halved, 0, 0.3, false));
     ok(halved.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
@@ -313,7 +316,8 @@ fn an_update_that_spills_leaves_its_whole_gradient_or_nothing_where_it_is_discar
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // A read may fail, too, so check only the sum in memory.
+            // Reading the gradient back may fail, too, so check only its sum of squares, which the engine has in
+            // memory.
             if let Ok(found) = engine.spilled(0, Wait::forever()) {
                 assert!((found.squares.value() - 0.09 * elements).abs() < 1.0, "seed {seed}: {found:?}");
             }

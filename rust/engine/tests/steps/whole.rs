@@ -1,5 +1,5 @@
-//! Tests functions on whole records: while one runs, the pipeline reads the next record and writes the last one, in an
-//! order that does not depend on time.
+//! Tests functions on whole records: while a function runs, the pipeline reads the next record and writes the previous
+//! record, in an order that does not depend on time.
 
 use std::{
     slice,
@@ -21,7 +21,7 @@ use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
 use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, parameter, volume};
 
-/// Elements of each record. The last record takes twice the memory of the others.
+/// Elements of each record. The last record takes twice the memory of any other record.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
 /// The record whose function holds the pipeline until all jobs are queued.
 const GATE: usize = 0;
@@ -84,7 +84,7 @@ fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     Ok(())
 }
 
-/// Holds the pipeline in the function of record [`GATE`] while `begin` queues jobs.
+/// Holds the pipeline in the function of record [`GATE`] until `begin` has queued its jobs.
 fn at_once(engine: &Engine, step: u64, begin: impl FnOnce()) {
     let gate = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
     let waits = Arc::clone(&gate);
@@ -106,7 +106,7 @@ fn moved(store: &Store) -> (u64, u64) {
     (stats.read.bytes, stats.written.bytes)
 }
 
-/// Returns the bytes that a job on the record reads and writes, without those of a commit.
+/// Returns the bytes that a job on the record reads and writes, without the bytes of a commit.
 fn of_record(engine: &Engine, record: usize) -> (u64, u64) {
     let before = moved(engine.store());
     apply(engine, (record, 1, true), NOTHING);
@@ -162,7 +162,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
     commit(&engine, 1);
 }
 
-/// Returns the contents of the store after three steps with these slots.
+/// Returns the contents of the store after three steps by an engine with memory `slots` for whole records.
 fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {
@@ -190,7 +190,8 @@ fn what_is_stored_depends_on_no_slots() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
-    // The second slot: none, one that fits all but the last record, one that fits all.
+    // `next` is the size of the second slot: no slot, one that fits every record except the last, or one that fits
+    // every record.
     for chunks in [2, 4, 12] {
         for next in [0, EACH, 2 * EACH] {
             for patience in [0, 7] {
