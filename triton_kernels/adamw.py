@@ -51,7 +51,7 @@ def adamw(
         weight_decay: the parameter is multiplied by `1 - lr * weight_decay`.
         step: the number of this update, which counts from 1.
         grad_scale: the factor that **multiplies** the gradient, in fp32 (torch's argument of that name divides).
-        maximize: ascend instead of descend.
+        maximize: if true, the step ascends instead of descends.
         decoupled: False for Adam: `weight_decay` times the parameter is added to the gradient (L2) instead. The results
             are then bit-identical to `torch.optim.Adam(fused=True)`, with the same exception.
         threads: CPU only; None means `torch.get_num_threads()`.
@@ -100,7 +100,7 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """Does the same update, bit for bit, in plain torch operations, for devices without a kernel."""
+    """Does the update of `adamw`, bit for bit, in plain torch operations, for devices without a kernel."""
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
@@ -122,7 +122,7 @@ def _formula(
         g = _fma(p, torch.full_like(p, s.l2), g)
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
-    # A float64 root rounded to fp32 is correctly rounded; torch's fp32 root on CPU is sometimes off by one unit.
+    # A float64 root rounded to fp32 is correctly rounded; torch's fp32 root on CPU is sometimes off by the last bit.
     # The divisor is a tensor: a GPU would multiply by the reciprocal of a Python number, which rounds twice.
     denominator = v.double().sqrt().float() / torch.full_like(v, s.bias2_root) + s.eps
     return p + (m * s.step_size) / denominator, m, v

@@ -21,8 +21,8 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     grad_factor, decay, l2, first_weight, beta2, one_minus_beta2, bias2_root, eps, step_size,
     L2: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block. Each fma is explicit, and `enable_fp_fusion=False` in `launch` forbids any other."""
-    # 64 bits before the multiplication: a tensor may have more than 2^31 elements.
+    """Updates one block. Each fma is explicit, and `enable_fp_fusion=False` in `launch` forbids any other fma."""
+    # Converts to 64 bits before the multiplication: a tensor may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     p = tl.load(master + offsets, mask=inside) * decay

@@ -32,8 +32,9 @@ def check_and_unscale(
     """Multiplies gradients by `inv_scale` in place, finds non-finite elements and sums the squares, in one pass.
 
     Each element is read as fp32, multiplied once, and rounded to its own dtype; nothing is written if `inv_scale` is 1.
-    Flag and norm describe the products. The sum of squares is exact and rounded once, at the end, so order, number of
-    threads, division into tensors and device do not change a bit. (Only a device without a kernel rounds as it adds.)
+    Both results describe the products. The sum of squares is exact and rounded once, at the end, so order, number of
+    threads, division into tensors and device do not change a bit. The exception is a device without a kernel: there,
+    each addition rounds.
 
     On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. It does not
     synchronise; reading a result does.
@@ -83,7 +84,8 @@ def checked(values: torch.Tensor) -> tuple[bool, Squares]:
     """Returns whether an element of a tensor in host memory is not finite, and the exact sum of squares."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    # torch's threads spin after an operation. They delay our threads for longer than a small tensor takes one thread.
+    # torch's threads spin after an operation. They would delay our threads for longer than one thread needs for a small
+    # tensor.
     threads = torch.get_num_threads() if values.nbytes > _ALONE_BYTES else 1
     return _core.kernel_check([place] if values.numel() else [], 1.0, threads)
 
@@ -93,7 +95,7 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 
     Args:
         tensors: as for `check_and_unscale`; the current stream reads them.
-        sums: from `new_sums`, with a row for each tensor, to which the kernel adds. `found_in` reads the rows.
+        sums: from `new_sums`, with a row for each tensor. The kernel adds to the rows, and `found_in` reads them.
     """
     for index, tensor in enumerate(tensors):
         require(f"tensors[{index}]", tensor)
@@ -109,7 +111,7 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
     found, squares = _core.kernel_check(places, factor, threads)
-    # Explicitly on the CPU: torch may have another default device.
+    # `device` is explicit, because torch's default device may not be the CPU.
     return torch.tensor(found, device="cpu"), torch.tensor(rounded(squares), dtype=torch.float64, device="cpu")
 
 

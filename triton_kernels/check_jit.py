@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Elements of a program. A program of one warp needs no barriers.
+# Elements that a program checks. A program of one warp needs no barriers.
 CHUNK = 32768
 WARPS = 1
 # Rows of a tile. A lane loads 16 bytes per row and keeps the tile in 32 registers, so 8 of its loads are in flight.
@@ -50,7 +50,8 @@ _NAN: tl.constexpr = tl.constexpr(NAN)
 _DIGIT: tl.constexpr = tl.constexpr(DIGIT)
 _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 _DIGITS: tl.constexpr = tl.constexpr(DIGITS)
-# A tile determines a new grid if its largest value is smaller than the grid expects by more powers of two than this.
+# A tile determines a new grid if a grid for its largest value would be more than this many powers of two below the
+# present grid.
 _SLACK: tl.constexpr = tl.constexpr(8)
 
 
@@ -103,7 +104,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
     tensor, its address, its length, and the offset of its row in `sums`. A significand has BITS bits, and LEAST is the
     smallest exponent field, as in fp32, of a normal value.
     """
-    # 64 bits before the multiplication: a tensor may have more than 2^31 elements.
+    # Converts to 64 bits before the multiplication: a tensor may have more than 2^31 elements.
     chunk = tl.program_id(0).to(tl.int64)
     if MANY:
         which, chunk = _find(table, count, chunk)
@@ -112,7 +113,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
         data = tl.load(table + count + which).to(tl.pointer_type(DTYPE))
         if ALIGNED:
             data = tl.multiple_of(data, 16)
-    # An argument of 1 arrives as a constant, which has no `.to`.
+    # Triton passes an argument of 1 as a constant, which has no `.to`. Adding a tensor of zero makes it a tensor.
     numel += tl.zeros((), tl.int64)
     start = chunk * CHUNK
     end = tl.minimum(start + CHUNK, numel)
@@ -130,7 +131,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
         is_bad = largest >= INFINITY
         if is_bad:
             largest = largest_of(tl.where(magnitudes < INFINITY, magnitudes, 0))
-        # One power of two in reserve: later tiles may have larger values.
+        # Keeps one power of two in reserve, because later tiles may have larger values.
         wanted = tl.minimum(tl.maximum((largest >> 23) + 1, LOWEST), 254)
         if (largest >= ceiling) | ((largest > 0) & (wanted + _SLACK < top)):
             if top > 0:
@@ -162,12 +163,14 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
-    """Rounds one row of sums to float64, once, to nearest even; writes it, and whether an element is not finite."""
+    """Rounds one row of sums once, to float64, ties to even. Writes this and whether an element is not finite."""
     zero = tl.zeros((), tl.int64)
     carry = zero
-    # The highest digit that is not zero, the two digits below it, non-zero if a lower digit is, and its index.
+    # `high` is the highest digit that is not zero, and `top` is its index. `middle` and `low` are the two digits below
+    # it. `more` is not zero if any digit below `low` is not zero.
     high, middle, low, more, top = zero, zero, zero, zero, zero
-    # The two digits below `digit`, and non-zero if a lower digit is.
+    # `before` and `second` are the two digits below `digit`. `rest` is not zero if any digit below `second` is not
+    # zero.
     before, second, rest = zero, zero, zero
     for digit in tl.static_range(_DIGITS):
         value = carry + tl.load(sums + digit)
@@ -182,7 +185,8 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
         rest |= second
         second = before
         before = value
-    # At most 62 bits. The last bit is set if any lower bit is, so that the conversion rounds correctly.
+    # `significand` has at most 62 bits. Its last bit is set if any lower bit of the sum is set, so that the conversion
+    # rounds correctly.
     extra = zero
     while (high >> extra) >= 64:
         extra += 1
@@ -198,7 +202,7 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
     tl.store(found_out, (infinite + nan > 0).to(tl.uint8))
 
 
-# For each dtype: its Triton type, BITS and LEAST of `check_kernel`.
+# Maps a dtype to its Triton type, and to BITS and LEAST of `check_kernel`.
 _FORMATS = {
     torch.float32: (tl.float32, 24, 1),
     torch.bfloat16: (tl.bfloat16, 8, 1),
@@ -211,12 +215,13 @@ def constants(dtype: torch.dtype) -> dict[str, object]:
     stored, bits, least = _FORMATS[dtype]
     is_narrow = dtype.itemsize == 2
     grid, lowest = (NARROW.value, NARROW_TOP.value) if is_narrow else (WIDE.value, WIDE_TOP.value)
-    # Each lane has 16 bytes of a row, and sums its columns.
+    # Each lane has 16 bytes of a row, and sums the columns in these bytes.
     columns = WARPS * 32 * 16 // dtype.itemsize
     assert CHUNK // columns <= (NARROW_COUNT if is_narrow else WIDE_COUNT)
     return {
         "DTYPE": stored, "GRID": grid, "BITS": bits, "LEAST": least, "CHUNK": CHUNK, "ROWS": ROWS, "COLUMNS": columns,
-        # This grid contains the smallest values of fp16 and fp32. The smallest of bf16 would need a scale above 2^127.
+        # This grid contains the smallest values of fp16 and fp32. A grid with the smallest value of bf16 would need a
+        # scale above 2^127.
         "LOWEST": max(lowest, least + grid - bits),
     }  # fmt: skip
 
@@ -260,5 +265,5 @@ def _table(group: Sequence[tuple[int, torch.Tensor]], chunks: Sequence[int], dev
     rows = [ends, [t.data_ptr() for _, t in group], [t.numel() for _, t in group]]
     rows.append([row * SUMS for row, _ in group])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    # A copy from pinned memory is queued, as the launch that reads it is; one from pageable memory would synchronise.
+    # A copy from pinned memory is queued, like the launch that reads it; a copy from pageable memory would synchronise.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,9 +1,9 @@
-"""Adds squares of floats as integers in Triton: each lane on a grid, then each program to the digits of a sum.
+"""Adds squares of floats as integers in Triton: lanes add squares on a grid, programs add lanes to a sum's digits.
 
 A magnitude is the bits of an fp32 without its sign.
 
 [Note: grids] An exponent field `top` defines a grid for values below 2^(top - 126): the multiples of 2^(top - 154) on
-the narrow grid, of 28 bits, or of 2^(top - 177) on the wide grid, of 51 bits (23 upper and 28 lower ones). A value is
+the narrow grid, of 28 bits, or of 2^(top - 177) on the wide grid, of 51 bits (23 upper and 28 lower bits). A value is
 on the grid if it is such a multiple. Its square is then an integer in units that depend on `top` alone, and lanes
 add these integers exactly.
 """
@@ -56,12 +56,12 @@ def floor_of(top, GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr): 
 def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the sum of the squares of each column, as three integers. All values must be on the grid.
 
-    On the narrow grid: one sum in units of 2^(2 top - 308), and two zeros. On the wide grid: three sums, in units of
-    2^(2 top - 354), of 2^29 times that, and of 2^56 times that.
+    On the narrow grid, they are one sum in units of 2^(2 top - 308), and two zeros. On the wide grid, they are three
+    sums, in units of u = 2^(2 top - 354), of 2^29 u, and of 2^56 u.
     """
     values = magnitudes.to(tl.float32, bitcast=True)
     if GRID == NARROW:
-        # Multiplied by 2^(154 - top).
+        # Multiplying by 2^(154 - top) makes the values integers.
         whole = (values * ((281 - top) << 23).to(tl.float32, bitcast=True)).to(tl.int32).to(tl.int64)
         low = tl.sum(whole * whole, 0)
         middle = tl.zeros_like(low)
@@ -71,7 +71,7 @@ def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-
         values = values * ((276 - top) << 23).to(tl.float32, bitcast=True)
         shifted = values + 8388608.0
         upper = (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)
-        # The part that was rounded away, in units of 2^-28; exact, from -2^27 to 2^27.
+        # `lower` is the part that this rounding dropped, in units of 2^-28: an exact integer from -2^27 to 2^27.
         lower = ((values - (shifted - 8388608.0)) * 268435456.0).to(tl.int32).to(tl.int64)
         low = tl.sum(lower * lower, 0)
         middle = tl.sum(lower * upper, 0)
@@ -106,7 +106,7 @@ def add_columns(sums, top, low, middle, high, GRID: tl.constexpr):  # type: igno
             carry += fourth
         part = (carry & _DIGIT_MASK) << shift
         carry = carry >> _DIGIT
-        # Adds less than 2^29 to a digit at a time, so that it does not overflow for a tensor of any size.
+        # Adds less than 2^29 to a digit at a time, so that the digit does not overflow for a tensor of any size.
         above += part & _DIGIT_MASK
         tl.atomic_add(into + place, above, mask=above != 0, sem="relaxed")
         above = part >> _DIGIT
@@ -148,7 +148,8 @@ def squares_by_row(  # type: ignore[no-untyped-def]
         high += more_high
     tl.atomic_add(sums + _INFINITE, infinite, mask=infinite > 0, sem="relaxed")
     tl.atomic_add(sums + _NAN, nan, mask=nan > 0, sem="relaxed")
-    # Values below `floor` go to a wide grid for smaller values; the values below that grid go to the next one.
+    # Each iteration adds the values below `floor` on a wide grid for smaller values. Values that are too small for this
+    # grid wait for the next iteration.
     while below > 0:
         limit = floor
         top = tl.maximum(below >> 23, WIDE_TOP)

@@ -1,4 +1,4 @@
-"""Exact sums of squares on a device: rows of digits that kernels add to, and a reader of the totals."""
+"""Keeps exact sums of squares on a device, as rows of digits: kernels add to them, `found_in` reads the totals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Bits of a digit. A digit is an int64 and may exceed 28 bits: kernels add to it without a carry; readers carry.
+# Bits of a digit. A digit is an int64 and may exceed 28 bits: kernels add to it without a carry, and readers propagate
+# the carries.
 DIGIT = 28
 # Digits of a sum, in units of 2^-298: enough for 2^40 squares, each below 2^554 units.
 DIGITS = 22
@@ -24,7 +25,7 @@ INFINITE, NAN = DIGITS, DIGITS + 1
 # Numbers (int64) in a row. A row has 256 bytes, so two rows share no cache line.
 SUMS = 32
 
-# `_add_piece` splits a square of 48 bits into halves of this many.
+# `_add_piece` splits a square of 48 bits into halves of this many bits.
 _LOWER_BITS = 24
 # Elements that `add_reference` computes at a time. Its temporaries take about 50 bytes per element.
 _PIECE_ELEMENTS = 1 << 20
@@ -49,7 +50,7 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
 
 
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
-    """Adds squares in plain torch operations. Single digits may differ from the kernel's; the totals are equal."""
+    """Adds squares in plain torch operations. The digits may differ from the kernel's digits; the totals are equal."""
     for row, tensor in placed:
         for piece in torch.split(flat(tensor.detach()), _PIECE_ELEMENTS):
             _add_piece(piece.float().view(torch.int32).long(), sums[row])

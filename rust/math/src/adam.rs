@@ -1,7 +1,8 @@
 //! Computes one step of `AdamW` or `Adam` on fp32 state, with an optional 16-bit gradient and output.
 //!
-//! The order of operations is that of torch's fused CPU kernel, and so are the bits. This kernel computes every element
-//! by one formula; torch rounds the second moment of the last elements of a thread's share differently.
+//! The order of operations and the bits are those of torch's fused CPU kernel, with one exception: torch rounds the
+//! second moment of the last elements of each thread's share differently, and this kernel computes all elements by one
+//! formula.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
@@ -14,7 +15,7 @@ use crate::{
 /// The version of this arithmetic: equal versions, state, gradient and scalars give equal bits.
 pub const ADAM_ARITHMETIC: u32 = 1;
 
-/// Work is split at multiples of this many elements: whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 /// The fp32 state of a parameter, updated in place.
@@ -139,8 +140,8 @@ impl<G: Element, O: Element> Fill<O> for Inputs<'_, G> {
     }
 }
 
-/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
-/// overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes that arguments do not overlap, but
+/// assumes nothing about fields.
 #[inline(always)]
 fn elements<G: Element, O: Element, const OUT: bool>(
     master: &mut [f32],
@@ -153,7 +154,7 @@ fn elements<G: Element, O: Element, const OUT: bool>(
     let len = master.len();
     let (grad, exp_avg, exp_avg_sq) = (&grad[..len], &mut exp_avg[..len], &mut exp_avg_sq[..len]);
     let out = if OUT { &mut out[..len] } else { out };
-    // Copied: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
@@ -173,7 +174,7 @@ fn elements<G: Element, O: Element, const OUT: bool>(
 pub(crate) fn one(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
     let p = p * s.decay;
     let g = g * s.grad_factor;
-    // Only with L2 decay: an infinite parameter times zero would be a NaN.
+    // Without L2 decay, skips the addition: an infinite parameter times zero would be a NaN.
     let g = if l2 { p.mul_add(s.l2, g) } else { g };
     let m = s.first_weight.mul_add(g - m, if s.from_gradient { g } else { m });
     let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);

@@ -2,9 +2,9 @@
 //!
 //! The sum is exact, so it depends neither on the order, nor on the number of threads, nor on the instruction set.
 //!
-//! [Note: exact lanes] Lanes in float64 add the squares of a block. These additions round nothing if the exponents of
-//! the block differ by at most `narrow`. If they differ by at most `wide`, each square is split into an upper and a
-//! lower part, which separate lanes add. Values that are too small even for that are summed in another pass over the
+//! [Note: exact lanes] Lanes in float64 add the squares of a block. These additions are exact if the exponents of the
+//! block differ by at most `narrow`. If they differ by at most `wide`, each square is split into an upper and a lower
+//! part, which separate lanes add. Values that are too small even for split squares are summed in another pass over the
 //! block. The exact sums of the lanes are then added to a number that is wide enough for any sum (`Running`).
 
 use std::{
@@ -158,7 +158,7 @@ struct Sum {
 }
 
 impl Sum {
-    /// Adds up to a block of elements; pads a shorter one with zeros.
+    /// Adds the squares of at most one block of elements; pads a shorter slice with zeros.
     #[inline(always)]
     fn add<T: Columns>(&mut self, data: &[T]) {
         if let Ok(block) = data.try_into() {
@@ -214,7 +214,7 @@ const fn narrow<T: Element>() -> i32 {
 }
 
 /// The largest difference of exponents for which lanes add split squares without rounding. The upper part is a multiple
-/// of g = 2^(2E + 2 + 6 - 52), as a lane adds 2^6 of them; the lower part is at most g / 2.
+/// of g = 2^(2E + 2 + 6 - 52), because a lane adds 2^6 upper parts; the lower part is at most g / 2.
 const fn wide<T: Element>() -> i32 {
     FRACTION - LANE_BITS - T::PRECISION
 }
@@ -244,8 +244,8 @@ fn lane_gain(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     (sums.iter().sum(), power)
 }
 
-/// Returns [`lane_gain`] of lanes that began with zero. The addition of `from` drops the squares of columns that stand for
-/// zeros: these are below half of its last bit.
+/// Returns [`lane_gain`] of lanes that began with zero. Adding `from` drops the squares of the tiny numbers that
+/// `column` returns for zeros: these squares are below half of the last bit of `from`.
 #[inline(always)]
 fn lane_gain_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) {
     for lane in &mut lanes {
@@ -274,7 +274,7 @@ struct Survey {
 #[inline(always)]
 fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
     let mut peaks = [T::Key::default(); LANES];
-    // Keys are negated, so that the largest belongs to the smallest magnitude, and zero is the smallest.
+    // `lows` has negated keys: the largest of them belongs to the smallest magnitude that is not zero.
     let mut lows = [T::Key::default(); LANES];
     let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<GROUP>().0 {
@@ -355,7 +355,7 @@ fn sum_squares_up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (
 fn sum_split_squares<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
     let scale = if ALL { 2 * T::SCALE } else { 0 };
     let (coarse, fine) = (2 * (exponent(peak) - 127) + 2 + LANE_BITS - FRACTION, grid::<T>(exponent(floor)));
-    // The lower parts have either sign. The last bit of a float64 weighs the same from 2/3 to 4/3 of this start.
+    // The lower parts have either sign. The last bit of a float64 weighs the same from 2/3 to 4/3 of `lower`.
     let (upper, lower) = (origin(coarse + scale), 1.5 * origin(fine + scale));
     let mut sums = [[upper; LANES], [lower; LANES]];
     for group in block.as_chunks::<GROUP>().0 {
@@ -390,8 +390,8 @@ trait Columns: Element {
     type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
     /// `column` returns elements times `2^SCALE`.
     const SCALE: i32;
-    /// The least exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number; adding
-    /// the square of that number to the square of an element with this exponent changes no bit.
+    /// The least exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number;
+    /// adding the square of this tiny number to the square of an element with this exponent field changes no bit.
     const LEAST: i32;
 
     fn key(self) -> Self::Key;
@@ -432,8 +432,8 @@ impl Columns for Bf16 {
     type Key = Wrapping<u16>;
     // Changes the bias from 127 to 768, which has no bit in common with an 8-bit exponent.
     const SCALE: i32 = 768 - 1023 + 127;
-    // `column` turns zero into 2^-255. A lane's 2^6 squares of it sum to 2^-504: less than half the last bit of 2^-446,
-    // the square of the smallest number with this exponent.
+    // `column` turns zero into 2^-255. A lane adds at most 2^6 squares of this number, which sum to 2^-504: less than
+    // half the last bit of 2^-446, the square of the smallest number with this exponent.
     const LEAST: i32 = 32;
 
     #[inline(always)]
@@ -470,7 +470,7 @@ impl Columns for F16 {
     #[inline(always)]
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
         // Twice the value less the implicit leading bit is right for zeros and denormals, and larger than the value for
-        // normal numbers: so the smaller one is right.
+        // normal numbers: so the smaller of the two is right.
         let mut column = spread::<_, K, 10>(group, 992);
         for value in &mut column {
             let denormal = value.mul_add(2.0, -power_of_two(-30));
@@ -480,9 +480,10 @@ impl Columns for F16 {
     }
 }
 
-/// Converts 16-bit floats with F bits of fraction to float64, without signs, with another exponent bias. Each of the
-/// four elements of a 64-bit word takes a shift and a mask; widening would take shuffles, of which Intel's processors
-/// do one per cycle. Zeros and denormals come out with the implicit leading bit that only normal numbers have.
+/// Converts 16-bit floats with F bits of fraction to float64: drops their signs, and adds `bias` to their exponent
+/// fields. Each of the four elements of a 64-bit word takes a shift and a mask; widening would take shuffles, of which
+/// Intel's processors do one per cycle. Zeros and denormals come out with the implicit leading bit that only normal
+/// numbers have.
 #[inline(always)]
 fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: u64) -> [f64; LANES] {
     const { assert!(size_of::<T>() == 2) };

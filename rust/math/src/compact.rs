@@ -1,17 +1,18 @@
 //! Splits fp32 master weights into a bfloat16 parameter and 16 remaining bits, and joins them.
 //!
 //! [Note: split masters] The *value* of a master with the bits `x` is its upper half, rounded to nearest even: the
-//! forward computes with it. The *rest* is the lower half, `x & 0xFFFF`. Joining them also needs to know whether the
-//! rounding went up; the rest tells, except for a tie (0x8000). So the sign bit of the second moment, which is never
-//! negative, stores that for every element, and
+//! forward computes with the value. The *rest* is the lower half, `x & 0xFFFF`. To join them, `join_master` must also
+//! know whether the rounding went up; the rest shows that, except for a tie (0x8000). So the sign bit of the second
+//! moment, which is never negative, stores for every element whether the rounding went up (1) or not (0). The formula
+//! is
 //!
 //! ```text
 //! master = ((value - went up) << 16) | rest
 //! ```
 //!
-//! holds for zeros, denormals, infinities and masters that round to an infinity too. A NaN is not rounded: its value is
-//! the upper half with the quiet bit set, and `went up` is 0. So a quiet NaN keeps its bits, and a signalling one
-//! becomes quiet, as any arithmetic would make it.
+//! and holds for zeros, denormals, infinities and masters that round to an infinity too. A NaN is not rounded: its
+//! value is the upper half with the quiet bit set, and `went up` is 0. So a quiet NaN keeps its bits, and a signalling
+//! NaN becomes quiet, as after any arithmetic.
 
 use crate::{
     Bf16, Element, Error, Exec, Floats, Result, Scalars,
@@ -21,7 +22,7 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Work is split at multiples of this many elements: whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 const SIGN: u32 = 0x8000_0000;
@@ -118,8 +119,8 @@ impl<G: Element> Kernel for CompactKernel<'_, G> {
     }
 }
 
-/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
-/// overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes that arguments do not overlap, but
+/// assumes nothing about fields.
 #[inline(always)]
 fn updated<G: Element>(
     values: &mut [Bf16],
@@ -132,7 +133,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, grad) = (&mut rest[..len], &grad[..len]);
     let (exp_avg, exp_avg_sq) = (&mut exp_avg[..len], &mut exp_avg_sq[..len]);
-    // Copied: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
@@ -153,7 +154,8 @@ mod tests {
 
     #[test]
     fn every_master_survives() {
-        // All upper halves, or every 61st; also those of zeros, subnormals, the largest numbers, infinities and NaNs.
+        // Tests all upper halves, or every 61st; always tests the upper halves of zeros, denormals, the largest
+        // numbers, infinities and NaNs.
         let stride = if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { 1 } else { 61 };
         let edges = [0, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF].map(|upper| [upper, upper | 0x8000]);
         for (upper, moment) in (0..=0xFFFF_u32).step_by(stride).chain(edges.concat()).zip(MOMENTS.into_iter().cycle()) {

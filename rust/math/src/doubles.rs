@@ -1,10 +1,10 @@
 //! Adds and checks float64 gradients, for parameters that torch's own code updates.
 //!
-//! Such gradients are rare, so these are plain loops: one thread, one order, the same bits on every machine.
+//! Such gradients are rare, so plain loops suffice: one thread, one order, the same bits on every machine.
 
 use crate::{Check, Error, Result, Squares};
 
-/// Sums that are computed side by side.
+/// The number of sums that are computed side by side.
 const LANES: usize = 8;
 
 /// Computes `total += other`, as torch's `total.add_(other)`.
@@ -18,7 +18,8 @@ pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// As [`crate::check`], in float64 throughout: the sum of squares is also infinite if it exceeds float64.
+/// Does the same as [`crate::check`], in float64 throughout: the sum of squares is also infinite if it exceeds the
+/// range of float64.
 #[must_use]
 pub fn check_doubles(data: &[f64]) -> Check {
     let mut sums = [0.0_f64; LANES];

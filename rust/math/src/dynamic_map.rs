@@ -1,8 +1,8 @@
 //! The dynamic maps of 8-bit moments: the number of each code, as a share of its block's absolute maximum.
 //!
-//! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the one below it, at equal
-//! distances. The numbers have the bits of `bitsandbytes`. Those depend on how torch rounds, so this file lists them;
-//! docs/store-format.md has the recipe.
+//! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the decade below it, at equal
+//! distances. The numbers have the bits of `bitsandbytes`. These bits depend on how torch rounds, so this file lists
+//! them; docs/store-format.md says how to compute them.
 
 /// The positive half of the signed map, from code 128 on. Code 127 is 0, and code 127 - i is minus code 127 + i. The
 /// last code, 255, is 1 and has no negative counterpart.
@@ -90,8 +90,8 @@ const fn unsigned() -> [f32; 256] {
 mod tests {
     use super::*;
 
-    /// The definition in float64. The maps differ from it by some units in the last place, because torch rounds on the
-    /// way.
+    /// Computes a map's definition in float64. The maps differ from it by some units in the last place, because torch
+    /// rounds intermediate results.
     fn defined(first_items: u32) -> Vec<f64> {
         let decade = |exponent: i32| {
             let items = first_items << exponent;
@@ -101,7 +101,7 @@ mod tests {
         (0..7).flat_map(decade).chain([1.0]).collect()
     }
 
-    /// The recipe of docs/store-format.md, which gives the exact bits.
+    /// Computes a map by the recipe of docs/store-format.md, which gives the exact bits.
     fn recipe(first_items: u16) -> Vec<u32> {
         let decade = |exponent: u8| {
             let items = first_items << exponent;

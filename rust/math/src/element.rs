@@ -1,4 +1,4 @@
-//! The three element types and their exact conversions, in integer operations that vectorise.
+//! Defines the three element types, and converts them in integer operations that vectorise.
 
 /// A bfloat16, as its bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -70,7 +70,7 @@ impl Element for Bf16 {
         f32::from_bits(u32::from(self.0 & 0x7FFF) << 16)
     }
 
-    // Integer operations, because the processor's own conversion (AVX512_BF16) flushes denormals.
+    // Uses integer operations, because the processor's own conversion (AVX512_BF16) flushes denormals.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn from_f32(value: f32) -> Self {
@@ -98,9 +98,10 @@ impl Element for F16 {
     #[inline(always)]
     fn magnitude(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
-        // The exponent is 112 too small. `normal` corrects it. `denormal` corrects it by 113 and subtracts 2^-14, the
-        // implicit leading bit: right for denormals and too large for normal numbers, so the smaller one is right.
-        // Multiplying a denormal fp32 would be one operation, but takes Intel's processors more than a hundred cycles.
+        // The exponent of `magnitude` is 112 too small. `normal` corrects it. `denormal` corrects it by 113 and
+        // subtracts 2^-14, the implicit leading bit: `denormal` is right for denormals and too large for normal
+        // numbers, so the smaller of the two is right. Multiplying a denormal fp32 would be one operation, but takes
+        // Intel's processors more than a hundred cycles.
         let normal = magnitude + (112 << 23);
         let denormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(F16_NORMAL)).to_bits();
         let scaled = normal.min(denormal);
@@ -205,7 +206,7 @@ mod tests {
         let target = f64::from(value.abs());
         let at = |bits: u16| {
             if bits == infinity {
-                // The number that would follow the largest one: numbers that round to it overflow.
+                // The number that would follow the largest finite number: numbers that round to it overflow.
                 2.0 * f64::from(from_bits(infinity - 1).to_f32()) - f64::from(from_bits(infinity - 2).to_f32())
             } else {
                 f64::from(from_bits(bits).to_f32())
@@ -222,7 +223,8 @@ mod tests {
     }
 
     fn samples() -> impl Iterator<Item = f32> {
-        // The stride is odd, so it visits every residue. Also the neighbours of each half-way point of either format.
+        // The stride is odd, so `spread` visits every residue. `ties` has the neighbours of each half-way point of both
+        // formats.
         let spread = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);

@@ -31,11 +31,11 @@ pub enum Error {
         wanted: &'static str,
     },
 
-    /// `Weights` that need a 16-bit parameter got one in fp32.
+    /// `Weights` that need a 16-bit parameter got a parameter in fp32.
     #[error("a parameter of float32 is its own master: pass one of 16 bits, or Weights::Single")]
     Sixteen,
 
-    /// A compact parameter has no place for its rounding bits, or two.
+    /// A compact parameter has no place for its rounding bits, or has two places.
     #[error("a compact parameter needs rounded_up exactly if no second moment of fp32 or bfloat16 can store its signs")]
     Signs,
 
@@ -48,7 +48,7 @@ pub enum Error {
         wanted: &'static str,
     },
 
-    /// The work has 8-bit moments and does not begin with a block.
+    /// A shard with 8-bit moments does not begin at the start of a block.
     #[error("the first element is number {first} of its parameter: begin with a multiple of 256")]
     First {
         /// The index of the first element in its parameter.
@@ -60,7 +60,7 @@ pub enum Error {
     Simd {
         /// The value of the variable.
         asked: String,
-        /// The names that work here.
+        /// The names of the instruction sets that this processor has.
         available: String,
     },
 }

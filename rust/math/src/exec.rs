@@ -1,4 +1,4 @@
-//! Runs a kernel on a chosen number of threads and instruction set.
+//! Runs a kernel with a chosen number of threads and a chosen instruction set.
 
 use std::{
     num::NonZeroUsize,
@@ -9,13 +9,13 @@ use std::{
 use crate::{Result, Simd};
 
 /// Elements per thread below which another thread costs more than it saves: starting a thread takes about as long as a
-/// pass over this many.
+/// pass over this many elements.
 pub const THREAD_ELEMENTS_MIN: usize = 1 << 18;
 
 /// Parts per thread: if the system suspends a thread, the other threads take its later parts.
 const PARTS_PER_THREAD: usize = 4;
 
-/// The number of threads and the instruction set of a call. The result of a call never depends on either.
+/// The number of threads and the instruction set of a call. The result of a call depends on neither of them.
 #[derive(Debug, Clone, Copy)]
 pub struct Exec {
     threads: NonZeroUsize,
@@ -34,14 +34,14 @@ impl Exec {
         Self { simd, ..self }
     }
 
-    /// Returns a copy with another number of threads.
+    /// Returns a copy with the given number of threads.
     #[must_use]
     pub fn with_threads(self, threads: NonZeroUsize) -> Self {
         Self { threads, ..self }
     }
 
     /// Splits `work` at multiples of `grain` elements and runs `job` on every part. The calling thread works too. If
-    /// the system starts no more threads, the running ones do all parts.
+    /// the system starts no more threads, the running threads do all parts.
     pub(crate) fn run<W: Work>(self, work: W, grain: usize, job: impl Fn(Simd, W) + Sync) {
         let threads = self.threads.get().min(work.len() / THREAD_ELEMENTS_MIN).max(1);
         if threads == 1 {

@@ -1,4 +1,4 @@
-//! Computes torch's in-place arithmetic on a tensor's own type: in fp32, rounded once.
+//! Adds and scales in place as torch does: computes in fp32 and rounds once, to the tensor's own type.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result,
@@ -7,7 +7,7 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Work is split at multiples of this many elements: whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 /// Computes `total += other`, rounded once to the type of `total`, as torch's `total.add_(other)`.

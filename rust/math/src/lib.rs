@@ -1,8 +1,9 @@
-//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW`, `Adam` and SGD, state in fewer bits.
+//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW`, `Adam` and SGD, optimizer state in fewer
+//! bits.
 //!
 //! Each algorithm is one loop that the compiler vectorises, compiled once per instruction set ([`Simd`]);
-//! [`Simd::chosen`] picks the best one at run time. Every instruction set and every number of threads gives the same
-//! bits. The crate has no thread pool: a call starts its threads and ends them.
+//! [`Simd::chosen`] picks the fastest instruction set at run time. Every instruction set and every number of threads
+//! gives the same bits. The crate has no thread pool: a call starts its threads and ends them.
 
 #![expect(
     clippy::inline_always,

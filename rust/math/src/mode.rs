@@ -1,8 +1,8 @@
 //! Sets the processor's floating-point mode to IEEE's default while a kernel runs.
 //!
 //! `torch.set_flush_denormal(True)` makes the calling thread flush denormals, and threads that it starts inherit the
-//! mode. Without this file the same kernel call would give other bits on other threads. Rust's own arithmetic also
-//! assumes the default mode.
+//! mode. Without `DefaultMode` the same kernel call could give different bits on different threads. Rust's own
+//! arithmetic also assumes the default mode.
 
 /// The caller's floating-point mode; dropping this value restores it.
 pub(crate) struct DefaultMode {
@@ -15,7 +15,7 @@ type Register = u32;
 #[cfg(target_arch = "aarch64")]
 type Register = u64;
 
-/// Round to nearest, keep denormals, raise no exception.
+/// The default mode: rounds to nearest, keeps denormals, raises no exception.
 #[cfg(target_arch = "x86_64")]
 const DEFAULT: Register = 0x1F80;
 #[cfg(target_arch = "aarch64")]
@@ -79,7 +79,8 @@ mod tests {
 
     #[test]
     fn the_callers_mode_comes_back() {
-        // Rounding toward zero represents any other mode: Valgrind's processor has no bits for flushing.
+        // Rounding toward zero stands for any mode that is not the default: Valgrind's processor has no bits for
+        // flushing.
         const ROUNDING: Register = 0x6000;
         let before = read();
         write(before | ROUNDING);

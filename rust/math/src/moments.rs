@@ -16,12 +16,12 @@ pub struct Codes<'a> {
     pub absmax: &'a mut [f32],
 }
 
-/// The moments of a parameter: the first one or the momentum, and the second one if the optimizer has one.
+/// The moments of a parameter: the first moment or the momentum, and the second moment if the optimizer has one.
 #[derive(Debug)]
 pub enum Moments<'a> {
     /// fp32.
     Single(&'a mut [f32], Option<&'a mut [f32]>),
-    /// bfloat16. The first moment is rounded to nearest even, the second one stochastically: the second moment is an
+    /// bfloat16. The first moment is rounded to nearest even, the second moment stochastically: the second moment is an
     /// average over about a thousand steps, and one step changes it by less than half a unit in the last place, so
     /// rounding to nearest would freeze it.
     Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
@@ -55,12 +55,13 @@ impl Moments<'_> {
         matches!(self, Self::Single(_, Some(_)) | Self::Bf16(_, Some(_)) | Self::Blocks(_, Some(_)))
     }
 
-    /// True if the sign bit of the second moment is free for [Note: split masters] in `compact.rs`.
+    /// True if the sign bits of the second moment are free to store rounding bits; see [Note: split masters] in
+    /// `compact.rs`.
     pub(crate) fn has_signs(&self) -> bool {
         self.has_second() && !self.decays()
     }
 
-    /// True if the first moment is decayed and then added to, as `bitsandbytes` computes it.
+    /// True if the update decays the first moment and then adds the gradient to it, as `bitsandbytes` does.
     pub(crate) fn decays(&self) -> bool {
         matches!(self, Self::Blocks(..))
     }

@@ -10,7 +10,7 @@ use crate::{
     stochastic::Stochastic,
 };
 
-/// The elements of a block, or of the last, shorter one.
+/// The elements of a block; the last block may be shorter.
 pub(crate) struct Narrow<'a> {
     pub(crate) values: &'a mut [Bf16],
     pub(crate) rest: &'a mut [u16],
@@ -26,8 +26,8 @@ impl Narrow<'_> {
     }
 }
 
-/// Updates each element. The slices are arguments, not fields: the compiler assumes only of arguments that they do not
-/// overlap.
+/// Updates each element. The slices are arguments, not fields: the compiler assumes that arguments do not overlap, but
+/// assumes nothing about fields.
 #[inline(always)]
 fn updated<G: Element>(
     values: &mut [Bf16],
@@ -41,7 +41,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, first, second) = (&mut rest[..len], &mut first[..len], &mut second[..len]);
     let (grad, drawn) = (&grad[..len], &drawn[..len]);
-    // Copied: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {

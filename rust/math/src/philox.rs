@@ -1,13 +1,14 @@
-//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so shards and
-//! threads draw alike.
+//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so they do not
+//! depend on the division into shards and threads.
 //!
 //! The generator is Philox4x32-10 by Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3",
 //! 2011), which passes `BigCrush` for any pattern of keys and counters. Here both patterns are very regular, because
-//! steps and elements count by one; a cheaper hash would first have to be shown to cope with that.
+//! the numbers of steps and elements grow by one. A cheaper hash would first have to be shown to cope with such
+//! patterns.
 
-/// Elements that draw together. A block of 8-bit moments has as many.
+/// The number of elements that draw together. A block of 8-bit moments has as many elements.
 pub(crate) const BLOCK: usize = 256;
-/// Counters of a block. Each is a vector lane and gives eight times 16 bits.
+/// Counters of a block. Each counter is a vector lane and gives 16 bits to each of eight elements.
 const LANES: usize = BLOCK / 8;
 const ROUNDS: usize = 10;
 const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
@@ -22,7 +23,7 @@ pub struct Random {
     pub step: u64,
 }
 
-/// The purpose of the bits, so that two purposes never draw the same ones.
+/// The purpose of the bits, so that two purposes never draw the same bits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Purpose {
     SecondMoment = 0,
@@ -46,8 +47,8 @@ impl Random {
     /// Returns 16 bits for each element of a block; blocks count from the start of the whole parameter.
     ///
     /// The 128-bit counter has `32 * block + lane` in its lowest 60 bits, then 4 bits of `purpose`, then 64 bits of
-    /// `step`. The output, as eight times 16 bits from the lowest on, goes to the elements `lane`, `32 + lane`, and so
-    /// on.
+    /// `step`. The output is eight times 16 bits; from the lowest on, they go to the elements `lane`, `32 + lane`, and
+    /// so on.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "keeps the lower halves")]
     fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
@@ -93,7 +94,7 @@ impl Random {
 mod tests {
     use super::*;
 
-    /// Philox as the paper writes it, one counter at a time.
+    /// Computes Philox as the paper writes it, one counter at a time.
     fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
         let halves = |a: u32, b: u32| {
             let product = u64::from(a) * u64::from(b);

@@ -1,24 +1,25 @@
 //! Quantises blocks of 256 numbers to 8 bits and back, with the bits of `bitsandbytes` on a CPU.
 //!
 //! A block keeps its absolute maximum in fp32, and a code for each number's share of the maximum. The share is first
-//! rounded to the nearest of 65,536 points from -1 to 1; the code is that of the map's number nearest to the point. No
-//! point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not that of 0.
+//! rounded to the nearest of 65,536 points from -1 to 1; the code stands for the map's number that is nearest to the
+//! point. No point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not the code
+//! of 0.
 //!
-//! A block of zeros has the maximum 0 and codes of 0. The maximum ignores NaNs, whose code is 0, the lowest number of
-//! the map. If the maximum is infinite, every finite number gets the code of 0; an infinite one becomes 0 times
-//! infinity, a NaN.
+//! A block of zeros has the maximum 0 and codes of 0. The maximum ignores NaNs; their code is 0, which stands for the
+//! lowest number of the map. If the maximum is infinite, every finite number gets the code of 0; an infinite number
+//! becomes 0 times infinity, a NaN.
 
 use crate::{
     dynamic_map::{SIGNED_MAP, UNSIGNED_MAP},
     philox::BLOCK,
 };
 
-/// The index of the last point. `MIDDLE` is the centre of all points, and lies between two of them.
+/// The index of the last point. `MIDDLE` is the centre of all points, half-way between two of them.
 const LAST: f32 = 65_535.0;
 const MIDDLE: f32 = LAST / 2.0;
 
-/// Shift of all shares at which the code changes. It compensates the rounding of midpoints and of the points' shares in
-/// fp32: with 1.1 to 1.4 times the machine epsilon, every point gets its code.
+/// The shift of all shares at which the code changes. The shift compensates the rounding of midpoints and of the
+/// points' shares in fp32: with 1.1 to 1.4 times the machine epsilon, every point gets its code.
 const LATER: f64 = 1.3 * f32::EPSILON as f64;
 
 /// A dynamic map, and the lines that compute a point's code from its distance to `MIDDLE`.
@@ -30,7 +31,7 @@ pub(crate) struct Map {
     signed: bool,
     below: Line,
     decades: [Decade; 4],
-    /// Distance from which the code is that of 1.
+    /// Distance from which the code is the code of 1.
     one_from: f32,
 }
 
@@ -45,8 +46,7 @@ struct Decade {
     codes: Line,
     /// Distance from which this decade begins.
     from: f32,
-    /// Half a code above the decade's last one. It limits the line between the decade's last number and the next
-    /// decade.
+    /// The decade's last code plus one half. It limits the line between the decade's last number and the next decade.
     last: f32,
 }
 
@@ -56,12 +56,12 @@ impl Map {
     /// The map of second moments.
     pub(crate) const UNSIGNED: Self = Self::new(&UNSIGNED_MAP, false, 128.0, Line { slope: 2.2, offset: 6.8 });
 
-    /// Makes a map whose last decade has `last` numbers; each decade before has half as many.
+    /// Makes a map whose last decade has `last` numbers; each decade has half as many as the next decade.
     ///
     /// The decade from `edge` to ten times `edge` has `count` numbers, `step = 9 edge / count` apart; the first is half
     /// a step above the edge, and `count - 1` codes precede it. So the code changes at whole steps from the edge. The
-    /// first change is the exception: it is half-way to the last number of the decade before, which is a fifth of a
-    /// step above the edge.
+    /// first change is the exception: it is a fifth of a step above the edge, half-way between the decade's first
+    /// number and the last number of the decade below.
     #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
     const fn new(numbers: &'static [f32; 256], signed: bool, last: f64, below: Line) -> Self {
         let mut decades = [Decade { codes: below, from: 0.0, last: 0.0 }; 4];
@@ -115,14 +115,15 @@ impl Map {
         let choose = |decade: &Decade, upper: f32, lower: f32| if distance >= decade.from { upper } else { lower };
         let least = |one: f32, other: f32| if one < other { one } else { other };
         let of = |line: Line| distance.mul_add(line.slope, line.offset);
-        // Selects in pairs: a shorter chain of dependent selections.
+        // Selects in pairs, which shortens the chain of dependent selections.
         let lower = least(least(of(self.below), of(one.codes)), one.last);
         let upper = choose(three, least(of(three.codes), three.last), least(of(two.codes), two.last));
         let code = whole(choose(four, of(four.codes), choose(two, upper, lower)));
         let sign = place.to_bits().cast_signed() >> 31;
-        // Only 1 has a code of its own: the map has no -1.
+        // Adds 1 to the code for the number 1, whose code follows the codes of the last decade. The map has no -1, so
+        // `place` must be positive.
         let code = code + i32::from(place >= self.one_from);
-        // Below the middle, the code of a signed map is 126 less `code`.
+        // Below the middle, the code of a signed map is `126 - code`.
         (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }
@@ -130,8 +131,8 @@ impl Map {
 /// Returns the largest magnitude; NaNs do not count.
 #[inline(always)]
 fn absmax(numbers: &[f32]) -> f32 {
-    // The bits of magnitudes, as integers, are ordered as the magnitudes. Adding `RAISED` makes infinity the largest
-    // integer, and NaNs, which are above it, negative.
+    // The bits of magnitudes, read as integers, have the order of the magnitudes. Adding `RAISED` makes infinity the
+    // largest integer, and NaNs, which are above it, negative.
     const RAISED: i32 = i32::MAX - 0x7F80_0000;
     let raised = |number: &f32| (number.to_bits().cast_signed() & i32::MAX).wrapping_add(RAISED);
     f32::from_bits((numbers.iter().map(raised).fold(RAISED, i32::max) - RAISED).cast_unsigned())
@@ -145,7 +146,7 @@ fn nearest_point(share: f32) -> i32 {
     whole((share + 1.0).mul_add(MIDDLE, 0.5))
 }
 
-/// Rounds a number from 0 to 65,536 down.
+/// Rounds down a number between 0 and 65,536.
 #[inline(always)]
 fn whole(number: f32) -> i32 {
     debug_assert!((0.0..65_537.0).contains(&number));
@@ -201,8 +202,8 @@ mod tests {
         assert_eq!((nearest_point(-1e9), nearest_point(f32::INFINITY)), (0, 65_535));
     }
 
-    /// Compares, for one in `every` shares of either sign, the point with that of `bitsandbytes`, and the code with the
-    /// searched one.
+    /// Compares, for one in `every` shares of either sign, the point with the point of `bitsandbytes`, and the code
+    /// with the searched code.
     fn shares_have_their_codes(every: usize) {
         let codes = MAPS.map(|map| searched(map.numbers));
         for bits in (0..=1.0_f32.to_bits()).step_by(every) {

@@ -1,8 +1,8 @@
 //! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or no master.
 //!
 //! Each block of 256 elements is widened to fp32 on the stack, updated there, and rounded back. Stochastic rounding
-//! draws by the element's index in the whole parameter, and a block of 8-bit codes is one of these blocks. So every
-//! shard that begins with a block can be updated independently.
+//! draws by the element's index in the whole parameter, and 8-bit codes have the same blocks of 256. So every shard
+//! that begins at the start of a block can be updated independently.
 
 use crate::{
     Error, Exec, Floats, Moments, Random, Result, Rule, Scalars, Weights,
@@ -19,7 +19,8 @@ use crate::{
 /// The version of this arithmetic: equal versions, state, gradient and rule give equal bits.
 pub const REDUCED_ARITHMETIC: u32 = 1;
 
-/// Work is split at multiples of this many elements: whole blocks, and whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements, which are whole blocks and whole cache lines of every
+/// type.
 const GRAIN: usize = 1024;
 
 /// The state of a parameter or of a shard, updated in place.
@@ -31,7 +32,7 @@ pub struct Reduced<'a> {
     pub moments: Moments<'a>,
 }
 
-/// The update and the shard that a call computes, for stochastic rounding.
+/// Identifies a call's update and its first element: stochastic rounding draws its bits from both.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Position {
     /// The source of the random bits.
@@ -41,7 +42,7 @@ pub struct Position {
     pub first: u64,
 }
 
-/// State in fp32, each part optional: [`encode`] reads the parts that are given, and [`decode`] writes them.
+/// State in fp32. Each part is optional: [`encode`] reads the given parts, and [`decode`] fills them.
 #[derive(Debug)]
 pub struct WideState<T> {
     /// The parameter.
@@ -96,15 +97,16 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Posit
     Ok(())
 }
 
-/// Writes the given parts of `wide` into `state`, rounded to nearest, even for parameters that updates round
-/// stochastically. Parts that are not given stay unchanged.
+/// Writes the given parts of `wide` into `state`. Rounds to nearest, also where updates round stochastically. Parts
+/// that are not given stay unchanged.
 pub fn encode(wide: WideState<&[f32]>, state: Reduced<'_>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().copied().map(<[f32]>::len), wide.second.is_some())?;
     exec.run(Encode { wide, state }, GRAIN, Simd::run);
     Ok(())
 }
 
-/// Writes the parts of `state` that `wide` has room for, in fp32. Borrows `state` mutably, but does not change it.
+/// Decodes `state` to fp32, and writes the parts for which `wide` has slices. Borrows `state` mutably, but does not
+/// change it.
 pub fn decode(state: Reduced<'_>, wide: WideState<&mut [f32]>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().map(|part| part.len()), wide.second.is_some())?;
     exec.run(Decode { state, wide }, GRAIN, Simd::run);
@@ -199,7 +201,7 @@ impl Kernel for ReducedKernel<'_> {
         let mut blocks = Blocks::ZEROS;
         let mut at = 0;
         while at < len {
-            // Two calls, so that the compiler knows the length in one of them.
+            // `block` is called in two places, so that the compiler knows the length in one of them.
             if len - at >= BLOCK {
                 self.block(at, BLOCK, decays, &mut blocks);
             } else {

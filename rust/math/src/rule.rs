@@ -7,19 +7,19 @@ use crate::{Error, Hyperparameters, Result, Scalars};
 pub struct Momentum {
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// Factor of the former momentum. 0: no momentum; stored momentum is left unchanged.
+    /// Factor of the former momentum. With 0 there is no momentum, and stored momentum stays unchanged.
     pub momentum: f64,
-    /// The gradient joins the momentum with the factor `1 - dampening`.
+    /// The gradient is added to the momentum with the factor `1 - dampening`.
     pub dampening: f64,
     /// Weight decay, at least 0; it is added to the gradient.
     pub weight_decay: f64,
-    /// Steps along the gradient plus the updated momentum times `momentum`.
+    /// If true, the step follows the gradient plus the updated momentum times `momentum`.
     pub nesterov: bool,
     /// The number of this update, from 1. The first update sets the momentum to the gradient.
     pub step: u64,
     /// Factor of the gradient.
     pub grad_scale: f64,
-    /// Ascends instead of descends.
+    /// If true, the step ascends instead of descends.
     pub maximize: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,
@@ -121,7 +121,7 @@ impl Momentum {
         if self.dampening.is_nan() || self.dampening.abs() > max {
             return number("dampening", self.dampening, "a number that is finite in fp32");
         }
-        // NaN is allowed: a NaN norm makes the step NaN, as it does in memory.
+        // NaN is allowed: a NaN norm makes the step NaN, as in in-memory training.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
@@ -144,7 +144,7 @@ impl Momentum {
     }
 }
 
-/// Updates one element by Adam, as `bitsandbytes` computes it: the first moment is decayed, then added to.
+/// Updates one element by Adam as `bitsandbytes` does: decays the first moment, then adds the gradient to it.
 #[inline(always)]
 pub(crate) fn decaying_adam(
     (p, g, m, v): (f32, f32, f32, f32),
@@ -154,7 +154,7 @@ pub(crate) fn decaying_adam(
 ) -> (f32, f32, f32) {
     let p = p * s.decay;
     let g = g * s.grad_factor;
-    // Only with L2 decay: an infinite parameter times zero would be a NaN.
+    // Without L2 decay, skips the addition: an infinite parameter times zero would be a NaN.
     let g = if l2 { p.mul_add(s.l2, g) } else { g };
     let m = g.mul_add(one_minus_beta1, m * beta1);
     let v = (g * s.one_minus_beta2).mul_add(g, v * s.beta2);
@@ -166,7 +166,7 @@ pub(crate) fn decaying_adam(
 #[inline(always)]
 pub(crate) fn momentum(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
     let g = g * s.grad_factor;
-    // Only with weight decay: an infinite parameter times zero would be a NaN.
+    // Without weight decay, skips the addition: an infinite parameter times zero would be a NaN.
     let g = if s.weight_decay == 0.0 { g } else { p.mul_add(s.weight_decay, g) };
     if !s.has_momentum {
         return (g.mul_add(s.minus_lr, p), m);

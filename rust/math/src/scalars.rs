@@ -21,7 +21,7 @@ pub struct Hyperparameters {
     pub step: u64,
     /// Factor of the gradient.
     pub grad_scale: f64,
-    /// Ascends instead of descends.
+    /// If true, the step ascends instead of descends.
     pub maximize: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,
@@ -96,7 +96,7 @@ impl Hyperparameters {
                 return number(name, value, "a number from 0 up to, and not including, 1");
             }
         }
-        // NaN is allowed: clipping by a NaN norm gives it, and makes all gradients NaN, as in torch.
+        // NaN is allowed: clipping by a NaN norm gives a NaN factor, which makes all gradients NaN, as in torch.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }

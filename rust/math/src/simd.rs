@@ -1,4 +1,4 @@
-//! Chooses an instruction set, and runs the code compiled for it.
+//! Chooses an instruction set, and runs kernels in the code that is compiled for this set.
 
 use std::{fmt, sync::OnceLock};
 
@@ -8,7 +8,7 @@ use crate::{Error, Result, mode::DefaultMode};
 const VARIABLE: &str = "MEMASCEND_SIMD";
 
 /// An instruction set that this processor has. Only detection makes a value, so a value proves that the processor has
-/// it.
+/// the instruction set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Simd(Level);
 
@@ -24,8 +24,8 @@ enum Level {
 }
 
 impl Simd {
-    /// The baseline that the compiler targets, which every supported processor has. If the baseline lacks fused multiply-add, each
-    /// `mul_add` is a slow call.
+    /// The baseline that the compiler targets and that every supported processor has. If the baseline lacks fused
+    /// multiply-add, each `mul_add` is a slow call.
     pub const PORTABLE: Self = Self(Level::Portable);
 
     /// Returns every instruction set that this processor has, fastest first; never empty.
@@ -115,8 +115,9 @@ impl fmt::Debug for Simd {
 }
 
 /// A loop that is compiled for each instruction set. `run` and every function that it calls must be
-/// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure is such a function, too: where the
-/// crates are built without link-time optimisation, `array::map` calls it, so kernels have plain loops.
+/// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure is such a function too: in
+/// crates that are built without link-time optimisation, `array::map` does not inline its closure, so kernels have
+/// plain loops.
 pub(crate) trait Kernel {
     type Output;
     fn run(self) -> Self::Output;
@@ -164,7 +165,7 @@ mod tests {
         ) {
             let of = |(a, b, c, near): (u32, u32, u32, i32)| {
                 let (a, b) = (f32::from_bits(a), f32::from_bits(b));
-                // Half of the cases cancel almost entirely: there a second rounding would show.
+                // In half of the cases the sum cancels almost entirely, so that a second rounding would show.
                 let close = f32::from_bits((-(a * b)).to_bits().wrapping_add_signed(near));
                 let c = if c & 1 == 0 { f32::from_bits(c) } else { close };
                 // The bits of a NaN may differ.
@@ -180,7 +181,8 @@ mod tests {
 
     #[test]
     fn a_double_rounding_is_avoided() {
-        // The product is 1 + 2^-24, half-way between two fp32. The addend decides, and is too small for a float64 sum.
+        // The product is 1 + 2^-24, half-way between two fp32. The addend decides the rounding, and is too small to
+        // change a float64 sum.
         let (a, b) = (97.0 / 64.0, 172_961.0 / 262_144.0);
         let wanted = [1.0 + f32::EPSILON, 1.0, 1.0].map(f32::to_bits);
         for simd in Simd::available() {

@@ -1,7 +1,8 @@
 //! Sums squares of fp32 without rounding, so that neither order nor division into parts changes a bit.
 //!
-//! A square of fp32 is an integer multiple of 2^-298, the square of the smallest denormal; call that a unit. So is a
-//! sum of squares, which has at most 640 bits for as many squares as any memory holds.
+//! A square of fp32 is an integer multiple of 2^-298, the square of the smallest denormal; 2^-298 is called a unit
+//! here. A sum of squares is a multiple of the unit too. It has at most 640 bits for as many squares as any memory
+//! holds.
 
 /// Words of 32 bits. Squares are below 2^256, so 2^86 of them sum to less than 2^342 = 2^(640 - 298).
 const WORDS: usize = 20;
@@ -24,7 +25,7 @@ impl Squares {
     /// The sum of no squares.
     pub const ZERO: Self = Self { words: [0; WORDS], rest: 0.0 };
 
-    /// Makes a sum from an already rounded one.
+    /// Makes a sum from a float64 sum that is already rounded.
     pub(crate) fn rounded(rest: f64) -> Self {
         Self { rest, ..Self::ZERO }
     }
@@ -40,7 +41,8 @@ impl Squares {
         self.rest += other.rest;
     }
 
-    /// Returns the number of units of 2^-298 in little-endian bytes; `None` if the sum is infinite, NaN or of float64.
+    /// Returns the number of units of 2^-298 in little-endian bytes; `None` if the sum is infinite, NaN or a sum of
+    /// float64 squares.
     #[must_use]
     pub fn units(&self) -> Option<[u8; WORDS * 4]> {
         let mut bytes = [0; WORDS * 4];

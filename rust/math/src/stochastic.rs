@@ -1,7 +1,7 @@
 //! Rounds to 16 bits stochastically, so that the expected value is the number itself.
 //!
-//! `drawn` is 16 uniform bits. A number becomes an infinity only if rounding to nearest makes it one. An infinity stays
-//! an infinity, and a NaN a NaN.
+//! `drawn` is 16 uniformly random bits. A number becomes infinite only if rounding to nearest makes it infinite. An
+//! infinity stays an infinity, and a NaN a NaN.
 
 use crate::{Bf16, Element, F16};
 
@@ -14,14 +14,15 @@ pub(crate) trait Stochastic: Element {
 }
 
 impl Stochastic for Bf16 {
-    /// The dropped lower half is the chance to round up, in steps of 2^-16: exact.
+    /// The lower half, which is dropped, is the exact probability of rounding up, in steps of 2^-16.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn rounded(value: f32, drawn: u16) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // The largest number is the limit, but where rounding to nearest gives infinity: there `drawn` decides.
+        // The largest finite number is the limit, unless rounding to nearest gives infinity: then `drawn` decides
+        // between the two.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
         // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.
@@ -31,7 +32,7 @@ impl Stochastic for Bf16 {
 }
 
 impl Stochastic for F16 {
-    /// The highest 16 dropped bits are the chance to round up. For normal numbers these are all dropped bits.
+    /// The highest 16 dropped bits are the probability of rounding up. For normal numbers these are all dropped bits.
     #[inline(always)]
     #[expect(
         clippy::cast_possible_truncation,
@@ -43,7 +44,8 @@ impl Stochastic for F16 {
         let magnitude = bits & !SIGN;
         // A normal number drops 13 bits, so 13 of the 16 drawn bits suffice.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(u32::from(drawn >> 3)) >> 13;
-        // In units of 2^-40; the unit of denormals is 2^16 of them. Other numbers count as 0, to stay in range.
+        // The next lines scale `small` to units of 2^-40, of which 2^16 make one unit of denormals. Numbers that are
+        // not denormal count as 0, to stay in range.
         let small = f32::from_bits(if magnitude < 0x3880_0000 { magnitude } else { 0 });
         let denormal = ((small * f32::from_bits((127 + 40) << 23)) as i32 as u32 + u32::from(drawn)) >> 16;
         let finite = if magnitude < 0x3880_0000 { denormal } else { normal };

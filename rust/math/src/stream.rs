@@ -1,14 +1,14 @@
 //! Writes large outputs past the caches.
 //!
-//! Before a normal write to a line that is not cached, the processor reads the line: a third stream of memory traffic. So
-//! blocks are computed into a buffer on the stack and copied out with non-temporal writes.
+//! Before a normal write to a line that is not cached, the processor reads the line: one more stream of memory traffic.
+//! So `store` computes blocks in a buffer on the stack, and copies them out with non-temporal writes.
 
 use crate::Element;
 
-/// Calls on fewer elements write through the caches, because their output may be read from there soon.
+/// Calls on fewer elements write through the caches, because a reader may soon find their output there.
 pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
 
-/// Elements of a block. Measured: 128 and 4096 are slower by a tenth or more.
+/// Elements of a block. In measurements, 128 and 4096 were slower by a tenth or more.
 const BLOCK: usize = 512;
 
 /// Non-temporal stores must cover whole cache lines to be fast.
@@ -18,14 +18,14 @@ const LINE_BYTES: usize = 64;
 #[repr(C, align(64))]
 struct Buffer<T>([T; BLOCK]);
 
-/// Computes an output. A trait and not a closure: `fill` must be `#[inline(always)]`, as a call that is not inlined
-/// runs code of the baseline.
+/// Computes an output. This is a trait and not a closure, because `fill` must be `#[inline(always)]`: a call that is
+/// not inlined runs code of the baseline.
 pub(crate) trait Fill<T> {
     /// Computes `out.len()` elements of the output, beginning at element `start`, into `out`.
     fn fill(&mut self, start: usize, out: &mut [T]);
 }
 
-/// Computes all of `out`; with `streaming`, through a buffer and past the caches.
+/// Computes all of `out`. If `streaming`, writes through a buffer and past the caches.
 #[inline(always)]
 pub(crate) fn store<T: Element>(out: &mut [T], streaming: bool, mut source: impl Fill<T>) {
     let streaming = streaming && cfg!(target_arch = "x86_64");

@@ -25,8 +25,8 @@ pub enum Weights<'a> {
         values: &'a mut [Bf16],
         /// The lower halves of the master.
         rest: &'a mut [u16],
-        /// One bit per element, lowest bit of a byte first, set if its rounding went up. `None` if the signs of the
-        /// second moment store that.
+        /// One bit per element, lowest bit of a byte first, set if the rounding of the element went up. `None` if the
+        /// signs of the second moment store these bits.
         rounded_up: Option<&'a mut [u8]>,
     },
     /// A 16-bit parameter without a master, rounded stochastically.

@@ -7,7 +7,7 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// Work is split at multiples of this many elements: whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
 const GRAIN: usize = 1024;
 
 /// Writes `source` to `out`, converted to fp32.

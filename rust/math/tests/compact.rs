@@ -1,4 +1,4 @@
-//! Tests that training on split masters equals training on whole ones.
+//! Tests that training on split masters equals training on whole masters.
 
 use std::num::NonZeroUsize;
 
@@ -33,7 +33,7 @@ fn numbers(step: u64) -> Hyperparameters {
     }
 }
 
-/// A parameter twice, with a whole and with a split master. The moments are equal.
+/// The same parameter with a whole master and with a split master. The moments are equal.
 struct Pair {
     whole: [Vec<f32>; 3],
     out: Vec<Bf16>,
@@ -53,7 +53,7 @@ fn noise(seed: u32) -> impl FnMut() -> u32 {
 impl Pair {
     fn new(len: usize, seed: u32, wild: bool, exec: Exec) -> Self {
         let mut next = noise(seed);
-        // Tame numbers have magnitudes from 1/2 to 1, where every step changes them.
+        // Without `wild`, numbers have magnitudes from 1/2 to 1, so every step changes them.
         let mut number = || f32::from_bits(if wild { next() } else { next() & 0x807F_FFFF | 0x3F00_0000 });
         let master: Vec<f32> = (0..len).map(|_| number()).collect();
         let exp_avg: Vec<f32> = (0..len).map(|_| number()).collect();

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 mod guard;
 use guard::Guarded;
 
-/// A small generator: proptest would take too long to draw megabytes of input.
+/// A small random generator: proptest would take too long to draw megabytes of input.
 fn noise(seed: u64) -> impl FnMut() -> u32 {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     move || {
@@ -47,7 +47,8 @@ fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![0..100_usize, 2000..2100_usize, 4000..9000_usize]
 }
 
-/// Long enough for several threads and non-temporal stores. Under Valgrind, `MEMASCEND_TEST_SHORT` shortens it.
+/// Returns a length that is long enough for several threads and non-temporal stores. Under Valgrind,
+/// `MEMASCEND_TEST_SHORT` makes it shorter.
 fn long() -> usize {
     if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 70_000 } else { (1 << 20) + 4321 }
 }
@@ -132,7 +133,7 @@ fn reduced<'a>(
     Reduced { weights, moments: Moments::Single(exp_avg, Some(exp_avg_sq)) }
 }
 
-/// Splits a master, updates it by one step, joins it, and compares with the update of the whole one.
+/// Splits a master, updates it by one step, joins it, and compares the result with the update of the whole master.
 fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, group: Hyperparameters, threads: usize) {
     let scalars = group.scalars().unwrap_or_else(|error| panic!("{error}"));
     let floats = [0, 1, 2].map(|_| Guarded::new(len * 4));

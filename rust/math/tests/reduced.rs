@@ -1,7 +1,7 @@
 //! Tests updates of reduced state on every instruction set against plain code for one element, next to inaccessible
 //! pages.
 //!
-//! A shard that begins with a block must have the bits that it has in the whole parameter.
+//! A shard that begins at the start of a block must have the bits that it has in the whole parameter.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -62,8 +62,8 @@ impl Form {
     }
 }
 
-/// The tensors of a state, each between inaccessible pages. It has tensors of all formats; those that a form lacks stay
-/// unused.
+/// The tensors of a state, each between inaccessible pages. `parts` has tensors of all formats; `form` says which of
+/// them the test uses.
 struct Memory {
     len: usize,
     form: Form,

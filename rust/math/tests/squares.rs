@@ -126,7 +126,7 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
         assert!(!found.nonfinite);
         assert_eq!(Whole::from_sum(&found.squares), wanted, "{} {:?}", std::any::type_name::<T>(), exec);
         assert_eq!(found.squares.value().to_bits(), wanted.nearest().to_bits(), "{}", std::any::type_name::<T>());
-        // The sum in another order, and the sum of two parts, must be equal to it.
+        // The sum in another order, and the sum of two parts, must be equal to `found.squares`.
         assert_eq!(check(T::wrap(&turned), exec).squares, found.squares);
         let (before, after) = values.split_at(cut.min(len));
         let mut both = check(T::wrap(after), exec).squares;
@@ -169,14 +169,15 @@ proptest! {
     }
 }
 
-/// Blocks at the limits of exact lanes: all elements as large as possible and one as small as possible.
+/// Blocks at the limits of exact lanes: all elements but one are as large as possible, and that one is as small as
+/// possible.
 #[test]
 fn the_largest_sums_with_the_smallest_squares() {
     fn ends<T: Wrapped>(largest: T, precision: i32) {
         for below in 0..60 {
             for len in [2048, 4096] {
                 let mut values = vec![largest; len];
-                // The last bit of its significand is set.
+                // `one` is the smallest element; the last bit of its significand is set.
                 let one = 2.0_f32.powi(-below) * (1.0 + 2.0_f32.powi(1 - precision));
                 values[len / 2 + 3] = T::from_f32(one);
                 for exec in execs() {

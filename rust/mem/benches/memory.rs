@@ -50,7 +50,7 @@ fn memalign(bytes: usize, touch: impl Fn(*mut u8)) {
     // SAFETY: `pointer` is valid for writes; 4096 is a power of two.
     assert_eq!(unsafe { libc::posix_memalign(&raw mut pointer, 4096, bytes) }, 0);
     touch(black_box(pointer.cast()));
-    // SAFETY: `posix_memalign` allocated it above.
+    // SAFETY: `posix_memalign` allocated `pointer` above.
     unsafe { libc::free(pointer) };
 }
 
@@ -88,7 +88,7 @@ fn leases() -> Result<(), Error> {
     Ok(())
 }
 
-/// Takes values in this thread and drops them in another. Returns the seconds per value.
+/// Takes values in this thread and drops them in another thread. Returns the seconds per value.
 fn hand_over<T: Send>(take: impl Fn() -> T + Sync) -> f64 {
     let (sender, receiver) = mpsc::sync_channel::<T>(CHUNKS);
     std::thread::scope(|scope| {
@@ -109,7 +109,7 @@ fn ring() -> Result<(), Error> {
     let take = || -> Lease { ring.lease(owner, Wait::forever()).unwrap_or_else(|error| panic!("{error}")) };
     let [ours, channel] = medians(&mut [
         &mut || hand_over(take),
-        // The cost of the channel between the threads, without the ring.
+        // Measures the channel between the threads alone, without the ring.
         &mut || hand_over(|| 0_usize),
     ]);
     println!("\nring of {CHUNKS} chunks: taken in one thread, given back in another, handed over by a channel\n");
@@ -118,7 +118,7 @@ fn ring() -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the kernel ignore `MADV_HUGEPAGE` in this process while `off` is set.
+/// Makes the kernel ignore `MADV_HUGEPAGE` in this process if `off` is true, and heed it again if `off` is false.
 fn without_huge_pages(off: bool) {
     // SAFETY: `prctl` with this option takes no pointer.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, libc::c_ulong::from(off), 0, 0, 0) }, 0);

@@ -1,7 +1,7 @@
 //! Divides a region into slots of planned sizes, once, and leases them. A lease is an RAII hold on a slot.
 //!
-//! A lease takes a slot of the smallest class that fits, never of a larger one: so if a plan admits a set of leases, it
-//! admits them in every order. Taking and returning a slot is a short lock and a few atomic operations, and never
+//! A lease takes a slot of the smallest class that fits, never of a larger class: so if a plan admits a set of leases,
+//! it admits them in every order. Taking and returning a slot is a short lock and a few atomic operations, and never
 //! allocates.
 
 use std::{
@@ -40,7 +40,7 @@ pub struct ClassStats {
 /// Counters of an arena.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaStats {
-    /// Bytes of all slots, without alignment: what the plan asked for.
+    /// Bytes of all slots, without alignment: the bytes that the plan asked for.
     pub capacity_bytes: usize,
     /// Bytes that the slots occupy, alignment included.
     pub reserved_bytes: usize,
@@ -50,9 +50,9 @@ pub struct ArenaStats {
     pub table_bytes: usize,
     /// Leased bytes, their peak, and the waits of all owners together.
     pub total: OwnerStats,
-    /// Per class, smallest first.
+    /// The counters of each class, the smallest class first.
     pub classes: Vec<ClassStats>,
-    /// Per owner, in the order of their first call of [`Arena::owner`].
+    /// The name and counters of each owner, in the order of the first calls of [`Arena::owner`].
     pub owners: Vec<(String, OwnerStats)>,
 }
 
@@ -77,7 +77,7 @@ struct Class {
     free: FreeList,
     in_use: AtomicUsize,
     peak: AtomicUsize,
-    /// The owner's index of each slot, for the errors that name owners; [`NOBODY`] for a free slot.
+    /// The index of each slot's owner, for the errors that name owners; [`NOBODY`] for a free slot.
     holders: Box<[AtomicU8]>,
 }
 
@@ -138,7 +138,7 @@ impl Arena {
         size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES
     }
 
-    /// Returns how many slots a lease of `nbytes` could take at once: 0 if it would wait.
+    /// Returns how many leases of `nbytes` the arena can grant without a wait.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let class = self.shared.layout.class_for(nbytes)?;
         let count = self.shared.layout.classes()[class].count;
@@ -230,7 +230,7 @@ impl Shared {
         region.leave();
     }
 
-    /// The slow path of `lease`: no slot of the class is free.
+    /// Waits for a slot, after `lease` has found that no slot of the class is free.
     #[cold]
     fn wait_for(&self, class: usize, asked_bytes: usize, owner: OwnerId, wait: &mut Wait<'_>) -> Result<u32> {
         let began = Instant::now();
@@ -307,8 +307,8 @@ impl Lease {
     /// The leased bytes.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the slot is mapped while the lease lives, initialised (the kernel zeroed it) and leased to no other.
-        // Writing needs `&mut self`, or unsafe code with `as_ptr`.
+        // SAFETY: the slot is mapped while the lease lives, initialised (the kernel zeroed it) and leased to no other
+        // caller. Writing needs `&mut self`, or unsafe code with `as_ptr`.
         unsafe { std::slice::from_raw_parts(self.as_ptr().as_ptr(), self.asked_bytes) }
     }
 

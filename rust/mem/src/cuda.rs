@@ -1,8 +1,8 @@
 //! Pins memory for CUDA through `libcuda.so.1`, which is found at run time and never linked.
 //!
 //! Registering memory makes sense only in a process that has a CUDA context. So this file creates no context: it uses
-//! the thread's current one, else a primary context that the process already holds on some device. `ignore_captures`
-//! keeps threads of this library from invalidating the CUDA graphs that other threads capture.
+//! the thread's current context, else a primary context that the process already holds on some device.
+//! `ignore_captures` keeps threads of this library from invalidating the CUDA graphs that other threads capture.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -67,7 +67,7 @@ pub(crate) struct Registration {
     retained: Option<c_int>,
 }
 
-// SAFETY: any thread may call the driver's functions; `start` is only passed to them, never dereferenced.
+// SAFETY: any thread may call the driver's functions; `start` is only passed to these functions, never dereferenced.
 unsafe impl Send for Registration {}
 // SAFETY: `&Registration` has no operations.
 unsafe impl Sync for Registration {}
@@ -171,8 +171,8 @@ impl Driver {
         }
     }
 
-    /// Ensures that this thread has a current context: keeps the current one, else pushes a device's primary context
-    /// that is already active, and stores the device in `retained`. `leave` pops a pushed context.
+    /// Ensures that this thread has a current context: keeps the current context, else pushes a device's primary
+    /// context that is already active, and stores the device in `retained`. `leave` pops a pushed context.
     fn enter(&self, retained: &mut Option<c_int>) -> Result<(), String> {
         let mut context = ptr::null_mut();
         // SAFETY: `context` is valid for writes.

@@ -30,7 +30,8 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
-/// Formats a size in the largest binary unit that leaves at least 1, with three digits, rounded up or down.
+/// Formats a size in the largest binary unit that leaves at least 1, with three digits; rounds up if `up` is true, else
+/// down.
 fn shown(nbytes: usize, up: bool) -> String {
     const UNITS: [&str; 6] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = (nbytes.max(1).ilog2() as usize / 10).min(UNITS.len() - 1);
@@ -70,7 +71,7 @@ pub enum Error {
     RegionTooSmall {
         /// Bytes of the region.
         region_bytes: usize,
-        /// Bytes of the layout without alignment, the smallest one.
+        /// Bytes of the smallest layout, which has no alignment.
         needed_bytes: usize,
     },
 
@@ -110,7 +111,7 @@ pub enum Error {
         asked_bytes: usize,
         /// Bytes of a slot of the smallest class that fits.
         class_bytes: usize,
-        /// Slots of that class.
+        /// Number of slots of the smallest class that fits.
         class_count: usize,
         /// The time that the caller waited.
         waited: Duration,

@@ -1,7 +1,7 @@
 //! Maps files as memory. Writes of a forked child to such memory do not reach the file.
 //!
 //! The kernel can write back and drop the pages of a shared mapping, so a mapping of any size takes no memory for long.
-//! But a forked child would share the mapping with its parent.
+//! But a forked child would share the mapping with its parent, and the child's writes would reach the file.
 //!
 //! [Note: twin mappings] So each file is mapped a second time, privately. The private mapping takes addresses and no
 //! memory, because no code accesses it. In a forked child, the fork handler moves it over the shared mapping, at the
@@ -22,7 +22,8 @@ use rustix::{
 
 use crate::{Error, Result, living::living};
 
-/// The bytes of a file as memory; dropping it unmaps them. The mapping keeps the file alive, even without a name.
+/// The bytes of a file as memory. Dropping this value unmaps the bytes. The mapping keeps the file alive, even without
+/// a name.
 #[derive(Debug)]
 pub struct FileMemory {
     start: NonNull<u8>,
@@ -44,7 +45,7 @@ impl FileMemory {
         }
         let start =
             mapped(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED).map_err(failed("mmap"))?;
-        // Mapped without write permission, so that the kernel reserves no memory for it.
+        // The private mapping has no write permission, so the kernel reserves no memory for it.
         match mapped(file, bytes, ProtFlags::READ, MapFlags::PRIVATE | MapFlags::NORESERVE) {
             Ok(private) => {
                 living().files.insert(start.as_ptr().addr(), Twins { shared: start, private: Some(private), bytes });
@@ -84,8 +85,8 @@ pub fn is_file_memory(address: usize) -> bool {
 
 impl Drop for FileMemory {
     fn drop(&mut self) {
-        // Remove the mapping from the list before it is unmapped: a fork handler must not move a mapping to addresses that the kernel
-        // has reused.
+        // The list must lose the mapping before `unmap`: the fork handler must not move a mapping to addresses that the
+        // kernel has reused.
         let twins = living().files.remove(&self.start.as_ptr().addr());
         unmap(self.start, self.bytes);
         if let Some(private) = twins.and_then(|twins| twins.private) {
@@ -106,17 +107,17 @@ pub(crate) struct Twins {
 unsafe impl Send for Twins {}
 
 impl Twins {
-    /// Moves the private mapping over the shared one. Runs in a forked child, so it makes only system calls, which are
-    /// allowed there.
+    /// Moves the private mapping over the shared mapping. Runs in a forked child, so it makes only system calls, which
+    /// are allowed there.
     pub(crate) fn part(&mut self) {
         let Some(private) = self.private.take() else { return };
         let writable = MprotectFlags::READ | MprotectFlags::WRITE;
         // SAFETY: `private` is a mapping of `bytes` bytes that no other code uses. If the kernel cannot commit memory
-        // for it, it stays read-only: a child that writes is killed, and the file stays intact.
+        // for the mapping, the mapping stays read-only: a child that writes is killed, and the file stays intact.
         let _ = unsafe { mprotect(private.as_ptr().cast(), self.bytes, writable) };
         let (from, to) = (private.as_ptr().cast(), self.shared.as_ptr().cast());
-        // SAFETY: both ranges are mappings of ours of `bytes` bytes. The target's contents stay the same, and the child
-        // has only this thread.
+        // SAFETY: both ranges are mappings that `FileMemory::new` made, of `bytes` bytes each. The target's contents
+        // stay the same, and the child has only this thread.
         if unsafe { mremap_fixed(from, self.bytes, self.bytes, MremapFlags::MAYMOVE, to) }.is_err() {
             // SAFETY: `to` is a mapping of `bytes` bytes; making it read-only keeps the child from writing to the file.
             let _ = unsafe { mprotect(to, self.bytes, MprotectFlags::READ) };

@@ -21,7 +21,7 @@ impl FreeList {
         Self(Guarded::new(Slots { free: (0..count).rev().collect(), closed: false }))
     }
 
-    /// Takes a slot; `None` if none is free. Never waits.
+    /// Takes a slot; `None` if no slot is free. Never waits.
     pub(crate) fn try_take(&self) -> Option<u32> {
         self.0.lock().free.pop()
     }
@@ -38,7 +38,7 @@ impl FreeList {
         Ok(if state.closed { None } else { state.free.pop() })
     }
 
-    /// Ends every wait and every later one. Slots may still be returned.
+    /// Ends every present and later wait. Slots may still be returned.
     pub(crate) fn close(&self) {
         self.0.lock().closed = true;
         self.0.notify_all();
@@ -76,7 +76,7 @@ mod tests {
         });
     }
 
-    /// A slot that the first waiter returns reaches the second one.
+    /// A slot that the first waiter returns reaches the second waiter.
     #[test]
     fn two_waiters_both_get_the_slot() {
         for _ in 0..500 {

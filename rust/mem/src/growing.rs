@@ -7,7 +7,7 @@ use std::{
 
 use crate::{Arena, KeepGoing, Layout, Lease, OnFork, Pin, Region, Result, Wait, locked};
 
-/// The planned slots and the added ones.
+/// The planned slots and the added slots.
 #[derive(Debug)]
 pub struct GrowingArena {
     planned: Part,
@@ -69,8 +69,8 @@ impl GrowingArena {
         self.added().iter().map(Part::bytes).sum()
     }
 
-    /// Takes a slot of the smallest planned class that fits: a planned one if one is free, else an added one. Else
-    /// waits for a planned slot.
+    /// Takes a slot of the smallest planned class that fits: a planned slot if one is free, else a free added slot. If
+    /// no slot is free, waits for a planned slot.
     pub fn lease(&self, nbytes: usize, owner: &str, wait: Wait<'_>) -> Result<Lease> {
         if self.planned.arena.free_slots(nbytes)? == 0 {
             let bound = self.bound(nbytes)?;
@@ -83,7 +83,7 @@ impl GrowingArena {
         self.planned.arena.lease(nbytes, self.planned.arena.owner(owner)?, wait)
     }
 
-    /// Returns how many slots a lease of `nbytes` could take at once.
+    /// Returns how many leases of `nbytes` the arena can grant without a wait.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let planned = self.planned.arena.free_slots(nbytes)?;
         let bound = self.bound(nbytes)?;
@@ -99,7 +99,7 @@ impl GrowingArena {
         self.planned.held_bytes() + self.added().iter().map(Part::held_bytes).sum::<usize>()
     }
 
-    /// Ends new leases and every wait for one. Each region is unmapped when its last lease is dropped.
+    /// Rejects new leases and ends every wait for a lease. Each region is unmapped when its last lease is dropped.
     pub fn close(&self) {
         self.planned.region.close();
         self.added().iter().for_each(|part| part.region.close());

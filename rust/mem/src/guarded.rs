@@ -1,4 +1,4 @@
-//! Guards state by a lock, and waits until it changes: the wait loop of all crates.
+//! Guards state with a lock, and waits until the state changes: the wait loop of all crates.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -16,12 +16,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub struct Wait<'a> {
     /// `None` waits without a limit; zero does not wait.
     pub timeout: Option<Duration>,
-    /// Called every 50 ms of a wait; `false` ends the wait.
+    /// The wait calls this function every 50 ms; `false` ends the wait.
     pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
 }
 
 impl Wait<'static> {
-    /// Fails unless the state is ready at once.
+    /// Does not wait: fails unless the state is ready at once.
     #[must_use]
     pub fn never() -> Self {
         Self::at_most(Duration::ZERO)
@@ -54,8 +54,8 @@ pub enum Ended {
 pub struct Guarded<T> {
     state: Mutex<T>,
     changed: Condvar,
-    /// Sleeping threads. Changed under the lock, so a thread that has changed the state under the lock sees every
-    /// sleeper.
+    /// The number of sleeping threads. It changes only under the lock, so a thread that has changed the state under the
+    /// lock sees every sleeper.
     sleeping: AtomicU32,
 }
 
@@ -79,7 +79,7 @@ impl<T> Guarded<T> {
         }
     }
 
-    /// As [`Guarded::notify_all`], for a change that only one waiter can use.
+    /// Wakes one waiter, after a change that only one waiter can use. Call it without the lock.
     pub fn notify_one(&self) {
         if self.sleeping.load(Relaxed) > 0 {
             self.changed.notify_one();
@@ -94,7 +94,7 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits without a limit until `ready`, and returns the locked state.
+    /// Waits without a limit until `ready` returns true, and returns the locked state.
     pub fn when(&self, ready: impl Fn(&T) -> bool) -> MutexGuard<'_, T> {
         let mut state = self.lock();
         while !ready(&state) {
@@ -103,8 +103,8 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits until `ready`, and returns the locked state. The lock is free while `keep_waiting` runs, because that may
-    /// take locks of its own, such as Python's.
+    /// Waits until `ready` returns true, and returns the locked state. The lock is free while `keep_waiting` runs,
+    /// because `keep_waiting` may take other locks, such as Python's.
     pub fn wait_until(&self, wait: &mut Wait<'_>, ready: impl Fn(&T) -> bool) -> Result<MutexGuard<'_, T>, Ended> {
         let began = Instant::now();
         // A deadline beyond the clock's range counts as no deadline.

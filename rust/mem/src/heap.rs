@@ -5,9 +5,11 @@
 //! A model that was created in the heap leaves holes when its values move to storage. Each gradient of a step would
 //! take another hole, so memory would grow with the depth of the model. An allocation that occupies a hole prevents
 //! that, and costs no memory because its pages are never touched. glibc also raises its mapping threshold, up to 32
-//! MiB, each time a mapping is freed: above it, small allocations between gradients would keep the heap from shrinking.
+//! MiB, each time a mapping is freed. Gradients below that threshold would be allocated in the heap, and small
+//! allocations between them would keep the heap from shrinking.
 //!
-//! The kernel zeroes pages that the process gets again: up to a third of the time of a step with a large batch.
+//! If a step with a large batch returned its memory, the kernel would have to zero the pages that the next step gets,
+//! which takes up to a third of the step's time. So freed memory then stays in the heap.
 
 use std::{
     env,
@@ -22,16 +24,17 @@ use crate::{limits::memory_limits, page_bytes};
 const MAPPED_FROM_BYTES: libc::c_int = 1 << 20;
 /// Free bytes that stay at the heap's end; glibc keeps the same ratio to the mapping threshold.
 const KEPT_AT_END_BYTES: libc::c_int = 2 * MAPPED_FROM_BYTES;
-/// Threshold after a large batch: the highest that glibc accepts. With [`NEVER`], glibc does not trim the heap's end.
+/// The mapping threshold after a large batch: the highest that glibc accepts. With [`NEVER`] as the trim threshold,
+/// glibc does not trim the heap's end.
 const MAPPED_FROM_BYTES_MAX: libc::c_int = 32 << 20;
 const NEVER: libc::c_int = -1;
-/// A batch is large if each forward and backward touches more new pages than this many times the model's bytes, and
+/// A batch is large if each forward and backward touches, in new pages, more than this many times the model's bytes and
 /// more than `LARGE_BYTES`.
 const LARGE_TIMES: u64 = 3;
 const LARGE_BYTES: u64 = 256 << 20;
 /// The smallest hole to occupy. Smaller holes remain for the process's small allocations.
 const HOLE_BYTES: u16 = 32 << 10;
-/// The largest single allocation; several occupy a larger hole.
+/// The largest allocation that occupies a hole; several allocations occupy a larger hole.
 const HOLE_BYTES_MAX: usize = 256 << 20;
 /// `MEMASCEND_MALLOC=system` leaves the heap unchanged.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
@@ -44,7 +47,7 @@ struct Heap {
     occupied: Vec<usize>,
     /// [`touched_bytes`] when the last step ended, or when the first backward began; `None` before.
     touched: Option<u64>,
-    /// Freed memory stays in the heap, after a step with a large batch.
+    /// True after a step with a large batch: freed memory stays in the heap.
     keeps: bool,
 }
 
@@ -63,8 +66,8 @@ impl Heap {
     }
 }
 
-/// Returns free memory to the system, occupies the heap's holes anew, and sets the thresholds. Only returns the memory
-/// if environment variables choose thresholds; does nothing under `MEMASCEND_MALLOC=system`.
+/// Returns free memory to the system, occupies the heap's holes anew, and sets the thresholds. If environment variables
+/// choose the thresholds, it only returns free memory; under `MEMASCEND_MALLOC=system` it does nothing.
 pub fn settle_heap() {
     trim();
     if is_chosen() {
@@ -77,14 +80,15 @@ pub fn settle_heap() {
     (heap.touched, heap.keeps) = (None, false);
 }
 
-/// Records, at the first backward, how many bytes the process has touched: pages that it touched before may be
+/// Records how many bytes the process has touched when the first backward begins: pages that it touched earlier may be
 /// permanent, and say nothing about the batch.
 pub fn begin_heap_backward() {
     heap().touched.get_or_insert_with(touched_bytes);
 }
 
-/// Ends a step of `backwards` backwards. If each touched far more new bytes than the model has, and half as much memory
-/// is available, the heap keeps freed memory from this step on. Otherwise returns free memory to the system.
+/// Ends a step with `backwards` backward passes. If each pass touched far more new bytes than the model has, and half
+/// as many bytes are available, the heap keeps freed memory from this step on. Otherwise this function returns free
+/// memory to the system.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();
@@ -137,8 +141,8 @@ fn set_thresholds(mapped_from: libc::c_int, kept: libc::c_int) {
     }
 }
 
-/// Allocates the free holes below the heap's end, the largest first. Trimming has returned their pages, and no code
-/// touches them.
+/// Allocates the free holes below the heap's end, the largest first. `trim` has returned the holes' pages to the
+/// system, and no code touches the new allocations.
 fn occupy(occupied: &mut Vec<usize>) {
     // SAFETY: `sbrk(0)` only returns the end of the heap.
     let end = || unsafe { libc::sbrk(0) } as usize;

@@ -1,19 +1,21 @@
 //! Computes the offset of each slot of an arena; alignment costs at most one percent.
 //!
-//! Every class gets the best alignment that costs it at most [`SLACK_PERCENT`]: 4 KiB for direct I/O, else a cache
-//! line, else that of any dtype, else the largest power of two that divides its size (so a tensor that fills the slot
-//! is aligned). The best-aligned classes come first, so no gaps arise between classes. If the region is too small for
-//! that, the layout lowers the best alignment; the last layout has no slack at all.
+//! Every class gets the best alignment that costs it at most [`SLACK_PERCENT`]: 4 KiB for direct I/O, else 64 bytes for
+//! a cache line, else 16 bytes for any dtype, else the largest power of two that divides the slot's size (so a tensor
+//! that fills the slot is aligned). The best-aligned classes come first, so no gaps arise between classes. If the
+//! region is too small for that layout, `Layout::new` tries layouts with lower alignments; the last layout has no slack
+//! at all.
 
 use crate::{Error, Result};
 
 /// The largest share of a class, in percent, that alignment may cost.
 const SLACK_PERCENT: usize = 1;
-/// Alignments to try, best first: direct I/O on any device, a cache line, any dtype, only that of the size itself.
+/// Alignments to try, best first: for direct I/O on any device, for a cache line, for any dtype, and 1, which leaves
+/// the alignment that the slot's size itself gives.
 const ALIGNMENTS: [usize; 4] = [4096, 64, 16, 1];
 /// The most classes of a plan: a model has tens of distinct unit sizes, so more are a mistake.
 const CLASSES_MAX: usize = 4096;
-/// The most slots of all classes together. It bounds the arena's tables, and slot numbers have 32 bits.
+/// The most slots of all classes together. This limits the arena's tables, and slot numbers fit 32 bits.
 const SLOTS_MAX: usize = 1 << 24;
 
 /// The slots of one class: their size and offsets.
@@ -48,7 +50,7 @@ impl Layout {
             .ok_or_else(|| Error::RegionTooSmall { region_bytes: room_bytes, needed_bytes: asked_bytes(&classes) })
     }
 
-    /// Lays out `classes` with the best alignment. A region of `reserved_bytes` has room for that.
+    /// Lays out `classes` with the best alignment. A region of `reserved_bytes` has room for the layout.
     pub fn unbounded(classes: &[(usize, usize)]) -> Result<Self> {
         Ok(Self::aligned(&merged(classes)?, ALIGNMENTS[0]))
     }

@@ -1,6 +1,7 @@
 //! Reads how much memory this process may still take and pin: machine, cgroup, `RLIMIT_MEMLOCK`.
 //!
-//! `Region` asks before it populates memory: past a cgroup's limit the kernel fails no call but kills the process.
+//! `Region` reads the limits before it populates memory: if memory exceeds a cgroup's limit, the kernel does not fail
+//! the call but kills the process.
 
 use std::{
     fs,
@@ -53,7 +54,7 @@ pub fn memory_limits() -> MemoryLimits {
 /// A cgroup with a memory limit.
 struct Group {
     limit: usize,
-    /// Bytes that the kernel cannot reclaim at once: the cgroup's usage less the page cache of files.
+    /// Bytes that the kernel cannot reclaim at once: the cgroup's usage minus the page cache of files.
     held: usize,
     folder: PathBuf,
 }
@@ -72,7 +73,7 @@ const V1: Files = Files {
 };
 const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: ["inactive_file", "active_file"] };
 
-/// Returns the cgroups of this process that have a memory limit: its own first, then the parents.
+/// Returns the cgroups of this process that have a memory limit: the process's own cgroup first, then its parents.
 fn cgroups() -> Vec<Group> {
     let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -87,9 +88,9 @@ fn cgroups() -> Vec<Group> {
         } else {
             continue;
         };
-        // Several mounts may show parts of the tree, including parts of other containers. Choose the mount whose root
-        // is the highest ancestor of our own group. Inside a container no root may be an ancestor; then its only mount
-        // shows our group as the root.
+        // Several mounts may show parts of the cgroup tree, including parts of other containers. Choose the mount whose
+        // root is the highest ancestor of our own group. Inside a container no root may be an ancestor; then the
+        // container's only mount shows our group as the root.
         let shown: Vec<(PathBuf, PathBuf)> = mounts.lines().filter_map(|line| cgroup_mount(line, kind)).collect();
         let best = shown
             .iter()
@@ -102,7 +103,8 @@ fn cgroups() -> Vec<Group> {
     groups
 }
 
-/// Parses (root, mount point) of a line of mountinfo, if it is the mount of `kind` with the memory controller.
+/// Parses (root, mount point) from a line of mountinfo; `None` unless the line is the mount of `kind` with the memory
+/// controller.
 fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut right = right.split(' ');
@@ -140,8 +142,8 @@ fn meminfo(name: &str) -> Option<usize> {
     value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// Returns the machine's free bytes if /proc is not mounted. Less than `MemAvailable`, which counts most of the page
-/// cache too.
+/// Returns the machine's free bytes if /proc is not mounted. The number is lower than `MemAvailable`, which counts most
+/// of the page cache too.
 fn free() -> Option<usize> {
     let info = rustix::system::sysinfo();
     let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;

@@ -1,7 +1,7 @@
-//! Lists living regions and file mappings, under a lock that is held around every fork; counts the forks.
+//! Lists living regions and file mappings, under a lock that a forking thread holds during the fork; counts the forks.
 //!
 //! [Note: forked child] A child has copies of its parent's memory and locks, but none of its parent's other threads. A
-//! lock that one of them held at the fork stays locked in the child for ever. So in a child, which `Maker` detects,
+//! lock that another thread held at the fork stays locked in the child for ever. So in a child, which `Maker` detects,
 //! methods return an error or do nothing before they take such a lock. The lock of this list is safe, because the
 //! forking thread holds it itself.
 
@@ -25,7 +25,7 @@ pub(crate) struct Living {
 }
 
 static LIVING: Mutex<Living> = Mutex::new(Living { regions: Vec::new(), files: BTreeMap::new() });
-/// The number of forks between the process that loaded the library and this one.
+/// The number of forks between the process that loaded the library and this process.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 static HOOK: Once = Once::new();
 
@@ -45,7 +45,7 @@ pub(crate) fn living() -> MutexGuard<'static, Living> {
 pub struct Maker(u32);
 
 impl Maker {
-    /// Returns this process.
+    /// Identifies the current process.
     #[must_use]
     pub fn here() -> Self {
         watch_forks();

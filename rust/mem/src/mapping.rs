@@ -1,7 +1,7 @@
 //! Maps memory from the kernel: with guard pages, on huge pages, populated before use.
 //!
 //! The order of the calls matters. `MADV_HUGEPAGE` precedes `MADV_POPULATE_WRITE`, because memory that was populated
-//! with 4 KiB pages keeps them. Populating precedes `mlock`, which would populate too.
+//! with 4 KiB pages keeps these pages. Populating precedes `mlock`, which would populate the pages too.
 
 use std::{
     fs::{self, File},
@@ -31,8 +31,8 @@ pub enum HugePages {
     Off(&'static str),
 }
 
-/// The size of a huge page if `/sys` does not say, as in some containers: that of x86-64, and of aarch64 with 4 KiB
-/// pages.
+/// The assumed size of a huge page if `/sys` does not state it, as in some containers: the size on x86-64, and on
+/// aarch64 with 4 KiB pages.
 const HUGE_PAGE_BYTES_ASSUMED: usize = 2 << 20;
 
 /// Returns whether this process can have huge pages.
@@ -61,13 +61,14 @@ pub fn huge_pages() -> HugePages {
 /// A function that long work calls between pieces; `false` ends the work.
 pub type KeepGoing<'a> = &'a mut dyn FnMut() -> bool;
 
-/// Bytes that are populated or locked between two calls of `keep_going`: some 10 to 30 ms.
+/// Bytes that are populated or locked between two calls of `keep_going`. Populating or locking them takes some 10 to 30
+/// ms.
 const PIECE_BYTES: usize = 64 << 20;
 
 /// Readable and writable zeroed pages with a guard page on either side.
 ///
 /// The guard pages turn an overrun into a fault at the byte that caused it. They also keep the kernel from merging the
-/// mapping with a neighbour, so that `/proc/self/smaps` has an entry for it alone.
+/// mapping with a neighbour, so that `/proc/self/smaps` has an entry for this mapping alone.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -83,7 +84,7 @@ impl Mapping {
     /// Maps and populates `bytes`, a multiple of the page size.
     pub(crate) fn new(bytes: usize, keep_going: KeepGoing<'_>) -> Result<Self> {
         let failed = |call| move |errno: Errno| Error::System { call, nbytes: bytes, source: errno.into() };
-        // A mapping smaller than a huge page needs no such alignment.
+        // A mapping smaller than a huge page need not be aligned to huge pages.
         let align = match huge_pages() {
             HugePages::Of(huge) if bytes >= huge => huge,
             _ => page_bytes(),
@@ -107,7 +108,7 @@ impl Mapping {
         self.bytes
     }
 
-    /// Makes forked children see zeros here, so that they share no pages with the parent.
+    /// Makes forked children see zeros in this mapping, so that they share no pages with the parent.
     pub(crate) fn wipe_on_fork(&self) -> Result<()> {
         self.advise(Advice::LinuxWipeOnFork).map_err(|errno| Error::System {
             call: "madvise(MADV_WIPEONFORK)",
@@ -116,8 +117,8 @@ impl Mapping {
         })
     }
 
-    /// Locks the pages into memory until they are unmapped. The outer error is an interruption by `keep_going`, the
-    /// inner one the kernel's. After either, no page stays locked.
+    /// Locks the pages into memory until they are unmapped. The outer error is an interruption by `keep_going`; the
+    /// inner error comes from the kernel. After either error, no page stays locked.
     pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<rustix::io::Result<()>> {
         // SAFETY: the range is part of this mapping.
         let locked = self.by_pieces(keep_going, |start, bytes| unsafe { mlock(start.cast(), bytes) });
@@ -132,7 +133,7 @@ impl Mapping {
     /// cannot be read or has no mapping at `start`.
     pub(crate) fn huge_bytes_at(start: NonNull<u8>) -> usize {
         let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
-        // The kernel pads an address to eight digits with zeros; under Valgrind, addresses are that low.
+        // The kernel pads an address to eight digits with zeros; under Valgrind, addresses are low enough to be padded.
         let start = format!("{:08x}-", start.as_ptr().addr());
         BufReader::new(smaps)
             .lines()
@@ -146,7 +147,7 @@ impl Mapping {
         advise(self.start.as_ptr(), self.bytes, advice)
     }
 
-    /// Applies `work` to one piece after another, until it fails or `keep_going` returns false.
+    /// Applies `work` to one piece after another, until `work` fails or `keep_going` returns false.
     fn by_pieces(
         &self,
         keep_going: KeepGoing<'_>,
@@ -165,7 +166,7 @@ impl Mapping {
     }
 }
 
-/// Populates every page, so that no page fault occurs during the run and a shortage of memory shows here.
+/// Populates every page, so that no page fault occurs during the run and a shortage of memory becomes an error here.
 fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
     match retry_on_intr(|| advise(start, bytes, Advice::LinuxPopulateWrite)) {
         // Linux before 5.14 does not know the advice: touch each page.

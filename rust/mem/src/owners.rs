@@ -1,4 +1,4 @@
-//! Counts leased memory per named owner, with atomics. Every arena does so.
+//! Counts the leased memory of each named owner, with atomics. Every arena has such counters.
 
 use std::{
     sync::{
@@ -17,23 +17,23 @@ pub const OWNERS_MAX: usize = 255;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnerId(u8);
 
-/// Leased memory and waits, of one owner or of all.
+/// Leased memory and waits, of one owner or of all owners.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnerStats {
     /// Bytes that the owner's leases asked for.
     pub bytes: usize,
     /// The largest value that `bytes` has had.
     pub peak_bytes: usize,
-    /// Leases held.
+    /// Leases that the owner holds.
     pub leases: usize,
     /// Leases that had to wait, whether or not they were granted.
     pub waits: u64,
-    /// Total time of those waits.
+    /// Total time that leases waited.
     pub waited: Duration,
 }
 
 /// The counters behind [`OwnerStats`]. Each counter is exact; a read of all of them is a snapshot only while no thread
-/// changes one.
+/// changes a counter.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     bytes: AtomicUsize,
@@ -46,7 +46,8 @@ pub(crate) struct Counters {
 impl Counters {
     pub(crate) fn taken(&self, bytes: usize) {
         let held = self.bytes.fetch_add(bytes, Relaxed) + bytes;
-        // A plain load first: the peak changes rarely, and an atomic maximum always writes the cache line.
+        // Loads the peak before `fetch_max`: the peak changes rarely, and an atomic maximum always writes the cache
+        // line.
         if held > self.peak_bytes.load(Relaxed) {
             self.peak_bytes.fetch_max(held, Relaxed);
         }
@@ -112,7 +113,7 @@ impl Owners {
 }
 
 impl OwnerId {
-    /// Returns the index to store beside a slot.
+    /// Returns the index that an arena stores for each slot of this owner.
     pub(crate) fn index(self) -> u8 {
         self.0
     }

@@ -1,4 +1,4 @@
-//! Regions: memory of whole pages on huge pages, pinned if possible, and listed while it is mapped.
+//! Maps regions of memory, on huge pages and pinned if possible, and lists them while they are mapped.
 
 use std::{
     fmt, io,
@@ -22,7 +22,7 @@ use crate::{
 /// The pinning that the caller asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pin {
-    /// The best that is possible; [`Region::why_not`] says why it is not better.
+    /// The best pinning that is possible; [`Region::why_not`] says why it is not better.
     #[default]
     Auto,
     /// Locked into memory with `mlock`; an error if that fails.
@@ -51,7 +51,7 @@ pub enum OnFork {
     /// so a parent that continues training loses its huge pages, and holds some bytes twice while the child lives.
     #[default]
     Copy,
-    /// Zeros. The parent keeps its pages. For memory that children do not use.
+    /// Zeros. The parent keeps its pages. Use it for memory that children do not use.
     Wipe,
 }
 
@@ -60,7 +60,7 @@ pub enum OnFork {
 pub struct RegionStats {
     /// The owner's name, for accounting.
     pub owner: String,
-    /// Bytes mapped: the asked bytes rounded up to the page.
+    /// Bytes mapped: the bytes that the caller asked for, rounded up to whole pages.
     pub bytes: usize,
     /// How the region is pinned.
     pub pinned: Pinned,
@@ -68,8 +68,8 @@ pub struct RegionStats {
 
 /// Page-aligned memory. Clones are handles of the same region.
 ///
-/// `close` ends new leases at once and unmaps the region when its last lease is dropped. Dropping every handle, arena
-/// and lease unmaps it too.
+/// `close` rejects new leases at once and unmaps the region when its last lease is dropped. Dropping every handle,
+/// arena and lease unmaps it too.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Inner>,
@@ -95,20 +95,20 @@ unsafe impl Send for Inner {}
 // SAFETY: as for `Send`; all other fields are synchronised.
 unsafe impl Sync for Inner {}
 
-/// The memory of a region. [`Inner::let_go`] unregisters it from CUDA before it unmaps it.
+/// The memory of a region. [`Inner::let_go`] unregisters the memory from CUDA, then unmaps it.
 struct Pages {
     registration: Option<Registration>,
     mapping: Mapping,
 }
 
 impl Region {
-    /// Maps at least `nbytes`, populates them, and pins them as `pin` says. `owner` is the name for accounting.
+    /// Maps at least `nbytes`, populates the pages, and pins them as `pin` says. `owner` is the name for accounting.
     pub fn new(nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> Result<Self> {
         Self::interruptible(nbytes, pin, on_fork, owner, &mut || true)
     }
 
-    /// As [`Region::new`], which takes 0.1 to 0.5 s per GiB. Calls `keep_going` every 64 MiB; `false` ends the call
-    /// with an error.
+    /// Does the same as [`Region::new`], which takes 0.1 to 0.5 s per GiB. Calls `keep_going` every 64 MiB; `false`
+    /// ends the call with an error.
     pub fn interruptible(
         nbytes: usize,
         pin: Pin,
@@ -158,7 +158,7 @@ impl Region {
         self.inner.asked_bytes
     }
 
-    /// The bytes mapped: the asked bytes rounded up to the page.
+    /// The bytes mapped: the bytes that the caller asked for, rounded up to whole pages.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.inner.bytes
@@ -170,7 +170,7 @@ impl Region {
         self.inner.pinned
     }
 
-    /// Why the pinning is not better, if `Pin::Auto` could not have the best.
+    /// Why the pinning is not better, if `Pin::Auto` could not register the region with CUDA.
     #[must_use]
     pub fn why_not(&self) -> Option<&str> {
         self.inner.why_not.as_deref()
@@ -186,7 +186,8 @@ impl Region {
         Mapping::huge_bytes_at(self.inner.start)
     }
 
-    /// Returns why fewer bytes are on huge pages than could be; `None` if as many are as whole huge pages fit.
+    /// Returns why fewer bytes are on huge pages than the region has room for; `None` if the region has all the huge
+    /// pages that fit into it.
     #[must_use]
     pub fn why_not_huge(&self) -> Option<String> {
         let possible = match huge_pages() {
@@ -205,11 +206,12 @@ impl Region {
         self.inner.users.is_closed()
     }
 
-    /// Ends new leases and every wait for one. Unmaps at once, or when the last lease is dropped. May be called again.
+    /// Rejects new leases and ends every wait for a lease. Unmaps the region at once, or when the last lease is
+    /// dropped. May be called again.
     pub fn close(&self) {
         let nobody_left = self.inner.users.close();
         if self.inner.forked() {
-            // See [Note: forked child] in `living.rs`. Dropping the child's last handle unmaps its copy.
+            // See [Note: forked child] in `living.rs`. Dropping the child's last handle unmaps the child's copy.
             return;
         }
         let arena = locked(&self.inner.arena).upgrade();
@@ -221,10 +223,10 @@ impl Region {
         }
     }
 
-    /// Registers the arena that `make` builds as the one that divides the region.
+    /// Builds an arena with `make`, and registers that this arena divides the region.
     ///
     /// # Errors
-    /// [`Error::RegionTaken`] if another living arena divides it.
+    /// [`Error::RegionTaken`] if another living arena divides the region.
     pub(crate) fn claim(&self, make: impl FnOnce() -> Result<Arc<Shared>>) -> Result<Arc<Shared>> {
         self.inner.usable()?;
         let mut arena = locked(&self.inner.arena);
@@ -257,7 +259,7 @@ impl Inner {
         self.start
     }
 
-    /// Fails if the region is closed or this process is a fork of its maker.
+    /// Fails if the region is closed, or if this process is a fork of the process that made the region.
     pub(crate) fn usable(&self) -> Result<()> {
         if self.forked() {
             Err(Error::Forked)
@@ -268,7 +270,7 @@ impl Inner {
         }
     }
 
-    /// True if this process is a fork of the one that made the region.
+    /// True if this process is a fork of the process that made the region.
     pub(crate) fn forked(&self) -> bool {
         self.maker.is_elsewhere()
     }
@@ -278,7 +280,7 @@ impl Inner {
         if self.users.enter() { Ok(()) } else { Err(Error::Closed) }
     }
 
-    /// Counts a dropped lease; unmaps a closed region after its last one.
+    /// Counts a dropped lease; unmaps a closed region after its last lease.
     pub(crate) fn leave(&self) {
         if self.users.leave() {
             self.unmap();
@@ -324,7 +326,7 @@ pub fn regions() -> Vec<RegionStats> {
         .collect()
 }
 
-/// Pins a mapping as asked. Returns the pinning, its registration, and why it is not better.
+/// Pins a mapping as `pin` says. Returns the pinning, the CUDA registration, and why the pinning is not better.
 fn pinned(
     mapping: &Mapping,
     pin: Pin,
@@ -351,7 +353,8 @@ fn pinned(
     }
 }
 
-/// Locks the mapping with `mlock`. The inner error is the reason and the remedy; the outer one an interruption.
+/// Locks the mapping with `mlock`. The inner error is the reason and the remedy; the outer error is an interruption by
+/// `keep_going`.
 fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
     let Err(errno) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
     let (soft, hard) = memory_limits().memlock;

@@ -1,11 +1,11 @@
-//! Counts a region's leases, and decides which caller unmaps it, exactly once.
+//! Counts a region's leases, and decides which caller unmaps the region, exactly once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The bit that marks the count as closed; the other bits count.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the one after which the count is
+/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the call after which the count is
 /// closed and zero.
 #[derive(Debug)]
 pub(crate) struct LeaseCount {
@@ -18,7 +18,7 @@ impl LeaseCount {
         Self { state: AtomicUsize::new(0) }
     }
 
-    /// Adds one, and returns true; returns false if closed.
+    /// Adds one and returns true; returns false if the count is closed.
     #[must_use]
     pub(crate) fn enter(&self) -> bool {
         let one_more = |state| (state & CLOSED == 0).then_some(state + 1);

@@ -32,7 +32,8 @@ fn bytes(memory: &mut FileMemory) -> &mut [u8] {
 fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
     let file = sevens();
     let mut memory = FileMemory::new(file.as_fd(), BYTES)?;
-    // Dropped before the fork: the fork handler must skip its addresses, which may be reused.
+    // This mapping is dropped before the fork: the fork handler must skip its addresses, which the kernel may have
+    // reused.
     drop(FileMemory::new(file.as_fd(), BYTES)?);
     bytes(&mut memory)[0] = 8;
     // SAFETY: the child only accesses memory and exits without running the parent's other code.

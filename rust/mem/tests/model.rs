@@ -119,7 +119,7 @@ proptest! {
     }
 }
 
-/// Threads take, mark, check and return chunks: a chunk that two threads hold would show the other's mark.
+/// Threads take, mark, check and return chunks: if two threads held one chunk, each would find the other thread's mark.
 #[test]
 fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     const CHUNK_BYTES: usize = 4096;

@@ -60,8 +60,8 @@ fn what_cannot_be_is_refused() {
     assert!(matches!(error, Some(Error::OutOfMemory { needed_bytes, .. }) if needed_bytes == 1 << 46), "{error:?}");
 }
 
-/// Returns how many bytes of a mapping made with plain calls the kernel puts on huge pages: a region must reach as
-/// many.
+/// Makes a mapping with plain system calls, and returns how many of its bytes the kernel puts on huge pages: a region
+/// must reach as many.
 #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all of them")]
 fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
     // SAFETY: the block advises, touches and unmaps a new anonymous mapping within its bounds.
@@ -123,7 +123,7 @@ fn making_a_region_can_be_interrupted() {
     assert!(are_listed("interrupted", &[]), "{:?}", listed("interrupted"));
 }
 
-/// A child must not find a lock held that another thread of the parent held at the fork.
+/// A child's calls must not wait for a lock that another thread of the parent held at the fork.
 #[test]
 fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
     let region = Region::new(8 << 20, Pin::Off, OnFork::Copy, "locks")?;
@@ -139,7 +139,7 @@ fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
         scope.spawn(busy);
         for _ in 0..100 {
             let status = forked(|| {
-                // A deadlock ends in a signal instead of a hang.
+                // `alarm` ends a deadlock with a signal, so the test does not hang.
                 // SAFETY: `alarm` has no conditions.
                 unsafe { libc::alarm(20) };
                 region.close();
@@ -174,7 +174,7 @@ fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
     let start = lease.as_ptr().as_ptr();
     let write = |offset: isize| {
         forked(|| {
-            // SAFETY: out of bounds on purpose; it happens in a child, which the fault kills.
+            // SAFETY: the write is out of bounds on purpose; it happens in a child, which the fault kills.
             unsafe { start.wrapping_offset(offset).write_volatile(1) };
             true
         })

@@ -4,7 +4,7 @@ use std::fs::File;
 
 use rustix::fs::{AtFlags, StatxFlags, ioctl_blksszget, statx};
 
-/// The alignment if the kernel reports none: every disk and file system accepts it.
+/// The alignment that is assumed if the kernel reports none: every disk and file system accepts it.
 const ALIGN_ASSUMED: usize = 4096;
 
 /// The alignment, in bytes, that direct I/O on a file needs.

@@ -1,4 +1,4 @@
-//! The interface of backends, which send requests to the devices; the choice of a backend.
+//! Defines the interface of backends, which send requests to the devices, and the names of the backends.
 
 use crate::request::Job;
 

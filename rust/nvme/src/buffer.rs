@@ -62,7 +62,7 @@ pub struct Shared<B = Lease> {
     bytes: usize,
 }
 
-// SAFETY: `B` may move to and be shared with other threads, and `first` points into it.
+// SAFETY: `B` may be sent to other threads and shared with them, and `first` points into `memory`.
 unsafe impl<B: Send + Sync> Send for Shared<B> {}
 // SAFETY: as for `Send`.
 unsafe impl<B: Send + Sync> Sync for Shared<B> {}
@@ -77,7 +77,7 @@ impl<B: Buffer + Sync> Shared<B> {
     /// Shares the whole of `memory`.
     #[must_use]
     pub fn new(mut memory: B) -> Self {
-        // The pointer is taken before `memory` is shared, so that it may be written through.
+        // Takes the pointer before it shares `memory`: only a pointer from `&mut` may be used for writing.
         let (first, bytes) = (memory.as_mut_ptr(), memory.len());
         Self { memory: Arc::new(memory), first, bytes }
     }
@@ -103,8 +103,8 @@ impl<B> Shared<B> {
     }
 }
 
-// SAFETY: `memory` does not move and lives until its last part is dropped. Callers must keep parts that are read into
-// disjoint, and must not access such a part before its read has ended.
+// SAFETY: `memory` does not move and lives until its last part is dropped. Callers must read only into parts that do
+// not overlap, and must not access a part before the read into it has ended.
 unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> *const u8 {
         self.first.as_ptr()

@@ -1,8 +1,8 @@
 //! Opens files and raw block devices: locked, without loss of foreign data, with direct I/O if possible.
 //!
 //! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes that, unless
-//! `keep` or `take_name` was called. `Drop` does so before it releases the lock: afterwards another process may own the
-//! file.
+//! `keep` or `take_name` was called. `Drop` undoes the changes before it releases the lock: afterwards another process
+//! may own the file.
 
 use std::{
     fs::{self, File},
@@ -65,7 +65,7 @@ pub(crate) struct Device {
     pub(crate) why_buffered: Option<String>,
     /// The former state of a file; `None` for raw devices.
     undo: Mutex<Option<Undo>>,
-    /// True: dropping the device undoes nothing.
+    /// If true, dropping the device undoes nothing.
     kept: AtomicBool,
 }
 
@@ -128,7 +128,7 @@ impl Device {
         *locked(&self.name) == Name::Pending
     }
 
-    /// Renames a file from its pending name to its own, and keeps it.
+    /// Renames a file from its pending name to its own name, and keeps the file.
     pub(crate) fn take_name(&self) -> Result<()> {
         let mut name = locked(&self.name);
         if *name != Name::Pending {
@@ -152,8 +152,8 @@ impl Device {
         }
     }
 
-    /// Grows the reserved space of a file to `bytes`, permanently; returns false if the file system has no room. Cannot
-    /// grow a raw device: returns whether it has `bytes`.
+    /// Permanently grows the reserved space of a file to `bytes`; returns false if the file system has no room. Cannot
+    /// grow a raw device: returns whether the device has `bytes`.
     pub(crate) fn grow(&self, bytes: u64) -> Result<bool> {
         if self.kind != DeviceKind::File {
             return Ok(self.bytes >= bytes);
@@ -174,8 +174,8 @@ impl Device {
         locked(&self.undo).as_ref().is_some_and(Undo::is_new)
     }
 
-    /// Returns how the file's path stopped naming it, or that the file was truncated. `None` if neither is true, for
-    /// other devices, and for a file whose name the caller removed.
+    /// Returns how the file lost its name, or that the file was truncated. `None` if the file still has its name and
+    /// its size, for a device that is no file, and for a file whose name the caller removed.
     pub(crate) fn lost(&self) -> Option<Lost> {
         if self.kind != DeviceKind::File {
             return None;
@@ -186,8 +186,8 @@ impl Device {
         pending::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
-    /// Reads one block, and falls back to buffered I/O if that fails: some file systems accept `O_DIRECT` and then fail
-    /// each transfer.
+    /// Reads one block, and falls back to buffered I/O if the read fails: some file systems accept `O_DIRECT` and then
+    /// fail each transfer.
     fn try_direct(&mut self) -> Result<()> {
         if self.why_buffered.is_some() || self.bytes == 0 {
             return Ok(());
@@ -222,7 +222,7 @@ impl Drop for Device {
     }
 }
 
-/// Opens and locks every path. Dropping the devices undoes that.
+/// Opens and locks every path. Dropping the devices unlocks them, and removes the files that were created.
 pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Device>> {
     let mut devices: Vec<Device> = Vec::new();
     for path in paths {
@@ -250,7 +250,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     let smallest = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
     let wanted = match size_bytes {
         Some(size) => striping.device_bytes(size, block).ok_or_else(|| too_large(size))?,
-        // The file's last block is extended to a whole one.
+        // Extends the file's last block to a whole block.
         None if devices.len() == 1 && devices[0].kind == DeviceKind::File => {
             smallest.checked_next_multiple_of(block).ok_or_else(|| too_large(smallest))?
         }
@@ -295,7 +295,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
 }
 
-/// Returns the kind of device at `path`; an error if it cannot be one.
+/// Returns the kind of device at `path`; an error if `path` names neither a file nor a block device.
 fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
     let name = path.display();
     let folder = || Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
@@ -342,7 +342,7 @@ fn reject_duplicates(devices: &[Device], path: &Arc<Path>) -> Result<()> {
 
 /// Switches the file to direct I/O. Returns its alignment, or no alignment and the reason why it stays buffered.
 fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment, Option<String>)> {
-    // Set on the open descriptor: a failed `open(O_CREAT | O_DIRECT)` may leave a file behind.
+    // Sets the flag on the open descriptor, because a failed `open(O_CREAT | O_DIRECT)` may leave a file behind.
     match set_direct(file, true) {
         Ok(()) => {}
         Err(Errno::INVAL) => return Ok((Alignment::NONE, Some("its file system has no direct I/O".into()))),

@@ -28,7 +28,7 @@ impl fmt::Display for Action {
     }
 }
 
-/// An error of a volume or a device. Cloned if several callers must receive it.
+/// An error of a volume or a device. If several callers must receive an error, each gets a clone.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -160,7 +160,7 @@ impl Error {
         Self::Refused { path: Arc::clone(path), why, errno }
     }
 
-    /// Makes an error from an ended wait for `what`.
+    /// Makes an error from a wait for `what` that ended too early.
     pub(crate) fn of_wait(ended: Ended, what: impl FnOnce() -> String) -> Self {
         match ended {
             Ended::TimedOut(waited) => Self::TimedOut { what: what(), waited },

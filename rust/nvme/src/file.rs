@@ -18,8 +18,8 @@ use crate::{
     pending::{Name, has_its_name, is_there, lost},
 };
 
-/// How often `claim` opens a file again because another process replaced or removed it before the lock. Each retry
-/// means that another process did so between `open` and `lock`.
+/// How often `claim` opens a file at most. It opens the file again whenever another process replaced or removed the
+/// file between `open` and `lock`.
 const OPENINGS_MAX: usize = 64;
 
 /// Permission bits of new files: only the owner may read and write.
@@ -32,22 +32,22 @@ const OTHERS_BITS: u32 = 0o077;
 /// The former state of a file that was created, grown or made private, so that `restore` can restore it.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    /// Length in bytes when it was opened; `None` for a file that was created.
+    /// Length in bytes when the file was opened; `None` for a file that was created.
     length_before: Option<u64>,
     /// Permission bits before `make_private` changed them; `None` if unchanged.
     pub(crate) mode_before: Option<u32>,
-    /// The folder that was created for the file.
+    /// The folder that was created for the file; `None` if it existed.
     folder: Option<PathBuf>,
 }
 
-/// The action of an opener if the file does not exist.
+/// The action if the file to open does not exist.
 #[derive(Debug, Clone, Copy)]
 pub enum Missing {
     /// Fail.
     Refuse,
     /// Create the file. Its folder must exist.
     Make,
-    /// Create the file, and its folder if that is missing.
+    /// Create the file, and its folder if the folder is missing.
     MakeInFolder,
     /// Create the file and its folder; the file has its pending name until
     /// [`Volume::take_name`](crate::Volume::take_name).
@@ -66,11 +66,11 @@ impl Undo {
 
     /// Restores the former state. Call it only while the file is locked: after the unlock, another process may own it.
     pub(crate) fn restore(self, path: &Path, file: &File) {
-        // Errors are ignored: the caller already reports the failure that led here.
+        // `restore` ignores errors: the caller already reports the failure that requires the restoration.
         match self.length_before {
             None if lost(path, file).is_none() => {
                 drop(fs::remove_file(path));
-                // Fails if another process has put a file into the folder.
+                // `remove_dir` fails if another process has put a file into the folder.
                 drop(self.folder.map(fs::remove_dir));
             }
             None => {}
@@ -84,12 +84,12 @@ impl Undo {
     }
 }
 
-/// Opens and locks the file at `path`, or creates it as `missing` says. Also returns how to undo that, and the file's
-/// name.
+/// Opens and locks the file at `path`, or creates it as `missing` says. Also returns an `Undo` with the former state,
+/// and the file's name.
 ///
 /// Between opening and locking, other processes may open, use, remove and replace the file, so `claim` checks it again
 /// under the lock: it counts as new only if it is still empty, and `claim` retries unless the path still names it.
-/// `opened` is called between the two (for tests).
+/// `claim` calls `opened` between opening and locking (for tests).
 pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
     let mut folder = None;
     for _ in 0..OPENINGS_MAX {
@@ -118,7 +118,7 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
                 }
                 Missing::Refuse | Missing::Make => return Err(Error::system(path, "open", &error)),
             },
-            // Another process has just created the file: open that one.
+            // Another process has just created the file: open its file.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && at.exists() => continue,
             result => result.map_err(|error| Error::system(&at, "open", &error))?,
         };
@@ -153,7 +153,7 @@ fn is_about_existence(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
 }
 
-/// Creates the folder of `path` and makes its name durable. Returns the folder, or `None` if it existed.
+/// Creates the folder of `path` and makes the folder's name durable. Returns the folder, or `None` if it existed.
 fn make_folder(path: &Arc<Path>) -> Result<Option<PathBuf>> {
     let folder = folder_of(path);
     match fs::create_dir(folder) {
@@ -225,20 +225,20 @@ fn foreign(path: &Arc<Path>, owner: u32, user: u32) -> Error {
 
 /// Reserves `bytes` for the file on its file system, so that no write during a run fails for lack of space.
 ///
-/// Calls only `fallocate`: writing zeros would take hours and wear the disk, and reserved extents slow only their first
-/// pass.
+/// Writes no zeros, which would take hours and wear the disk. Space that is only reserved slows just the first pass of
+/// writes.
 pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     if i64::try_from(bytes).is_err() {
         return Err(Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())));
     }
-    // Measured before `fallocate`: a call that fails may leave a part of its space allocated.
+    // `free_bytes` must run before `fallocate`, which may leave a part of the space allocated if it fails.
     let free = free_bytes(file);
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let length_before = metadata.len();
-    // The length counts too: not every file system reports the blocks of a file.
+    // Counts the file's length too, because not every file system reports the blocks of a file.
     let there = length_before.max(metadata.blocks() * 512);
     if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
-        // A call to `fallocate` would take all free space first, so other writers would meet a full disk.
+        // `fallocate` would take all free space before it fails, so the disk would be full for other writers.
         return Err(no_room(path, bytes.saturating_sub(there), free));
     }
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
@@ -273,7 +273,8 @@ fn free_bytes(file: &File) -> Option<u64> {
     answer.f_bavail.checked_mul(answer.f_frsize)
 }
 
-/// Makes the file, and its name if it is new, survive a power loss; later flushes of its data rely on that.
+/// Makes the file, and its name if it is new, survive a power loss. Later flushes make only the file's data durable,
+/// not its name.
 pub(crate) fn settle(path: &Arc<Path>, file: &File, is_new: bool) -> Result<()> {
     file.sync_all().map_err(|error| Error::system(path, "fsync", &error))?;
     if is_new { settle_name(path, path) } else { Ok(()) }
@@ -351,8 +352,8 @@ pub(crate) mod tests {
     fn a_file_that_lost_its_name_before_it_was_locked_is_let_go() {
         let folder = Folder::new("name");
         let path = folder.path();
-        // In turn 1 another process removes the file that it had created; in turn 2 it creates another file in its
-        // place.
+        // In turns 1 and 2 another process removes the file before `claim` locks it; in turn 2 it also creates another
+        // file at the path.
         let mut turn = 0;
         let (file, undo) = claimed(&path, &mut || {
             turn += 1;

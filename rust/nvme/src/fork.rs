@@ -1,8 +1,9 @@
 //! Closes a parent's volumes in a forked child.
 //!
 //! A child inherits descriptors, and with them the lock on each device: a worker that outlives a killed parent would
-//! keep the next run out. So a fork handler closes every registered descriptor in the child. The child could not use
-//! the volume anyway, because only the parent has the threads that serve it.
+//! still hold the lock, and the next run could not open the device. So a fork handler closes every registered
+//! descriptor in the child. The child could not use the volume anyway, because only the parent has the threads that
+//! serve it.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, RawFd},
@@ -13,7 +14,7 @@ use std::{
 };
 
 /// The size of the table of descriptors to close in children. It holds the devices, rings and eventfds of all volumes;
-/// a child keeps descriptors that did not fit.
+/// a child does not close descriptors that did not fit.
 const DESCRIPTORS_MAX: usize = 1024;
 const FREE: RawFd = -1;
 
@@ -25,8 +26,8 @@ extern "C" fn in_child() {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
             // SAFETY: `close` is allowed between fork and exec. No code in the child uses or closes this descriptor
-            // again: `Maker::is_elsewhere` makes every method of a volume fail there, and `Volume::drop` forgets the
-            // devices.
+            // again: `Maker::is_elsewhere` makes every method of a volume fail in the child, and `Volume::drop` forgets
+            // the devices.
             unsafe { libc::close(descriptor) };
         }
     }
@@ -43,7 +44,7 @@ impl ForkGuard {
     pub(crate) fn new(descriptor: BorrowedFd<'_>) -> Self {
         HOOK.call_once(|| {
             // SAFETY: `in_child` only accesses atomics and calls `close`; both are allowed after a fork in a threaded
-            // process. It is a function of this library, which is never unloaded.
+            // process. `in_child` stays valid, because this library is never unloaded.
             let failed = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             assert_eq!(failed, 0, "pthread_atfork has no memory left");
         });

@@ -1,4 +1,4 @@
-//! Locks each file or device for one user; the error for a second user names the holder.
+//! Locks each file or device for one volume; the error for a second opener names the process that holds the lock.
 
 use std::{
     fs::{self, File},
@@ -21,7 +21,7 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            // A file system without locks counts as locked: nothing else could detect a second user.
+            // A file on a file system without locks counts as locked, because a second user cannot be detected there.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::WOULDBLOCK) if patience.wait_for_dead_holder(file) => {}
@@ -32,11 +32,12 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
 }
 
 /// How long `lock` waits for a killed process that still has transfers in flight: the kernel keeps its device open and
-/// locked until the last transfer ends. Longer than such transfers take, yet short for a user who waits for the error.
+/// locked until the last transfer ends. Two seconds are longer than such transfers take, yet short for a user who waits
+/// for the error.
 const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
 const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
 
-/// Limits how long an opener waits for dead lock holders. The time starts with `new`.
+/// Limits how long an opener waits for lock holders that are dead. The time starts with `new`.
 pub(crate) struct Patience(Instant);
 
 impl Patience {
@@ -63,7 +64,7 @@ fn alive(pid: u32) -> bool {
     stat.rsplit_once(')').is_none_or(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Releases the lock at once, even if another reference keeps the open file alive, such as a ring in teardown.
+/// Releases the lock at once, even if something else keeps the open file alive, such as a ring in teardown.
 pub(crate) fn unlock(file: &File) {
     // `flock` fails here only if the file was not locked.
     let _ = flock(file, FlockOperation::Unlock);

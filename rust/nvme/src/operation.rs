@@ -24,7 +24,7 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
-    /// `durable`: done only once the bytes are on the medium (`RWF_DSYNC`).
+    /// If `durable`, the write is done only once the bytes are on the medium (`RWF_DSYNC`).
     Write {
         durable: bool,
     },
@@ -45,12 +45,12 @@ impl Kind {
     }
 }
 
-/// The order in which a backend sends waiting requests to the devices. A request that a device already has is not
-/// recalled, so a request of the first lane waits for at most the queue depth.
+/// The order in which a backend sends waiting requests to the devices. A backend does not recall requests from a
+/// device, so a request of the first lane waits for at most as many requests as the queue depth allows.
 ///
 /// Requests do not age from the second lane into the first: callers of the first lane must bound its load. Prefetched
 /// units are bounded by the memory that they are read into, and each is read once for the computation that needs it, so
-/// the second lane has its turn between two of them.
+/// the second lane has its turn between the reads of two units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
     /// Requests that a caller waits for, or will wait for soon.
@@ -74,7 +74,8 @@ pub(crate) struct Context {
     pub(crate) stats: Mutex<VolumeStats>,
     /// The failure of a write whose ticket was dropped. The next flush, or `close`, reports it.
     pub(crate) unclaimed: Mutex<Option<Error>>,
-    /// The first failed flush or durable write. The kernel does not write that data again, so every later flush fails.
+    /// The first failed flush or durable write. The kernel does not write the failed data again, so every later flush
+    /// fails.
     pub(crate) flush_failed: Mutex<Option<Error>>,
 }
 
@@ -121,11 +122,11 @@ impl Context {
 /// The registrations that an operation ends when it finishes.
 #[derive(Debug, Default)]
 struct Registrations {
-    /// Its number in `traffic`, if a caller began it.
+    /// The operation's number in `traffic`, if a caller began the operation.
     begun: Option<Begun>,
-    /// The hold on the blocks that it writes.
+    /// The hold on the blocks that the operation writes.
     hold: Option<Hold>,
-    /// The operation that this one is a part of.
+    /// The operation that this operation is a part of.
     whole: Option<Arc<Operation>>,
 }
 
@@ -153,9 +154,9 @@ pub(crate) struct Operation {
 struct Progress {
     done: bool,
     error: Option<Error>,
-    /// A caller has received the error.
+    /// True once a caller has received the error.
     reported: bool,
-    /// The ticket was dropped.
+    /// True once the ticket was dropped.
     dropped: bool,
 }
 
@@ -187,7 +188,7 @@ impl Operation {
         Self::with(&self.context, (self.kind, self.lane), (range.start, range.end - range.start), at, marks, None)
     }
 
-    /// Makes a transfer between `address` and the volume without a ticket. The copy thread that submits the transfer
+    /// Makes a transfer without a ticket, between `address` and the volume. The copy thread that submits the transfer
     /// waits for it.
     pub(crate) fn internal_transfer(
         context: &Arc<Context>,

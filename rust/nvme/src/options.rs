@@ -5,8 +5,8 @@ use crate::{
     stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
 };
 
-/// The default number of requests that the kernel has at once, per device. Disks peak at four to eight requests of 1
-/// MiB; 16 also reach the peak with requests of 256 KiB, at no cost.
+/// The default number of requests that the kernel has at once, per device. Disks reach their peak bandwidth with four
+/// to eight requests of 1 MiB, or with 16 requests of 256 KiB. A depth of 16 costs nothing with larger requests.
 pub const QUEUE_DEPTH_DEFAULT: usize = 16;
 /// The largest queue depth: the depth of an `NVMe` queue.
 pub const QUEUE_DEPTH_MAX: usize = 1024;
@@ -17,12 +17,13 @@ pub const DEVICES_MAX: usize = 32;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Bytes of the volume. `None` takes the size of the devices; a new file needs a size. Files grow to a larger one.
+    /// Bytes of the volume. `None` takes the size of the devices; a new file needs a size. Smaller files grow to the
+    /// size.
     pub size_bytes: Option<u64>,
     /// The most requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: Option<usize>,
-    /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Every open of a volume must use the same one,
-    /// else offsets map to other places.
+    /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Every open of a volume must use the same
+    /// width, else offsets map to other places.
     pub stripe_bytes: Option<u64>,
     /// The backend to use.
     pub backend: BackendChoice,
@@ -31,7 +32,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns (queue depth, stripe bytes), or an error for an option that is wrong for every device.
+    /// Returns (queue depth, stripe bytes), or an error for an option that is wrong whatever the devices are.
     pub(crate) fn checked(&self) -> Result<(usize, u64)> {
         let queue_depth = self.queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT);
         if !(1..=QUEUE_DEPTH_MAX).contains(&queue_depth) {

@@ -30,12 +30,12 @@ pub(crate) enum Name {
     Own,
     /// The path with [`PENDING_SUFFIX`], until the file is filled.
     Pending,
-    /// None: the caller removes the name.
+    /// No name: the caller removes it.
     Removed,
 }
 
 impl Name {
-    /// Returns the path of a file with this name, whose own path is `own`; `None` for a removed name.
+    /// Returns the path at which a file with this name is stored, if its own path is `own`; `None` for a removed name.
     pub(crate) fn path(self, own: &Path) -> Option<PathBuf> {
         match self {
             Self::Own => Some(own.to_owned()),
@@ -62,7 +62,8 @@ pub enum Lost {
     Truncated,
 }
 
-/// Returns how `path` stopped naming the open file; `None` if it still names it, or if that cannot be determined.
+/// Returns how `path` stopped naming the open file; `None` if `path` still names the file, or if that cannot be
+/// determined.
 pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     let ours = file.metadata().ok()?;
     match fs::metadata(path) {
@@ -74,8 +75,8 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     }
 }
 
-/// True if `claim` may continue with this locked file. Otherwise removes a pending file that is of no use, and `claim`
-/// must open again.
+/// Returns true if `claim` may continue with this locked file, and false if `claim` must open the file again. Removes a
+/// pending file that is of no use.
 pub(crate) fn has_its_name(
     path: &Path,
     (file, name, is_new): (&File, Name, bool),
@@ -84,7 +85,7 @@ pub(crate) fn has_its_name(
     let Some(pending) = Name::Pending.path(path) else { return Ok(true) };
     let remove = || fs::remove_file(&pending).map_err(|error| Error::system(&Arc::from(&*pending), "unlink", &error));
     if name == Name::Own {
-        // A process that was killed between link and unlink left both names: remove the pending one.
+        // A process that was killed between link and unlink left both names: remove the pending name.
         if file.metadata().is_ok_and(|ours| ours.nlink() > 1) && is_at(&pending, file) {
             remove()?;
         }
@@ -108,11 +109,11 @@ pub(crate) fn has_its_name(
         );
         return Err(Error::refused(&Arc::from(&*pending), libc::EEXIST, why));
     }
-    // Removed and not truncated: the file may belong to another user, or have a second name.
+    // Remove the file's name and do not truncate the file: it may belong to another user, or have a second name.
     remove().map(|()| false)
 }
 
-/// True unless nothing has this name. A dangling link counts.
+/// True unless the system reports that `path` does not exist. A dangling link exists.
 pub(crate) fn is_there(path: &Path) -> bool {
     !matches!(fs::symlink_metadata(path), Err(error) if error.kind() == io::ErrorKind::NotFound)
 }
@@ -123,8 +124,8 @@ fn is_at(path: &Path, file: &File) -> bool {
     file.metadata().is_ok_and(|ours| fs::metadata(path).is_ok_and(|there| same(ours, there)))
 }
 
-/// Renames a file from the pending name of `place` to `place`. `path` is the same place as the caller spelled it, for
-/// errors.
+/// Renames a file from the pending name of `place` to `place`. `path` is `place` as the caller spelled it, for error
+/// messages.
 pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<()> {
     let Some(pending) = Name::Pending.path(place) else { return Ok(()) };
     if lost(&pending, file).is_some() {
@@ -184,7 +185,7 @@ mod tests {
     };
     use std::os::unix::fs::FileExt;
 
-    /// The test's `is_left` takes files that begin with this text for unfilled ones.
+    /// The tests' `is_left` treats files that begin with this text as unfilled.
     const LEFT: &str = "left";
 
     /// Claims the file at `path`, or a new one under its pending name.
@@ -265,7 +266,7 @@ mod tests {
         assert_eq!(names(&folder), ["file"]);
         let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(name == Name::Own && !undo.is_new() && lost(&path, &file).is_none());
-        // A process that creates a pending file while another file takes the own name removes its pending file.
+        // If another file takes the path while a process creates a pending file, the process removes the pending file.
         drop((file, fs::rename(&path, folder.0.join("elsewhere"))));
         let mut turn = 0;
         let (_file, _, name) = pending(&path, &mut || {
@@ -309,7 +310,7 @@ mod tests {
         assert!(link_new(&folder.0.join("file.new"), &path).is_ok());
         assert_eq!((names(&folder), lost(&path, &file)), (vec!["file".to_owned()], None));
         drop(file);
-        // As if a process was killed between link and unlink.
+        // Creates the second name that a process leaves if it is killed between link and unlink.
         drop(fs::hard_link(&path, folder.0.join("file.new")));
         let (_file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(name == Name::Own && !undo.is_new());

@@ -1,4 +1,4 @@
-//! Opens raw block devices exclusively, and rejects those with foreign data.
+//! Opens raw block devices exclusively, and rejects devices with foreign data.
 
 use std::{
     fs::{self, File},
@@ -25,7 +25,7 @@ const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
 /// Alignment for reading the edges of a device: satisfies the direct I/O of every device.
 const EDGE_ALIGN: usize = 4096;
 
-/// Opens a device with `O_EXCL` and locks it, so that no other process can mount or open it that way.
+/// Opens a device with `O_EXCL` and locks it, so that no other process can mount the device or open it with `O_EXCL`.
 pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     let patience = Patience::new();
     let file = loop {
@@ -64,13 +64,13 @@ fn busy(path: &Arc<Path>) -> Error {
 /// Returns the size of the device in bytes; an error if it is read-only or empty.
 pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
     let mut read_only: libc::c_int = 0;
-    // SAFETY: `BLKROGET` writes an int, and `read_only` is one.
+    // SAFETY: `BLKROGET` writes an int, and `read_only` is an int.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
     if result == 0 && read_only != 0 {
         return Err(Error::refused(path, libc::EROFS, "the device is read-only; see `blockdev --setrw`"));
     }
     let mut bytes: u64 = 0;
-    // SAFETY: `BLKGETSIZE64` writes a u64, and `bytes` is one.
+    // SAFETY: `BLKGETSIZE64` writes a u64, and `bytes` is a u64.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) };
     if result != 0 {
         return Err(Error::system(path, "BLKGETSIZE64", &io::Error::last_os_error()));

@@ -13,15 +13,15 @@ use crate::{
 /// The largest request, in bytes. Every measured disk reaches its peak at 1 MiB; larger requests gain nothing and miss
 /// the L3 cache.
 pub const REQUEST_BYTES_MAX: usize = 1 << 20;
-/// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] that takes about two seconds; a
-/// shortage of memory that lasts longer is not a momentary one.
+/// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] the retries take about two seconds; a
+/// shortage of memory that lasts longer is not temporary.
 const TRIES_MAX: u32 = 2_000;
 /// Retries without a pause. Each later retry follows a pause of [`PAUSE`].
 const TRIES_AT_ONCE: u32 = 8;
-/// Long enough for the kernel to reclaim memory, short beside any timeout.
+/// The pause before a retry: long enough for the kernel to reclaim memory, short compared with any timeout.
 pub(crate) const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
 
-/// An operation, or a part of one, that is being cut into requests.
+/// An operation, or a part of an operation, that is being cut into requests.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) operation: Arc<Operation>,
@@ -34,7 +34,7 @@ impl Job {
         Self { operation, cut: 0 }
     }
 
-    /// Cuts off the next request; `None` if none is left.
+    /// Cuts off the next request; `None` if no request is left.
     #[expect(clippy::cast_possible_truncation, reason = "at most REQUEST_BYTES_MAX, or the index of a device")]
     pub(crate) fn next_request(&mut self) -> Option<Request> {
         let operation = &self.operation;
@@ -148,8 +148,8 @@ impl Request {
         }
     }
 
-    /// Handles a short transfer: the request continues at the last whole block, because direct I/O needs aligned
-    /// offsets. A read that repeatedly moves less than a block has reached the file's end.
+    /// Handles a short transfer: the request continues after the last whole block that was moved, because direct I/O
+    /// needs aligned offsets. A read that repeatedly moves less than a block has reached the file's end.
     fn stopped_short(&mut self, moved: usize) -> NextStep {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
@@ -201,8 +201,8 @@ impl Request {
 }
 
 impl Drop for Request {
-    /// Answers a request that no device has answered, because its backend is shutting down or has panicked, with
-    /// ECANCELED: a waiter gets an error and does not hang.
+    /// Answers the request with ECANCELED if no device has answered it, because its backend is shutting down or has
+    /// panicked. So a waiter gets an error and does not hang.
     fn drop(&mut self) {
         if !self.settled {
             self.settle(Err(self.failure(libc::ECANCELED)));

@@ -1,6 +1,7 @@
 //! Detects foreign data on a block device: file systems, partition tables, LVM, RAID, encryption.
 //!
-//! A device with such a signature is rejected. A user who does not need the data runs `wipefs` first.
+//! `raw::refuse_foreign` rejects a device with a signature of such data. A user who does not need the data runs
+//! `wipefs` first.
 
 /// Bytes at each end of a device that are searched for signatures.
 pub(crate) const EDGE_BYTES: usize = 256 << 10;
@@ -65,7 +66,8 @@ const BEFORE_END: &[(&str, usize, &[u8])] = &[
     ("a RAID member (Intel)", 1024, b"Intel Raid ISM Cfg Sig. "),
 ];
 
-/// The first and the last [`EDGE_BYTES`] of a device, and its size. Both slices hold the whole device if it is smaller.
+/// The first and the last [`EDGE_BYTES`] of a device, and its size. Both slices hold the whole device if it is smaller
+/// than [`EDGE_BYTES`].
 #[derive(Debug)]
 pub(crate) struct Edges<'a> {
     pub(crate) first: &'a [u8],
@@ -104,8 +106,8 @@ fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
     bytes.get(offset..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// True if `first` has an ext superblock. Its magic has only two bytes, so the fields beside it must be plausible too:
-/// a store of memascend with the same two bytes must open.
+/// True if `first` has an ext superblock. Its magic has only two bytes, so other fields of the superblock must be
+/// plausible too: a store of memascend with the same two bytes must open.
 fn ext(first: &[u8]) -> bool {
     const SUPERBLOCK: usize = 1024;
     let word = |offset| u32_at(first, SUPERBLOCK + offset);
@@ -117,8 +119,8 @@ fn ext(first: &[u8]) -> bool {
         && half(0x3a).is_some_and(|state| state <= 7)
 }
 
-/// True if `first` is a boot sector with partitions. Its magic has only two bytes, so all four entries must be
-/// plausible and one must be in use.
+/// True if `first` is a boot sector with partitions. Its magic has only two bytes, so all four partition entries must
+/// be plausible and one must be in use.
 fn partitioned(first: &[u8]) -> bool {
     let entry = |index: usize| first.get(446 + index * 16..462 + index * 16);
     let entries: Option<Vec<&[u8]>> = (0..4).map(entry).collect();
@@ -128,8 +130,8 @@ fn partitioned(first: &[u8]) -> bool {
     holds(first, 510, b"\x55\xaa") && entries.iter().all(sound) && entries.iter().any(used)
 }
 
-/// True if md metadata is at the end: version 0.90 in the last whole 64 KiB but one, version 1.0 at least 8 KiB before
-/// the end.
+/// True if md metadata is at the end: version 0.90 at the start of the last whole 64 KiB, version 1.0 at least 8 KiB
+/// before the end.
 fn raid_at_end(edges: &Edges<'_>) -> bool {
     const MAGIC: &[u8] = b"\xfc\x4e\x2b\xa9";
     let size = edges.device_bytes;
@@ -142,7 +144,7 @@ fn raid_at_end(edges: &Edges<'_>) -> bool {
     [version_0, version_1].into_iter().flatten().filter_map(before_end).any(|offset| holds(edges.last, offset, MAGIC))
 }
 
-/// True if `edge` has a ZFS uberblock. Each label of 256 KiB has a ring of them in its second half, 1 KiB apart.
+/// True if `edge` has a ZFS uberblock. Each label of 256 KiB has a ring of uberblocks in its second half, 1 KiB apart.
 fn zfs(edge: &[u8]) -> bool {
     const RING: usize = 128 << 10;
     (RING..EDGE_BYTES).step_by(1024).any(|offset| {

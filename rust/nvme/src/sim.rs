@@ -71,9 +71,9 @@ pub struct Faults {
     pub errors: Vec<(Action, i32, u32)>,
     /// The longest delay of an answer; each delay is random.
     pub delay: Duration,
-    /// Answers requests in random order.
+    /// If true, the device answers requests in random order.
     pub reorder: bool,
-    /// The power fails after so many requests: each later one fails with ENXIO and has no effect.
+    /// The power fails after this many requests: each later request fails with ENXIO and has no effect.
     pub dies_after: Option<u64>,
 }
 
@@ -121,7 +121,7 @@ impl SimDisk {
         locked(&self.state).operations.clone()
     }
 
-    /// Flips the bits of `mask` in the byte at `offset`, as a fault of the medium: no operation records it.
+    /// Flips the bits of `mask` in the byte at `offset`, as a fault of the medium would: `operations` does not show it.
     pub fn flip(&self, offset: usize, mask: u8) {
         let mut medium = locked(&self.state);
         medium.cached[offset] ^= mask;
@@ -129,7 +129,7 @@ impl SimDisk {
     }
 
     /// Returns the device after a power loss at this moment: each write since the last flush may be present, missing or
-    /// torn, independently of their order.
+    /// torn, whatever happened to the other writes.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let medium = locked(&self.state);
@@ -276,7 +276,7 @@ impl Driver {
         let sectors = request.bytes / SECTOR_BYTES;
         let short = self.rng.chance(self.faults.short) && sectors > 1;
         let moved = if short || error.is_some() {
-            // At least one byte and not all; the number may end inside a sector.
+            // Moves at least one byte but not all; the transfer may end inside a sector.
             1 + self.rng.below(request.bytes.max(2) - 1)
         } else {
             request.bytes
@@ -293,7 +293,8 @@ impl Driver {
         match request.kind {
             Kind::Read => {
                 let from = &medium.cached[at..at + moved];
-                // SAFETY: the operation owns `request.bytes` writable bytes at `address`, and `moved` is at most that.
+                // SAFETY: the operation owns `request.bytes` writable bytes at `address`, and `moved` is at most
+                // `request.bytes`.
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), memory, moved) };
             }
             Kind::Write { durable } => {

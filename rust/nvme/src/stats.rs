@@ -1,6 +1,6 @@
 //! Counters of a volume's operations, requests and bytes. Every volume keeps them.
 
-/// Reads or writes of a volume since it was opened.
+/// Counters of a volume's reads, or of its writes, since the volume was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moved {
     /// Bytes of the operations that succeeded.
@@ -14,9 +14,9 @@ pub struct Moved {
 /// Counters of a volume since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VolumeStats {
-    /// Operations that read.
+    /// Counters of reads.
     pub read: Moved,
-    /// Operations that write.
+    /// Counters of writes.
     pub written: Moved,
     /// Flushes that succeeded.
     pub flushes: u64,
@@ -28,6 +28,6 @@ pub struct VolumeStats {
     pub retried: u64,
     /// Bytes that were copied through a chunk because their memory or their offset was not aligned.
     pub bounced_bytes: u64,
-    /// Operations that have begun and not ended.
+    /// Operations that have begun but not ended.
     pub in_flight: u64,
 }

@@ -1,13 +1,13 @@
 //! Maps each byte of a volume to its device and offset.
 //!
 //! Stripe `k` of the volume is on device `k % devices`, as that device's stripe `k / devices`. A volume over one device
-//! has no stripes: its offsets are the device's.
+//! has no stripes: its offsets are the offsets of the device.
 
 /// The default width of a stripe: one whole request, so that a large transfer keeps every device busy with requests of
-/// the fastest size.
+/// the size at which disks are fastest.
 pub const STRIPE_BYTES_DEFAULT: u64 = 1 << 20;
-/// The bounds of a stripe's width: below a page every request would be split; above 1 GiB one device would serve most
-/// transfers.
+/// The bounds of a stripe's width: stripes below a page would split every request; with stripes above 1 GiB, one device
+/// would serve most transfers.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 4096;
 pub(crate) const STRIPE_BYTES_MAX: u64 = 1 << 30;
 
@@ -18,7 +18,8 @@ pub(crate) struct Striping {
     stripe_bytes: u64,
 }
 
-/// The device and offset of a byte of the volume, and how many bytes of the volume follow it there without a gap.
+/// The device and offset of a byte of the volume, and how many bytes of the volume the device holds from there on
+/// without a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) device: usize,

@@ -16,10 +16,10 @@ use crate::{
     request::{Job, Jobs, NextStep, PAUSE, Request},
 };
 
-/// Threads for one device. Four, with requests of 1 MiB, reach the ring's bandwidth; each waits in the kernel most of
-/// the time.
+/// The number of threads for one device. Four threads with requests of 1 MiB reach the bandwidth of `io_uring`; each
+/// waits in the kernel most of the time.
 const THREADS_ONE_DEVICE: usize = 4;
-/// Threads for several devices, each of which needs a few requests at a time.
+/// The number of threads that serve several devices together. Each device needs a few requests at a time.
 const THREADS_SEVERAL_DEVICES: usize = 8;
 
 pub(crate) struct Threads {
@@ -40,8 +40,8 @@ impl Threads {
         for index in 0..most.min(queue_depth * devices.len()) {
             let (queue, devices) = (Arc::clone(&pool.queue), Arc::clone(devices));
             let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
-            // A panic drops the request that caused it, which answers it with an error; then the thread serves the
-            // other requests.
+            // A panic drops the request that caused it, and `Request::drop` answers the request with an error. Then the
+            // thread serves the other requests.
             let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&queue, &devices))).is_err() {};
             pool.threads.push(thread.spawn(served)?);
         }
@@ -52,7 +52,7 @@ impl Threads {
 impl Backend for Threads {
     fn submit(&self, job: Job) {
         self.queue.lock().jobs.push(job);
-        // A job may have requests for several threads: each thread that takes one wakes the next.
+        // A job may have requests for several threads: each thread that takes a request wakes the next thread.
         self.queue.notify_one();
     }
 }
@@ -106,7 +106,7 @@ fn perform(request: &Request, device: &Device) -> Result<usize, i32> {
             // SAFETY: as for the read above.
             unsafe { libc::pwritev2(descriptor, &raw const place, 1, offset, libc::RWF_DSYNC) }
         }
-        // SAFETY: `fdatasync` accesses no memory of ours.
+        // SAFETY: `fdatasync` takes no pointer.
         Kind::Flush => unsafe { libc::fdatasync(descriptor) as isize },
     };
     usize::try_from(moved).map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))

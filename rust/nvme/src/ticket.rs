@@ -8,8 +8,8 @@ use crate::{Buffer, Error, Result, operation::Operation};
 
 /// A handle on an operation in flight. The operation owns the buffer until the kernel has finished with it.
 ///
-/// Dropping a ticket does not cancel the operation: it continues and keeps its buffer until it ends. If it is a write
-/// that fails, the next [`Volume::flush`](crate::Volume::flush) reports that.
+/// Dropping a ticket does not cancel the operation: it continues and keeps its buffer until it ends. If the operation
+/// is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
 pub struct Ticket<B> {
     operation: Arc<Operation>,
     buffer: PhantomData<fn() -> B>,
@@ -20,7 +20,7 @@ pub struct Ticket<B> {
 pub struct Finished<B> {
     /// The buffer that the caller passed in. Its bytes are undefined after a failed read.
     pub buffer: B,
-    /// The bytes moved, which are always all bytes; or an error.
+    /// The number of bytes moved, which is always the length of the buffer; or an error.
     pub result: Result<usize>,
 }
 
@@ -50,7 +50,7 @@ impl<B: Buffer> Ticket<B> {
         self.operation.wait(&mut wait)
     }
 
-    /// Returns the bytes moved, or the error; `None` while the operation is in flight.
+    /// Returns the number of bytes moved, or the error; `None` while the operation is in flight.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the length of a buffer is a usize")]
     pub fn outcome(&self) -> Option<Result<usize>> {
@@ -92,7 +92,8 @@ impl<B> fmt::Debug for Ticket<B> {
 
 impl<B> Drop for Ticket<B> {
     fn drop(&mut self) {
-        // In a forked child, another thread of the parent may have held the operation's lock.
+        // In a forked child, do not lock the operation: another thread of the parent may have held that lock at the
+        // fork, so the child would wait for ever.
         if !self.operation.context.maker.is_elsewhere() {
             self.operation.ticket_dropped();
         }

@@ -5,7 +5,7 @@
 //! [Note: block holds] A write that covers only a part of a block must read the block, change the part and write the
 //! block back. Two such writes to different bytes of one block would undo each other. So a write of whole blocks takes
 //! a *shared* hold on them, and a write that reads the block first takes an *alone* hold. An alone hold excludes every
-//! other hold on its blocks; shared holds exclude no shared ones.
+//! other hold on its blocks; shared holds do not exclude each other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ use memascend_mem::{Guarded, Wait};
 
 use crate::{Error, Result};
 
-/// The most operations in flight on one volume; each costs a few hundred bytes. Far more than any device can use.
+/// The most operations in flight on one volume; each costs a few hundred bytes. No device can use nearly as many.
 pub const OPERATIONS_MAX: usize = 1 << 16;
 
 #[derive(Debug, Default)]

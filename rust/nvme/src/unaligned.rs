@@ -21,10 +21,10 @@ use crate::{
     request::Job,
 };
 
-/// Bytes that one thread moves at a time: one request of the fastest size.
+/// Bytes that one thread moves at a time: one request of the size at which disks are fastest.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Threads, each with a chunk. Four chunks keep a device busy; copying takes about as long as the device's work, so
-/// twice as many.
+/// The number of threads; each has one chunk. Four chunks keep a device busy, and copying takes about as long as the
+/// device's work, so there are twice as many threads.
 const THREADS: usize = 8;
 
 /// The copy threads. The first transfer that needs them starts them.
@@ -63,7 +63,7 @@ impl Unaligned {
             let thread = std::thread::Builder::new().name(format!("memascend-copy-{index}"));
             match thread.spawn(move || shared.serve(&chunk)) {
                 Ok(thread) => threads.push(thread),
-                // Fewer threads work too: continue if one has started.
+                // Fewer threads work too: continue if at least one thread has started.
                 Err(_) if !threads.is_empty() => break,
                 Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
             }
@@ -166,7 +166,7 @@ impl Shared {
         result
     }
 
-    /// Moves `range` between `address` and the volume, and waits until that has ended.
+    /// Moves `range` between `address` and the volume, and waits until the transfer has ended.
     fn transfer(&self, kind: Kind, of: &Operation, range: Range<u64>, address: Address) -> Result<()> {
         let internal_transfer = Operation::internal_transfer(&self.context, (kind, of.lane), range, address);
         self.backend.submit(Job::new(Arc::clone(&internal_transfer)));

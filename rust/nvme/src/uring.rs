@@ -25,7 +25,7 @@ use crate::{
 
 /// Requests of this size or more are submitted one at a time. The kernel's I/O scheduler merges adjacent requests that
 /// are submitted together: a queue of 8 requests of 1 MiB becomes a queue of 3, which costs 10 % of the bandwidth
-/// (measured). A system call costs little beside such a request.
+/// (measured). A system call costs little compared with such a request.
 const ALONE_BYTES: usize = 256 << 10;
 /// The `user_data` of the eventfd's read; a request's `user_data` is its index in `places`.
 const WAKE_MARK: u64 = u64::MAX;
@@ -38,7 +38,7 @@ pub(crate) struct Uring {
 /// The state that callers and the ring thread share.
 struct Inbox {
     queue: Mutex<Queue>,
-    /// Dropped before `wake` is closed.
+    /// This field drops before `wake` is closed.
     _wake_fork_guard: ForkGuard,
     wake: OwnedFd,
 }
@@ -170,7 +170,7 @@ impl Drop for AbortOnPanic {
 /// The ring thread's state.
 struct Driver<'a> {
     inbox: &'a Inbox,
-    /// Dropped before `ring` is closed.
+    /// This field drops before `ring` is closed.
     _ring_fork_guard: ForkGuard,
     ring: IoUring,
     /// The ring uses the devices' descriptors and does not register their files: the kernel tears down the ring of a
@@ -181,7 +181,7 @@ struct Driver<'a> {
     free: Vec<usize>,
     /// Requests to submit again.
     again: Vec<Request>,
-    /// The target of the eventfd's read.
+    /// The memory that the read of the eventfd writes to.
     wakes: Box<u64>,
     /// The kernel has a pending read of the eventfd.
     listening: bool,
@@ -189,7 +189,8 @@ struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     fn new(inbox: &'a Inbox, devices: &'a [Device], depth: usize) -> io::Result<Self> {
-        // One more entry for the eventfd. The completion queue has twice as many entries, so it never overflows.
+        // The ring has one entry more than `depth`, for the eventfd. The completion queue has twice as many entries, so
+        // it never overflows.
         let entries = u32::try_from(depth + 1).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
         let ring = make(entries)?;
         // SAFETY: `ring` keeps its descriptor open during this call.
@@ -286,14 +287,14 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits and waits for a completion. May return without one, after a signal or a shortage in the kernel; `run`
-    /// calls it again.
+    /// Submits requests and waits for a completion. May return without a completion, after a signal or a shortage in
+    /// the kernel; `run` calls it again.
     fn enter(&mut self) {
         if let Err(error) = self.ring.submit_and_wait(1) {
             match error.raw_os_error() {
                 // EBUSY: completions must be reaped first.
                 Some(libc::EINTR | libc::EBUSY) => {}
-                // EAGAIN, ENOMEM and others lose no submitted entry: pause and retry.
+                // After EAGAIN, ENOMEM and other errors, the ring still has every entry: pause and retry.
                 _ => std::thread::sleep(PAUSE),
             }
         }
@@ -312,7 +313,7 @@ impl<'a> Driver<'a> {
             let Ok(mark) = usize::try_from(entry.user_data()) else { continue };
             let Some(mut request) = self.places.get_mut(mark).and_then(Option::take) else { continue };
             self.free.push(mark);
-            // Refills the device first: the next request is under way while `interpret_result` wakes the waiter.
+            // `fill` sends the next request first, so that the device works while `interpret_result` wakes the waiter.
             self.fill();
             // A negative result is an error number.
             let answer = usize::try_from(result).map_err(|_| -result);

@@ -38,7 +38,8 @@ pub struct DeviceInfo {
 /// One address space over one or several devices, striped.
 ///
 /// Operations on different bytes never disturb each other, in any order and from any threads, even inside one block.
-/// Operations on the same bytes may be done in any order: wait for the earlier one before you begin the later one.
+/// Operations on the same bytes may be done in any order: wait for the earlier operation before you begin the later
+/// operation.
 ///
 /// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a failed write
 /// that no ticket has reported.
@@ -71,7 +72,7 @@ pub(crate) struct Parts {
 }
 
 impl Volume {
-    /// Makes a volume over any backend. `devices` is `None` for simulated ones.
+    /// Makes a volume over any backend. `devices` is `None` for simulated devices.
     pub(crate) fn over(
         context: Arc<Context>,
         backend: Arc<dyn Backend>,
@@ -85,14 +86,14 @@ impl Volume {
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
     }
 
-    /// Keeps the files that were created or grown for this volume. Until then, dropping a volume that was opened from a
-    /// [`Claim`](crate::Claim) undoes that. A file with a pending name is kept once [`take_name`](Self::take_name) has
-    /// renamed it.
+    /// Keeps the files that were created or grown for this volume. Before `keep`, dropping a volume that was opened
+    /// from a [`Claim`](crate::Claim) removes the created files and shrinks the grown files. A file with a pending name
+    /// is kept only once [`take_name`](Self::take_name) has renamed it.
     pub fn keep(&self) {
         self.opened().iter().for_each(Device::keep);
     }
 
-    /// Renames files from their pending names to their own, and keeps them.
+    /// Renames files from their pending names to their own names, and keeps the files.
     ///
     /// # Errors
     /// If another file has the name: that file is not touched.
@@ -106,8 +107,8 @@ impl Volume {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Tells the volume that the caller removes the names of its files: `lost` then ignores them, and dropping the
-    /// volume undoes nothing.
+    /// Tells the volume that the caller removes the names of its files: `lost` then ignores these files, and dropping
+    /// the volume undoes nothing.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);
     }
@@ -117,8 +118,8 @@ impl Volume {
         self.opened().iter().for_each(Device::forsake);
     }
 
-    /// Returns the first file whose path stopped naming it, or that was truncated, and which of these happened. `None`
-    /// for raw devices, and once the volume is closed.
+    /// Returns the first file that lost its name or was truncated, and how it did. `None` if no file did, for raw
+    /// devices, and once the volume is closed.
     #[must_use]
     pub fn lost(&self) -> Option<(Arc<Path>, Lost)> {
         self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
@@ -138,8 +139,8 @@ impl Volume {
         self.read_in(Lane::Second, buffer, offset)
     }
 
-    /// Begins a read in the lane that the caller chooses. For an unaligned read, only its device transfers use that
-    /// lane; its place in the queue for copying does not depend on it.
+    /// Begins a read in the lane that the caller chooses. For an unaligned read, only the device transfers use that
+    /// lane; the read's place in the queue for copying does not depend on the lane.
     pub fn read_in<B: Buffer>(
         &self,
         lane: Lane,
@@ -156,7 +157,7 @@ impl Volume {
     }
 
     /// Begins to write the buffer at `offset`. The write is done when these bytes, and the file system's metadata that
-    /// locates them, survive a power loss. It makes no other write durable.
+    /// locates them, survive a power loss. The call makes no other write durable.
     pub fn write_durable<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: true }, Lane::Second), buffer, offset)
     }
@@ -213,8 +214,8 @@ impl Volume {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Grows the volume's files until it holds `size_bytes`, permanently. Returns false, with the size unchanged, for a
-    /// raw device or if a file system has no room.
+    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, with the size
+    /// unchanged, for a raw device or if a file system has no room.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
@@ -336,8 +337,8 @@ impl Volume {
         if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
             hold = context.traffic.try_hold_shared(&straight);
             if hold.is_none() {
-                // Another operation reads and rewrites one of these blocks: the copy threads wait for it (see [Note:
-                // block holds] in `traffic.rs`).
+                // Another operation reads and rewrites one of these blocks. Leave the whole write to the copy threads,
+                // which wait for that operation (see [Note: block holds] in `traffic.rs`).
                 straight = whole.end..whole.end;
                 if let Err(error) = running.unaligned.ready() {
                     context.traffic.end(begun);
@@ -386,7 +387,7 @@ struct Prepared<'a> {
     /// The range of the volume that the operation moves.
     whole: Range<u64>,
     /// The whole blocks inside `whole` that move directly between memory and disk. Empty, at the end of `whole`, if
-    /// there are none.
+    /// there are no such blocks.
     straight: Range<u64>,
     begun: Begun,
     /// The shared hold on `straight`, for a write.
@@ -421,7 +422,7 @@ impl Prepared<'_> {
     }
 }
 
-/// Returns the whole blocks inside `whole`; an empty range at the end of `whole` if there are none.
+/// Returns the whole blocks inside `whole`; an empty range at the end of `whole` if there are no whole blocks.
 fn whole_blocks(context: &Context, whole: &Range<u64>) -> Range<u64> {
     let block = context.block_bytes as u64;
     match (whole.start.checked_next_multiple_of(block), whole.end / block * block) {

@@ -114,7 +114,7 @@ fn neighbours_in_one_block_never_undo_each_other() {
 
 #[test]
 fn a_whole_block_and_a_part_of_it_are_both_there() {
-    // Of two overlapping writes, each byte comes from one or the other, never from before both.
+    // After two overlapping writes, each byte must come from one of the writes: none may keep its former value.
     for seed in 0..200 {
         let faults = Faults { seed, reorder: true, delay: Duration::from_micros(20), ..Faults::default() };
         let volume = opened(&[SimDisk::new(8192)], &faults);

@@ -18,7 +18,7 @@ const ROUNDS: usize = 9;
 /// Elements of the engine's chunks.
 const CHUNK: usize = 65_536;
 
-/// Cases that move the same bytes. The first case is the loop that the others are compared with.
+/// Cases that move the same bytes. The first case is the loop that the other cases are compared with.
 struct Group {
     bytes_per_element: usize,
     cases: &'static [(&'static str, Case)],
@@ -40,9 +40,9 @@ const GROUPS: &[Group] = &[
             ("read 2 B", |d, _, threads| memory::read(&d.grad, threads)),
             ("check bf16", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.grad), exec))),
             ("check f16", |d, exec, _| _ = black_box(check(Floats::F16(&d.half), exec))),
-            // Exponents are too far apart for one sum per lane, as they often are in gradients.
+            // These exponents are too far apart for one sum per lane, as the exponents of gradients often are.
             ("check bf16, wide range", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.wide), exec))),
-            // Slow on processors whose arithmetic is slow on fp32 denormals, above all Intel's.
+            // This case is slow on processors that are slow at arithmetic on fp32 denormals, above all Intel's.
             ("check f16, denormals", |d, exec, _| _ = black_box(check(Floats::F16(&d.tiny), exec))),
         ],
     },
@@ -68,7 +68,8 @@ const GROUPS: &[Group] = &[
             }),
         ],
     },
-    // Chunk by chunk, as the engine calls the kernels. The bytes per element are those of the second case.
+    // These cases work chunk by chunk, as the engine calls the kernels. The bytes per element are those of the second
+    // case.
     Group {
         bytes_per_element: 26,
         cases: &[
@@ -204,7 +205,7 @@ impl Data {
             for ((_, case), samples) in group.cases.iter().zip(&mut samples) {
                 let began = Instant::now();
                 case(self, exec, threads);
-                // The first round warms up.
+                // The first round is a warm-up and does not count.
                 if round > 0 {
                     samples.push(began.elapsed().as_secs_f64());
                 }

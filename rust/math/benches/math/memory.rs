@@ -30,7 +30,8 @@ impl<T: Copy> Buffer<T> {
         // SAFETY: the range is the new mapping. If the advice fails, the benchmark is slower and still correct.
         unsafe { libc::madvise(mapping, mapped_bytes, libc::MADV_HUGEPAGE) };
         let mapping = mapping.cast::<u8>();
-        // SAFETY: the mapping has HUGE bytes more than needed for alignment, and `offset` bytes.
+        // SAFETY: besides the elements, the mapping has `HUGE` bytes for the alignment and `offset` bytes for the
+        // offset.
         let start = unsafe { mapping.add(mapping.align_offset(HUGE) + offset) };
         let mut buffer = Self { mapping, mapped_bytes, start: start.cast(), len };
         buffer.fill(value);
@@ -84,7 +85,7 @@ pub(super) fn read<T: Sync>(data: &[T], threads: usize) {
 
 #[inline(always)]
 fn read_part(lines: &[Line]) -> u64 {
-    // Four lines per iteration, so that no operation waits for the one before.
+    // Reads four lines per iteration, so that no operation waits for the previous operation.
     let mut sums = [[0_u64; 8]; 4];
     for group in lines.chunks_exact(4) {
         for (sums, line) in sums.iter_mut().zip(group) {

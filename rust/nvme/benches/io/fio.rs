@@ -34,7 +34,7 @@ impl Fio {
         if self.before.is_some() { "fio, huge pages" } else { "fio, 4 KiB pages" }
     }
 
-    /// Runs one pass over `nbytes` of each path together.
+    /// Runs one pass over `nbytes`, spread over all paths.
     pub(crate) fn run(
         &self,
         paths: &[PathBuf],
@@ -76,8 +76,8 @@ impl Drop for Fio {
     }
 }
 
-/// Parses a terse line of version 3 from fio: 41 fields of reads from the sixth on, then 41 of writes, then processor
-/// time.
+/// Parses a terse line of version 3 from fio. From the sixth field on, the line has 41 fields about reads, 41 about
+/// writes, and then the processor time.
 fn parsed(fields: &[&str]) -> Result<Sample, Box<dyn Error>> {
     let number = |index: usize| -> Result<f64, Box<dyn Error>> {
         let field = fields.get(index).ok_or("fio's line is too short")?;

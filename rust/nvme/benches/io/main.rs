@@ -96,14 +96,15 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "{:>7} {:>5} {:<7} {:<24} {:>6} {:>9} {:>8} {:>8} {:>9}   ours / {peer}",
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
-    // Regions of whole huge pages, as an arena has: a block on small pages is many segments to the device.
+    // Each region has whole huge pages, like an arena's region: the device would see a block on small pages as many
+    // segments.
     let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { page_bytes() };
     for &block in &wishes.blocks {
         for &depth in &wishes.depths {
             let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
             let region = Region::new(nbytes, Pin::Off, OnFork::Wipe, "bench")?;
             let chunks = ChunkRing::new(&region, block + 4096, depth)?;
-            // One pass first: the first write to reserved space is slower.
+            // Writes one pass that is not measured: the first write to reserved space is slower.
             for way in ways {
                 run(way, &chunks, Pattern::Write, (block, depth), wishes.nbytes)?;
             }
@@ -118,7 +119,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
                         samples[ways.len()].push(fio.run(paths, pattern, (block, depth), wishes.nbytes)?);
                     }
                 }
-                // Ratios are computed within a round: a disturbance slows both passes of a round alike.
+                // Ratios are computed within a round: a disturbance slows all passes of a round alike.
                 let peers: &[Sample] = if fio.is_some() { &samples[ways.len()] } else { &samples[0] };
                 let names = ways.iter().map(|way| way.name).chain(fio.as_ref().map(Fio::name));
                 for (name, own) in names.zip(&samples) {
@@ -188,7 +189,7 @@ fn run(
     }
     let seconds = began.elapsed().as_secs_f64();
     let used = cpu_seconds() - cpu;
-    // A nanosecond per byte, so a gigabyte is a second.
+    // `Duration` converts bytes to gigabytes: a nanosecond stands for a byte, so a second stands for a gigabyte.
     let gigabytes = Duration::from_nanos(blocks * block as u64).as_secs_f64();
     latencies.sort_unstable_by(f64::total_cmp);
     Ok(Sample {
@@ -199,7 +200,7 @@ fn run(
     })
 }
 
-/// Returns the buffer of an operation that has ended, else of the oldest, and its latency in milliseconds.
+/// Takes an operation that has ended, else waits for the oldest. Returns its buffer and its latency in milliseconds.
 fn next(flying: &mut VecDeque<(Instant, Ticket<Shared>)>) -> Result<(Shared, f64), Box<dyn Error>> {
     let ended = flying.iter().position(|(_, ticket)| ticket.is_done()).unwrap_or(0);
     let (asked, ticket) = flying.remove(ended).ok_or("nothing in flight")?;

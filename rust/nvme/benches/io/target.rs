@@ -1,4 +1,4 @@
-//! Chooses the files and devices to measure; rejects those that hold data.
+//! Chooses the files and devices to measure; rejects files and devices that hold data.
 
 use std::{
     error::Error,
@@ -19,15 +19,15 @@ const EDGE_BYTES: usize = 1 << 20;
 /// Number of file names that this process has made for folders.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// Files that the measurement creates, or empty devices. Dropping removes the files, and zeroes the devices' first
-/// bytes.
+/// Files that the measurement creates, or empty devices. Dropping this value removes the files, and zeroes the devices'
+/// first bytes.
 pub(crate) struct Target {
     pub(crate) paths: Vec<PathBuf>,
     devices: bool,
 }
 
 impl Target {
-    /// Accepts folders, missing files, files and devices of a former run, and empty raw devices.
+    /// Accepts folders, missing files, files and devices that a former run left, and empty raw devices.
     pub(crate) fn new(paths: &[PathBuf]) -> Result<Self, Box<dyn Error>> {
         let mut devices = 0;
         let mut chosen = Vec::new();
@@ -56,7 +56,7 @@ impl Target {
         Ok(Self { paths: chosen, devices: devices != 0 })
     }
 
-    /// The size to open the paths with; `None` for devices, which have their own.
+    /// The size to open the paths with; `None` for devices, which have their own size.
     pub(crate) fn size_bytes(&self, nbytes: u64) -> Option<u64> {
         (!self.devices).then_some(nbytes)
     }
