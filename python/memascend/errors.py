@@ -9,7 +9,8 @@ from typing import Any
 class MemascendError(Exception):
     """The base class of every error that memascend raises itself."""
 
-    # The keyword-only arguments of `__init__`, each also an attribute: `__reduce__` passes them when it unpickles.
+    # The names of the keyword-only arguments of `__init__`, which are also attributes. `__reduce__` makes pickle pass
+    # them to `__init__`; by default pickle passes only the positional arguments of an exception.
     _keywords: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -38,7 +39,8 @@ class BudgetError(MemascendError, MemoryError):
 class MemoryLimitError(MemascendError, MemoryError):
     """The machine, or the cgroup of the process, has less free memory than was requested.
 
-    It is raised before the memory is touched: the kernel would kill the process at the first access past the limit.
+    The error is raised before the memory is touched: the kernel would kill the process at the first access past the
+    limit.
 
     Attributes:
         needed: bytes that were requested.
@@ -54,7 +56,7 @@ class MemoryLimitError(MemascendError, MemoryError):
 
 
 class StorageError(MemascendError, OSError):
-    """A device failed, is full, mounted, foreign or in use, or its store is unfinished or unclosed.
+    """A device failed, is full, is mounted or in use, or has foreign contents; or a store is unfinished or unclosed.
 
     Attributes:
         errno: the system's error number, or None if no system error applies.

@@ -45,14 +45,15 @@ def open(  # noqa: A001
     """Opens one or several files or raw block devices as one volume.
 
     Files get no header: the byte at offset 0 is yours. `open` reserves the disk space of the whole file, so that no
-    later write finds the file system full. It extends a file to a multiple of the alignment, which `size` does not
-    count. It opens a raw device exclusively, and rejects a device that is mounted, in use, or contains a file system, a
-    partition table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
+    later write finds the file system full. It extends a file to a multiple of the alignment; `size` does not include
+    the extension. It opens a raw device exclusively, and rejects a device that is mounted, in use, or contains a file
+    system, a partition table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
 
     Args:
         paths: a file, a raw block device, or several of them, over which the volume is striped.
         size: bytes of the volume. A new file needs it, and is made private (0600); existing files grow to a larger
-            `size`. None takes the present size of a file or device; of several, as much of each as the smallest has.
+            `size`. None: the present size of the file or device; each of several files or devices gives as many bytes
+            as the smallest of them has.
         queue_depth: requests that the kernel has at once, for each device (1 to 1,024; None: 16).
         stripe: contiguous bytes on one of several devices (a multiple of 4,096; None: 1 MiB). The volume does not
             store it: pass the same paths, in the same order, and the same stripe to find the same bytes again.

@@ -54,8 +54,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-# A sum of squares. An int is exact: a count of 2^-298, the square of the smallest fp32. A float was rounded, or is
-# infinity or NaN.
+# A sum of squares. An int is exact: it counts multiples of 2^-298, the square of the smallest fp32 number. A float was
+# rounded, or is infinity or NaN.
 Squares = int | float
 
 
@@ -63,7 +63,7 @@ _UNITS = 1 << 298
 
 
 def total(squares: Iterable[Squares]) -> Squares:
-    """Sums `squares`: exactly if all are ints, else as a float, which adds the floats in the given order."""
+    """Sums `squares`: exactly if all are ints, else as a float, after adding the floats in the given order."""
     whole, rest, exact = 0, 0.0, True
     for one in squares:
         if isinstance(one, int):
@@ -86,7 +86,7 @@ _KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 def lent(address: int, nbytes: int, device: torch.device, owner: Any) -> torch.Tensor:
     """Wraps `nbytes` of a device's memory at `address` in a uint8 tensor.
 
-    The tensor and its views keep `owner` alive. The function waits for no stream: the caller synchronises them.
+    The tensor and its views keep `owner` alive. The function waits for no stream: the caller synchronises the streams.
     """
     index = 0 if device.index is None else device.index
     tensor: torch.Tensor = from_dlpack(_core.dlpack(address, nbytes, _KINDS[device.type], index, owner))

@@ -37,7 +37,7 @@ class Closing:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Sets the attribute `name` of `owner` to `value` for the duration of a `with` block."""
-    # If `owner` inherits the attribute, deleting its own restores the inherited one.
+    # If `owner` only inherits the attribute, `delattr` removes the value set here, so that `owner` inherits it again.
     is_own, own = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -169,7 +169,7 @@ def paths_listed(paths: _Path | Sequence[_Path]) -> list[str]:
     return [expanded(path) for path in several]
 
 
-# tqdm shows the bar only if the work takes longer.
+# tqdm shows the bar only if the work takes longer than this.
 _PATIENCE_SECONDS = 0.5
 # The interval between lines in a log, and before the first line.
 _LINE_SECONDS = 15.0
@@ -210,7 +210,7 @@ class Progress(Closing):
                 self._stream = None
 
     def reached(self, done: int, nbytes: int) -> None:
-        """Sets the number of bytes that are done, and the total, which the constructor may not know (0)."""
+        """Sets the number of bytes that are done, and the total, which may be unknown (0) until the first call."""
         self._total = nbytes
         if self._bar is not None:
             self._bar.total = nbytes

@@ -2,8 +2,8 @@
 
 `Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With "ssd" the chunks are
 few, and their content moves to an unlinked file. With "host", if a device computes, the plan allows more chunks, and
-only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: the last ones
-are still in chunks, and the others are read before the backward needs them.
+only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: the tensors
+that were saved last are still in chunks, and the other tensors are read before the backward needs them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 BYTES_MIN = 16 << 10
 # How many pieces are read ahead at most; for more pieces no chunks would be free.
 _AHEAD = 64
-# How many saved tensors may still be in copy from the device when the next one is saved. Each occupies device memory
-# until its copy ends; with fewer, the device would wait for the host between two blocks.
+# How many saved tensors may still be on their way from the device when the next tensor is saved. Each of them occupies
+# device memory until its copy ends; if fewer were allowed, the device would wait for the host between two blocks.
 _COMING = 2
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -60,7 +60,7 @@ class SavedActivation:
         return self._owner.restore(self)
 
     def __del__(self) -> None:
-        # Any thread may run this at any time, also one that has the lock, so the pieces are only queued.
+        # Any thread may run this method at any time, even while it holds the lock, so the pieces are only queued.
         self._owner.dropped.append(self.pieces)
 
 
@@ -163,9 +163,9 @@ class Activations:
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             data = bytes_of(tensor)
-            # torch may have reused memory with which work on the caller's stream still computes: the copies wait.
+            # torch may have reused memory that work on the caller's stream still uses: the copies wait for that work.
             after = self._mark()
-            # Pieces that are in chunks come first, since that frees their chunks for the others.
+            # Pieces that are in chunks are copied first, which frees their chunks for the other pieces.
             order = sorted(range(len(saved.pieces)), key=lambda index: saved.pieces[index].chunk is None)
             pieces = [saved.pieces[index] for index in order]
             try:
@@ -231,7 +231,8 @@ class Activations:
 def _is_checkpoint(caller: FrameType) -> bool:
     """True if a tensor that autograd saves in this frame is an input of a checkpoint, reentrant or not."""
     frame: FrameType | None = caller
-    # Before Python 3.12, a comprehension has its own frame, of the same file.
+    # Frames are compared by their file: before Python 3.12, a comprehension has its own frame in the same file. For a
+    # reentrant checkpoint, autograd saves in a frame of torch.autograd.Function, which the checkpoint called.
     if caller.f_code.co_filename == _FUNCTION:
         frame = caller.f_back
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT

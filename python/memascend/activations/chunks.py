@@ -110,11 +110,11 @@ class Piece:
     """
 
     nbytes: int
-    number: int  # of the tensor; a backward uses tensors with higher numbers first
+    number: int  # the number of the tensor; a backward uses tensors with higher numbers first
     chunk: ActivationChunk | None = None
     place: ScratchPlace | None = None
     checksum: str = ""
-    dead: bool = False  # no graph needs the piece
+    dead: bool = False  # True if no graph needs the piece any more
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
         """Records the place on storage to which the piece is being written."""
@@ -142,7 +142,7 @@ class ActivationChunk:
     memory: torch.Tensor
     piece: Piece | None = None
     ticket: nvme.Ticket | None = None  # the transfer from or to storage
-    reading: bool = False  # the piece came from storage, or is being read
+    reading: bool = False  # True if the piece was read from storage, or is being read
     copy: Copy | None = None  # the last copy from or to a device
     source: tuple[torch.Tensor, int] | None = None  # the tensor that is being copied from a device, and its version
 
@@ -177,7 +177,10 @@ class ActivationChunk:
         return self.copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Waits for the last copy; returns its source and the source's version at the start; None for other copies."""
+        """Waits for the last copy; returns the source of a copy from a device, with the source's version at the start.
+
+        Returns None if the last copy was to a device, or if there was none.
+        """
         if self.copy is None:
             return None
         self.copy.wait()
@@ -215,7 +218,7 @@ class Chunks:
     ) -> None:
         """Allocates the first `count` chunks.
 
-        `write_ahead` keeps as many chunks free or loose. `more` lists the sizes of further groups of chunks, which are
+        `write_ahead` keeps `count` chunks free or loose. `more` lists the sizes of further groups of chunks, which are
         allocated when they are needed. Activations are on `device`; None: in host memory. `close()` closes `room`.
         """
         self._room = room
@@ -226,7 +229,7 @@ class Chunks:
         self._rings: list[memory.ChunkRing] = []
         self._free: list[ActivationChunk] = []
         self._take(count)
-        # The held chunks, in the order of saving: the backward uses the first one last.
+        # The held chunks, in the order of saving: the backward uses the first chunk last.
         self._held: dict[ActivationChunk, None] = {}
         self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
@@ -273,7 +276,7 @@ class Chunks:
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
-                # Copies of later chunks end after this one.
+                # The copies to later chunks end after the copy to this chunk.
                 return
             self._write(chunk)
 
@@ -293,7 +296,7 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """Returns an empty chunk: a free one, one of a further group, or the loose one that the backward uses last."""
+        """Returns an empty chunk: a free chunk, a new one, or a loose one, whose piece the backward needs last."""
         if not self._free and self._more:
             try:
                 self._take(self._more.pop())
@@ -329,13 +332,14 @@ class Chunks:
         if self._device is None:
             target.copy_(chunk.memory[: piece.nbytes])
             return None
-        # The piece may still be in copy from the device: `ActivationChunk.give` orders both copies.
+        # The piece may still be on its way from the device: `ActivationChunk.give` orders both copies.
         return chunk.give(self._device, target, after)
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
-        """Begins to read pieces into free chunks, and into loose ones that the backward at `number` has used already.
+        """Begins to read pieces into free chunks, and into loose chunks whose pieces the backward has used already.
 
-        Pieces in `copied` count as used. Stops at the first piece without a chunk.
+        `number` is the tensor that the backward is at. Pieces in `copied` count as used. The method returns at the
+        first piece for which no chunk is left.
         """
         for piece in pieces:
             if piece.chunk is not None:
@@ -369,7 +373,7 @@ class Chunks:
     # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
-        """Waits for a chunk's last copy; UsageError if code wrote to the source of a copy from the device meanwhile."""
+        """Waits for a chunk's last copy; raises UsageError if code wrote to the source of a copy from the device."""
         source = chunk.end_copy()
         piece = chunk.piece
         if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001

@@ -4,9 +4,9 @@
 gradients through a few pinned chunks of host memory. `unit_memory` combines `arena` and `transfer`; if the host
 computes, it provides host memory instead.
 
-Invariant: no memory is written while earlier work may still read or write it, or read before it is filled. Each such
-wait is an event on a stream, and tests fail if one is removed. The host waits for the device once a step. Host memory
-does not grow with the model.
+Invariant: no memory is written while earlier work may still read or write it, and no memory is read before it is
+filled. Later work waits for earlier work by an event on a stream, and tests fail if one of these events is removed. The
+host waits for the device once a step. Host memory does not grow with the model.
 
 Not in this package: the decision which unit is needed when (`params.residency`).
 """

@@ -40,7 +40,10 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class _Hold:
-    """Owned by the storage of a lease: deleted with its last view, in any thread, and returns the slot then."""
+    """Returns the slot of a lease when the last view of the lease is deleted, in any thread.
+
+    The storage of the lease owns this object, and deletes it with the last view.
+    """
 
     _gone: queue.SimpleQueue[_Slot]
     slot: _Slot
@@ -53,7 +56,7 @@ class _Hold:
 class DeviceArena:
     """Slots of classes, {bytes: count}, in one allocation of device memory; each added slot has its own allocation.
 
-    A lease takes a slot of the smallest class that is large enough, and of no other.
+    A lease takes a slot of the smallest class that is large enough, and of no other class.
     """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
@@ -62,7 +65,7 @@ class DeviceArena:
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
         # The streams for which torch's allocator keeps the memory after its release, until their work has ended.
         self._kept_for: set[Any] = set()
-        self._pieces: list[torch.Tensor] = []  # the allocations
+        self._pieces: list[torch.Tensor] = []  # the allocations of device memory that contain the slots
         self.reserved_bytes = 0
         # The slots that `add` has added to the planned ones, {bytes: count}.
         self.added: dict[int, int] = {}
@@ -178,7 +181,7 @@ class DeviceArena:
         return after
 
     def _take_back(self, wait: float = 0.0) -> None:
-        """Makes slots free whose last view was deleted; waits up to `wait` seconds for a first one."""
+        """Frees the slots whose last view was deleted; if there are none, waits up to `wait` seconds for one slot."""
         try:
             slot = self._gone.get(timeout=wait) if wait > 0 else self._gone.get_nowait()
             while True:

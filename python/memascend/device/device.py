@@ -47,7 +47,7 @@ def open_device(device: torch.device) -> Device | None:
 
 @contextmanager
 def failures_named(device: Device) -> Iterator[None]:
-    """Context manager that turns errors of a device into `DeviceError`, except out-of-memory errors and memascend's."""
+    """Context manager that turns errors into `DeviceError`, except `MemascendError` and torch's `OutOfMemoryError`."""
     try:
         yield
     except (MemascendError, torch.OutOfMemoryError):
@@ -60,7 +60,7 @@ def failures_named(device: Device) -> Iterator[None]:
 
 
 class Copy:
-    """An event behind work that was queued on a stream: a copy, or all work until then.
+    """An event that marks the end of work on a stream: of one copy, or of all work that was queued so far.
 
     After the event, the source of a copy may be written, and its target may be read. `wait` sleeps: a spinning wait
     would take a processor from threads that compute.
@@ -92,7 +92,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         """Makes the streams, and with them the CUDA context, which pinning of host memory needs."""
         self.torch_device = device
-        # A device copies in both directions at once.
+        # A device can copy in both directions at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
 
@@ -151,8 +151,8 @@ class Device:
     def _copied(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]
     ) -> Copy:
-        # `torch.cuda.device` comes first: at its end, `torch.cuda.stream` alone would return to the device that was
-        # current before, and would make a CUDA context there.
+        # `torch.cuda.device` is entered first. Without it, the end of `torch.cuda.stream` would switch back to the
+        # device that was current before, and make a CUDA context there.
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
             for copy in after:
                 # `stream` is current here, so `order` makes `stream` wait.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from memascend.storage import Chunk, Engine, UnitParts
 
 
-# Threads that verify checksums, so that the staging thread only begins copies. Each is faster than several drives.
+# The number of threads that verify checksums, so that the staging thread only begins copies. Each thread verifies more
+# bytes per second than several drives read.
 CHECKERS = 2
 
 
@@ -35,13 +36,13 @@ class _UnitUpload:
 
     def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
         self.parts: UnitParts | None = parts
-        self.places = parts.places()  # where each part begins in the unit, and its bytes
+        self.places = parts.places()  # for each part: where it begins in the unit, and its number of bytes
         # The lease; None once no more copies to it are begun.
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
         self.next = 0  # the index of the next part to read
         self.copied = 0  # the number of copies that were begun
-        # The copy that was begun last. Copies in one direction run in order, so all others end before it.
+        # The copy that was begun last. Copies in one direction run in order, so all earlier copies end before it.
         self.last: Copy | None = None
         # How many parts the staging thread is working on.
         self.working = 0
@@ -79,7 +80,7 @@ class _UnitUpload:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """The caller's handle of an upload. Deleting it cancels parts that were not begun, and waits for the others."""
+    """The caller's handle of an upload. Deleting it cancels parts that were not begun, and waits for begun parts."""
 
     _staging: Staging
     _unit: _UnitUpload
@@ -230,7 +231,7 @@ class Staging:
                     self._changed.wait()
 
     def _recycle(self, *, wait: bool) -> None:
-        """Frees chunks that the device has copied, in the order of the copies; `wait`: waits for the first one."""
+        """Frees chunks that the device has copied, in the order of the copies; `wait`: waits for the first copy."""
         while self._copying:
             chunk, copy = self._copying[0]
             if not copy.done():
@@ -273,7 +274,7 @@ class Staging:
             base = unit.base
             if base is not None:
                 # `after` returns its list only once, so it is called only if a copy follows: a unit may be dropped
-                # before. Later copies of the unit run after the first one anyway.
+                # before its first copy. Later copies of the unit run after its first copy anyway.
                 after = self._after(base) if unit.last is None else ()
                 with failures_named(self._device):
                     copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
@@ -295,7 +296,7 @@ class _Gradient(NamedTuple):
     """A gradient on the device."""
 
     data: torch.Tensor  # the bytes, in the order in which the parameter is stored
-    after: Copy  # the work that computes the gradient
+    after: Copy  # marks the end of the work that computes the gradient
 
 
 @dataclass(eq=False, slots=True)
@@ -337,7 +338,7 @@ class DeviceEngine:
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], ram_tier: Collection[str] = ()
     ) -> None:
-        """Makes the engine read gradients through two windows, except those of records in the `ram_tier`.
+        """Makes the engine read gradients through two windows, except gradients of records in the `ram_tier`.
 
         Gradients of the RAM tier wait in host memory until step(), so they are copied whole. The windows are pinned
         uint8 tensors of equal size, a multiple of the gradient bytes that a chunk of an update reads.
@@ -347,7 +348,8 @@ class DeviceEngine:
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
-        # `_window` runs on the engine's thread, or after a failed step on another one; `end` on the closing thread.
+        # `_window` runs on the engine's thread, or, after a failed step, on another thread; `end` runs on the thread
+        # that closes the run.
         self._lock = threading.Lock()
         self.update = self._lending(engine.update)
         self.spill = self._lending(engine.spill)
@@ -366,7 +368,7 @@ class DeviceEngine:
     def apply(
         self, name: str, function: Callable[[Chunk], object], *, gradient: torch.Tensor | None = None, **options: Any
     ) -> None:
-        """Does as `Engine.apply`, also with a gradient on the device."""
+        """Calls `Engine.apply`; `gradient` may be on the device."""
         given = None if gradient is None else self._lend(name, gradient)
         self._engine.apply(name, function, gradient=given, **options)
 
@@ -398,12 +400,12 @@ class DeviceEngine:
         gradient.after.order()
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
-        """Makes `nbytes` of a gradient from `start` on available in host memory, and begins to copy the bytes after.
+        """Copies `nbytes` of a gradient, from `start` on, to a window; begins to fill the other with the next bytes.
 
         Returns:
-            The address of a window, the index of its first byte in the gradient, and its bytes.
+            The address of a window, the index of its first byte in the gradient, and its number of bytes.
         """
-        # A window has whole chunks of the update, all of which have `nbytes` but the last one.
+        # A window has whole chunks of the update; all chunks but the last one have `nbytes`.
         span = self._bytes // nbytes * nbytes
         if not span:
             raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")

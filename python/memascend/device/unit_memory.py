@@ -83,13 +83,13 @@ class DeviceUnits:
         parts_of = partial(engine.parts, checkers=Checkers(CHECKERS))
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
-        # Copies gradients into the windows.
+        # Copies gradients into the windows; None until `engine` is called.
         self._lending: DeviceEngine | None = None
 
     def used(self, base: torch.Tensor) -> None:
         """Prepares the caller's stream to compute with the bytes of a unit."""
         if self.arena.used(base):
-            # `Staged.wait` may have ordered only another stream behind the copies.
+            # `Staged.wait` may have made only another stream wait for the copies.
             self._staging.order(base)
 
     def engine(self, engine: Engine) -> Any:
@@ -109,7 +109,7 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """Why host chunks could not be registered with the driver, and the cost of that; None if they are."""
+        """The reason why host chunks are not registered with the driver, and its cost; None if they are registered."""
         regions = (self._ring.region, self._windows.region)
         why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
         return None if why is None else f"{why}; {memory.UNREGISTERED}"

@@ -54,7 +54,8 @@ def require_unaliased(
         first = named[aliased[0]]
         where = next((where for where, one in attributes(model) if counts.is_alias(first, one)), None)
         raise shared_memory(what, aliased, where)
-    # Only weights are checked: optimizer state often comes from torch.load(), which torch flags as it does numpy's.
+    # Foreign memory is rejected only for weights: optimizer state is often in memory from torch.load(), which torch
+    # flags as it flags memory from numpy.
     foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
         raise ConfigError(
@@ -79,7 +80,8 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    # The highest end address so far with its tensor's name: among parameters, and among all tensors.
+    # The highest end address so far, with the name of its tensor: among parameters (`parameter`), and among all tensors
+    # (`anything`).
     parameter = anything = (0, "")
     for begin, end, name, is_parameter in sorted(spans):
         before = anything if is_parameter else parameter
@@ -125,7 +127,7 @@ class _Counts:
         known = list(tensors)
         # The base of a view uses the same memory as the view.
         bases = [base for base in map(_base_of, known) if base is not None]
-        # A reference keeps known tensors alive, so that no other object gets the id of one.
+        # This list keeps the known tensors alive, so that no other object gets the id of a known tensor.
         self._known = known + bases
         for tensor in self._known:
             found = storage_of(tensor)
@@ -143,11 +145,14 @@ class _Counts:
         return uses(memory.tensor) > uses_of_one() + len(memory.tensors) - 1 or self._is_exported(tensor)
 
     def _is_exported(self, tensor: torch.Tensor) -> bool:
-        """True if C++ code holds the tensor, as DLPack does; DLPack takes a trained tensor only as its detach()."""
+        """True if C++ code, such as DLPack, holds the tensor itself.
+
+        DLPack rejects a tensor that requires gradients; it holds the result of `detach()` instead.
+        """
         return not tensor.requires_grad and _holders(tensor) > self._one + self._views[id(tensor)]
 
     def is_alias(self, tensor: torch.Tensor, other: Any) -> bool:
-        """True if `other` is a tensor that shares memory with `tensor` and is not a known one."""
+        """True if `other` is a tensor that shares memory with `tensor` and is not a known tensor."""
         memory = self._of(tensor)
         return (
             memory is not None
@@ -205,7 +210,7 @@ def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in attributes of modules, also within containers and objects, each with words for the place.
+    """Yields the tensors in attributes of modules, also within containers and objects, each with a text that names it.
 
     Attributes and closures of functions are skipped: hooks collect values of past forwards on purpose.
     """
@@ -243,7 +248,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of tensors in memory whose owners torch cannot count, except in privately mapped files."""
+    """Returns the names of tensors in foreign memory, whose owners torch cannot count; private file maps are exempt."""
     addresses: dict[str, int] = {}
     for name, tensor in named.items():
         storage = storage_of(tensor)
@@ -257,7 +262,7 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _private_files() -> list[tuple[int, int]]:
-    """Returns the address ranges of privately mapped files; torch and safetensors map files of weights so."""
+    """Returns the address ranges of privately mapped files; torch and safetensors map files of weights privately."""
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, permissions, _, _, _, *path = line.split(maxsplit=5)

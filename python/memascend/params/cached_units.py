@@ -1,9 +1,9 @@
-"""Caches units in memory: reads a unit before its use, and evicts others for it.
+"""Caches units in memory: reads a unit before its use, and evicts other units to make room.
 
-[Note: living bytes] An eviction drops the cache's own reference to a slot. Views that autograd, an update or user code
-has keep the slot leased until the last of them is gone, so its memory may become free later than the eviction.
-`CachedUnit.weak` refers to such bytes: as long as they live and are of the current version, `CachedUnit.adopt` caches
-them again without a read.
+[Note: living bytes] An eviction drops only the cache's own reference to a slot. If autograd, an update or user code has
+a view of the slot, the slot stays leased until the last view is gone, and its bytes stay alive. `CachedUnit.weak`
+refers to such bytes: while they are alive and of the current version, `CachedUnit.adopt` caches them again without a
+read.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Order:
             self._recorded.append(index)
         uses = self._uses.get(index)
         if uses:
-            # If this step takes another path than the last one, the position jumps to the next expected use of this
-            # unit, or to its first one.
+            # If this step takes another path than the last step, the position jumps to the next expected use of this
+            # unit; if none follows, to the first expected use.
             self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
@@ -117,7 +117,7 @@ class Order:
 def victim_for(
     unit: CachedUnit, units: Iterable[CachedUnit], order: Order, current: CachedUnit | None, *, must: bool
 ) -> CachedUnit | None:
-    """Returns the unit to evict for `unit`: of those with slots of its size, the one whose next use is farthest.
+    """Returns the unit to evict for `unit`: the unit with slots of the same size whose next use is farthest.
 
     Without `must`, returns None rather than a unit that is used before `unit`. `current`, the unit of the last
     `CachedUnits.use`, is never returned.
@@ -147,7 +147,7 @@ def is_leaving(unit: CachedUnit, units: Iterable[CachedUnit]) -> bool:
 
 
 def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
-    """Returns the names of the units whose bytes occupy slots of the same size, for an error message."""
+    """Returns the names of the units whose bytes occupy slots of the size that `unit` needs, for an error message."""
     return ", ".join(
         other.name
         for other in units
@@ -161,10 +161,11 @@ def is_useless(unit: CachedUnit, order: Order) -> bool:
 
 
 _log = logging.getLogger("memascend")
-# How long `_room` waits for a lease: while views keep the slot of an evicted unit, and before it gives up.
+# `_room` waits this long for a lease: `_RELEASE_SECONDS` each time while views keep the slot of an evicted unit, and
+# `_LAST_SECONDS` before it gives up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
-# How many units beyond the planned lookahead are fetched if a slot is free anyway.
+# How many units beyond the planned lookahead are fetched if a slot is free.
 _FARTHER = 3
 
 
@@ -176,7 +177,7 @@ class CachedUnits:
         unit_of: the unit of each parameter, by the parameter's name.
         at: by address, the unit whose bytes were last stored there, and the version of these bytes.
         order: the order in which units are used.
-        closed: after `close`, the message of the error that each use raises; None before.
+        closed: after `close`, the message of the error that each use raises; None before `close`.
         written: the names of parameters that user code wrote to in place while they were materialized.
         counters: the numbers of fetches, hits, adoptions and evictions, for reports.
     """
@@ -196,7 +197,7 @@ class CachedUnits:
         self._ram_tier: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
-        # Chooses the fetch of a unit that writes the updates which the last step deferred.
+        # Chooses which fetch of a unit writes the updates that the last step deferred.
         self.settling = Settling()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self.at: dict[int, tuple[CachedUnit, int]] = {}
@@ -245,7 +246,8 @@ class CachedUnits:
         """Puts the bytes of a unit into memory; after an interrupt the next `use` calls this again."""
         if unit.in_ram:
             store = self._engine.store
-            # Taken before the values: if an update changes them in between, the next `use` finds the unit stale.
+            # The epoch is read before the values: if an update changes the values in between, the next `use` finds the
+            # unit stale.
             epoch = store.ram_tier_epoch
             with torch.inference_mode(mode=False):
                 values = store.ram_tier_unit(unit.name)
@@ -271,7 +273,7 @@ class CachedUnits:
         return True
 
     def _adopt(self, unit: CachedUnit) -> bool:
-        """Caches living bytes of the current version again; True if there were any. See [Note: living bytes]."""
+        """Caches living bytes of the current version again; False if there are none. See [Note: living bytes]."""
         adopted = unit.adopt()
         self.counters["adopted"] += adopted
         return adopted
@@ -290,7 +292,8 @@ class CachedUnits:
                     # Within materialized(), units have holders and no bytes: their parameters have copies.
                     continue
                 if is_useless(unit, self.order) or self._adopt(unit):
-                    # A useless unit is fetched after the commit that changes its values.
+                    # A useless unit is fetched only after the commit that changes its values. An adopted unit needs no
+                    # read.
                     continue
                 room = number < near or self._arena.free_slots(unit.nbytes) or self._has_useless(unit)
                 if room and not self._start(unit, must=False):
@@ -341,7 +344,7 @@ class CachedUnits:
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
-                # A view that code reads from is released soon, and one that an update reads when the update is done.
+                # Code that reads from a view releases it soon; an update releases its view when the update is done.
                 return _RELEASE_SECONDS
         victim = victim_for(unit, self.all, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
@@ -398,7 +401,8 @@ class CachedUnits:
                     continue
                 self.written.update(written)
                 unit.note_written()
-                # A write through the storage of one parameter may have reached the values of all others in the unit.
+                # A write through the storage of one parameter may have reached the values of all parameters in the
+                # unit.
                 for place in unit.places if unit.in_ram else ():
                     self._engine.store.spoil(place.name)
                 self.evict(unit)
@@ -430,14 +434,14 @@ class CachedUnits:
                     unit.forget()
 
     def drop_reads(self) -> None:
-        """Drops reads that are under way, before a commit: parts that are read after it would belong to that commit."""
+        """Drops the reads that are under way when a commit begins, as they could mix values before and after it."""
         with self._lock:
             for unit in self.all:
                 if unit.state is Bytes.READING and not unit.holders:
                     self.evict(unit)
 
     def end_step(self) -> None:
-        """Ends the recorded order of the step, and begins to fetch the first units of the next one."""
+        """Ends the recorded order of the step, and begins to fetch the first units of the next step."""
         with self._lock:
             leaves = self._engine.is_behind
             if leaves or self.settling.was_left:
@@ -450,11 +454,11 @@ class CachedUnits:
     def values_of(self, place: Place) -> torch.Tensor | None:
         """Returns the cached values of a parameter, as the last commit left them; None if its unit is not cached.
 
-        The tensor is a view: the unit's slot stays leased while it lives.
+        The tensor is a view: the unit's slot stays leased until the view is deleted.
         """
         with self._lock:
             unit = self.unit_of[place.name]
-            # The engine has the values of the RAM tier itself.
+            # The engine already has the values of the RAM tier, so it needs no view of them.
             return None if unit.base is None or unit.in_ram else unit.view(place)
 
     def close(self, why: str) -> None:

@@ -42,7 +42,7 @@ def drain_autograd_queue() -> None:
 
 
 class _End:
-    """Calls `drain_autograd_queue` when it is deleted: by its thread, when the thread ends, while Python still runs."""
+    """Calls `drain_autograd_queue` when it is deleted: a thread deletes its `_End` when it ends, before Python ends."""
 
     def __del__(self) -> None:
         drain_autograd_queue()
@@ -64,7 +64,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 note_thread = _thread.watch
-# Set by the exit handler; after it, torch must not be called.
+# True once the exit handler has begun: a thread that ends later must not call torch.
 _exiting = False
 
 
@@ -93,11 +93,11 @@ class HookState:
     # The parameters of these units, with the tables of the modules that own them.
     owned: tuple[_Owned, ...]
     residency: Residency
-    root: bool  # the module is the model that was given to offload()
+    root: bool  # True if the module is the model that was given to offload()
     open: int = 0  # how many frames of the module are on the stacks of all threads
 
     def count(self, module: torch.nn.Module) -> None:
-        """Sets `open` to the number of the module's frames; counts anew, as an interrupt may have left a wrong one."""
+        """Sets `open` to the number of the module's frames; counts them all, as an interrupt may have left it wrong."""
         with self.residency.lock:
             self.open = sum(frame.module is module for _, stack in self.residency.frames.stacks for frame in stack)
 
@@ -132,11 +132,11 @@ class _Frame:
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
-        """Undoes `begin`. `holder`: the thread that called `begin`, if that thread has ended, and its hooks with it."""
+        """Undoes `begin`. `holder`: the thread that called `begin`, if that thread and thus its hooks have ended."""
         if self._pushed:
             self._pushed = False
-            # Autograd removes hooks that were pushed inside a backward after each node. Outside of that backward, the
-            # top hooks belong to other code.
+            # After each node of a backward, autograd itself removes hooks that were pushed inside the node. So outside
+            # of the backward in which `begin` ran, the top hooks belong to other code.
             if holder is None and self._task == torch._C._current_graph_task_id():  # noqa: SLF001
                 residency.hooks.pop()
         while self._units:
@@ -196,7 +196,7 @@ class Frames:
             self._residency.stages.arrive(state.units)
         self._residency.session.entered(module, outermost=not stack)
         frame = _Frame(module, None if stack else _caller())
-        # Pushed before `begin`, so that `unwind` finds the frame after an interrupt at any line.
+        # The frame is pushed before `begin`, so that `unwind` finds it after an interrupt at any line.
         stack.append(frame)
         try:
             frame.begin(state)
@@ -221,7 +221,7 @@ class Frames:
     def _announce(self, state: HookState, result: Any) -> None:
         """Makes the backward of the module notify `stages` when it begins.
 
-        Unpacking a saved weight notifies `stages`, too, but the backward of an embedding unpacks none.
+        Unpacking a saved weight notifies `stages`, too, but the backward of an embedding unpacks no weight.
         """
         residency = self._residency
 
@@ -244,7 +244,8 @@ class Frames:
         if all_of_it or not self.inside:
             self._end(self.stack)
             if works_for_another():
-                # All micro-batches of a call share the materialized units.
+                # All micro-batches of an `accumulate()` call share the materialized units, so one micro-batch must not
+                # offload them.
                 return
             # An interrupt in `begin` may leave units and hooks that no frame has recorded.
             self._residency.offload_all(threading.get_ident())
@@ -288,7 +289,7 @@ def install_hooks(
 
 def _hook(module: torch.nn.Module) -> None:
     module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
-    # Moved before hooks of other code, which may compute with the parameters.
+    # Our hook runs before hooks of other code, which may compute with the parameters.
     module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
     module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
 
@@ -330,7 +331,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
         raise _hooks_moved(module, "")
     residency = state.residency
     if state.open > 0 or state.root or residency.turns.several or residency.stages is not None:
-        # Here the check of `holders` below is not enough: an open module calls itself, and another thread or
+        # Here the check of `holders` below is not enough: an open module may be calling itself, and another thread or
         # micro-batch may have materialized the units. The root always gets a frame.
         _enter(module, state)
         return
@@ -385,7 +386,8 @@ def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
     """Rejects the registration of an offloaded parameter elsewhere in a model, as pruning, parametrizing and tying do.
 
-    Also rejects a parameter that replaces an offloaded one after its removal, as the older `weight_norm` does.
+    Also rejects a parameter that takes the name of an offloaded parameter after the offloaded one was deleted, as the
+    older `weight_norm` does.
     """
     if parameter is None:
         return

@@ -49,12 +49,12 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found)
 
 
-# Placeholders answer these without reading values.
+# The attributes and functions that placeholders answer without reading values.
 METADATA = _metadata()
 # The end of each error that rejects access to an offloaded parameter's memory.
 _HOW = f"use memascend.materialized(model) to read it; {DOORS}"
 # Methods that hand out a parameter's memory, or write to it, without raising its `_version`. While a module computes,
-# its parameters have their plain class, whose methods `session.process_hooks` replaces: they return a copy.
+# its parameters have their plain class; `session.process_hooks` replaces these methods there by methods on a copy.
 MEMORY_METHODS = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
@@ -200,14 +200,14 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
     return _call_on_copies(func, places, args, kwargs)
 
 
-# `_borrow` returns this where it has no result.
+# `_borrow` returns this if it has no result.
 _NOTHING = object()
 
 
 def _borrow(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
 ) -> Any:
-    """Returns the result of `func` on values in the arena; `_NOTHING` if the result has their memory."""
+    """Returns the result of `func` on values in the arena; `_NOTHING` if the result shares memory with the values."""
     source = places[0].source
     if not source.fits(places):
         return _NOTHING
@@ -219,8 +219,8 @@ def _borrow(
         if any(source.hooks.note_of(tensor) is not None for tensor in given):
             # On a device a graph gets the arena's memory: the device has no memory for a second copy of the values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
-    # `func` wrote in place though `_written` did not expect it, as relu(inplace=True) does. `find_written` has evicted
-    # the bytes.
+    # If `func` wrote in place though `_written` did not expect it, as relu(inplace=True) does, `find_written` has
+    # evicted the bytes, and the error below names the parameter.
     written = source.units.forget_written(before)
     if written:
         raise refused_write(min(written), f"written to by {getattr(func, '__name__', 'a function')}()")
@@ -242,7 +242,7 @@ def _call_on_copies(
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
-    """Returns the parameters that `func` writes to: those in `out=`, or in the first argument of an in-place one."""
+    """Returns the parameters that `func` writes to: in `out=`, or, if `func` is in-place, in its first argument."""
     written = placeholders_in(kwargs.get("out"))
     if is_in_place(func):
         written += placeholders_in(args[0] if args else kwargs)
@@ -406,9 +406,9 @@ class Place:
 
     parameter: torch.nn.Parameter
     name: str
-    offset: int  # of the values in the unit's bytes
+    offset: int  # the offset of the values in the unit's bytes
     source: Residency
-    device: torch.device = _CPU  # computes with the parameter
+    device: torch.device = _CPU  # the device that computes with the parameter
     # Shape, dtype, strides and class of the parameter before it was offloaded.
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -417,7 +417,8 @@ class Place:
     # Class and data of the parameter while it is offloaded; `nothing` has no memory.
     placeholder: type = field(init=False)
     nothing: torch.Tensor = field(init=False)
-    # The parameter's `_version` after the last write to it that is known; a higher one means a write in place.
+    # The parameter's `_version` after the last known write to the parameter; a higher `_version` means that code has
+    # written in place.
     known_version: int = field(init=False, default=0)
     # `torch.utils.swap_tensors` rejects a tensor that has a weak reference. A swap would give the parameter's
     # attributes, `_memascend` among them, to another tensor.

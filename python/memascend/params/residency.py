@@ -42,7 +42,7 @@ class Residency:
     Attributes:
         units: the units and the cache of their bytes.
         frames: the modules that threads are computing.
-        turns: decides which threads may use parameters, and when one may change them.
+        turns: decides which threads may use parameters, and when one thread may change them.
         hooks: the hooks on tensors that autograd saves.
         copies: the copies of weights that user code was given.
         stages: is notified of each unit before its use while `accumulate()` computes micro-batches; None otherwise.
@@ -53,8 +53,9 @@ class Residency:
     _limits: Limits
     engine: InitVar[Engine]  # reads units; its updates may use a unit's bytes until they are done
     model: torch.nn.Module
-    _scratch: Path | None  # the folder for copies of weights; None: none was named, and the storage is a raw device
-    keeper: InitVar[Activations | None]  # offloads checkpointed activations; None: none are offloaded
+    # The folder for copies of weights; None: the user named no folder, and the storage is a raw device.
+    _scratch: Path | None
+    keeper: InitVar[Activations | None]  # offloads checkpointed activations; None: they stay as they are
 
     def __post_init__(self, engine: Engine, keeper: Activations | None) -> None:
         self.lock = ProcessLock()
@@ -64,7 +65,7 @@ class Residency:
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
         self.stages: Recorder | PartialSums | None = None
-        # While a state dict is loaded: takes its values for a parameter.
+        # The function that takes a parameter's new values while a state dict is loaded; None at other times.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     def followed_by(self, stages: Recorder | PartialSums) -> AbstractContextManager[None]:
@@ -156,7 +157,7 @@ class Residency:
         return self._load is not None
 
     def loaded(self, place: Place, values: torch.Tensor) -> bool:
-        """Passes a parameter's values to the load of a state dict that is under way; False if no load is."""
+        """Passes values for a parameter to the running load of a state dict; returns False if no load is running."""
         if self._load is None:
             return False
         self._load(place, values)

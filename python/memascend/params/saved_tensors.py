@@ -51,7 +51,7 @@ class SavedTensorHooks:
         """`keeper` offloads checkpointed activations; with a keeper, the root module pushes the hooks, too."""
         self._residency = residency
         self.keeper = keeper
-        # One pair of bound methods for all pushes.
+        # All pushes use this one pair of bound methods.
         self._pair = (self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -146,7 +146,7 @@ class _Saved(NamedTuple):
     version: int
 
     def tensor(self) -> torch.Tensor:
-        """Returns the tensor; RuntimeError, as torch raises it, if code wrote to the tensor since."""
+        """Returns the tensor; raises RuntimeError, as torch does, if code wrote to it after autograd saved it."""
         values, now = self.values, self.values._version  # noqa: SLF001
         if now != self.version:
             raise RuntimeError(
@@ -180,17 +180,17 @@ class _Delegating:
 
 @dataclass(eq=False, slots=True)
 class _OverCheckpoint:
-    """Pack hook that wraps a checkpoint's pack hook, and gives that a view instead of an offloaded parameter.
+    """Pack hook that calls a checkpoint's pack hook with a view instead of an offloaded parameter.
 
-    A view keeps its memory until the backward, and a parameter would be a placeholder then. The checkpoint's hook
+    In the backward a view still has its memory, while the parameter would be a placeholder. The checkpoint's hook
     itself makes views of tensors that require gradients, but not of frozen parameters.
     """
 
     hooks: SavedTensorHooks
     _pack: Callable[..., Any]
 
-    # torch follows these two attributes of a checkpoint's hook to the hooks of user code beneath. Without them, a
-    # selective checkpoint would take this hook for user code's, and pass cached tensors to it.
+    # By these two attributes of a checkpoint's hook, torch finds the hooks of user code beneath it. Without them, a
+    # selective checkpoint would take this hook for a hook of user code, and pass cached tensors to it.
     _checkpoint_internal = True
 
     @property

@@ -8,14 +8,14 @@ import time
 from typing import Literal
 
 _log = logging.getLogger("memascend")
-# How many steps are measured for each way, and after how many steps both ways are measured again.
+# `Settling` measures `_TRIALS` steps for each way, and measures both ways again after `_AGAIN` steps.
 _TRIALS = 3
 _AGAIN = 512
-# A step is unusual if its time differs by this factor from the median that chose the way; this many unusual steps in a
-# row begin new trials.
+# A step is unusual if its time differs by the factor `_CHANGE` from the median that chose the way; `_CHANGED` unusual
+# steps in a row begin new trials.
 _CHANGE = 1.3
 _CHANGED = 4
-# "backward", which reads more, is chosen only if its median is below this part of the other.
+# "backward", which reads more, is chosen only if its median is below this fraction of the median of "forward".
 _GAIN = 0.98
 Way = Literal["forward", "backward"]
 
@@ -26,7 +26,7 @@ class Settling:
     | way | first fetch after the step | second fetch, or the next gradient | faster where |
     |---|---|---|---|
     | "forward" | reads state and gradient, computes, writes | reads values | the drive bounds the step |
-    | "backward" | reads state and gradient, computes values | does so again, and writes | computation bounds it |
+    | "backward" | reads state and gradient, computes values | reads and computes again, writes | compute bounds it |
 
     Both ways give the same bits. The first steps try both ways in turn. The faster way stays until the time of a step
     changes, as with another batch size. Medians decide, because the time between two steps, as for an evaluation,
@@ -37,7 +37,7 @@ class Settling:
         self.way: Way = "backward"
         # How many steps deferred updates.
         self.steps = 0
-        # When the last step was committed, and whether it deferred updates.
+        # The time at which the last step was committed, and whether that step deferred updates.
         self._last = 0.0
         self.was_left = False
         self._taken: dict[Way, list[float]] = {"forward": [], "backward": []}
@@ -59,7 +59,7 @@ class Settling:
         self._last, self.was_left = now, leaves
 
     def _took(self, seconds: float) -> None:
-        """Records the time of a step that had deferred updates of the step before."""
+        """Records the time of a step that also made the updates which the previous step had deferred."""
         if self._usual is None:
             self._taken[self.way].append(seconds)
             self._choose()
@@ -72,7 +72,7 @@ class Settling:
             self._usual, self._unusual, self._since = None, 0, 0
 
     def _choose(self) -> None:
-        """Switches the way for the next trial, or chooses one after the last trial."""
+        """Switches the way for the next trial, or chooses the faster way after the last trial."""
         if any(len(taken) < _TRIALS for taken in self._taken.values()):
             self.way = "forward" if len(self._taken["forward"]) < len(self._taken["backward"]) else "backward"
             return

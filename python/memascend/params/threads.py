@@ -27,7 +27,7 @@ _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memasce
 class _Thread(threading.local):
     """Thread-local state."""
 
-    works_for = 0  # the identifier of the thread that this one computes for; 0: this thread computes for itself
+    works_for = 0  # the identifier of the thread for which this thread computes; 0: it computes for itself
 
 
 _thread = _Thread()
@@ -44,7 +44,7 @@ def current() -> int:
 
 
 def works_for_another() -> bool:
-    """True if this thread computes a micro-batch for another thread, in turns with others."""
+    """True if this thread computes a micro-batch for another thread, in turns with other such threads."""
     return bool(_thread.works_for)
 
 
@@ -86,7 +86,7 @@ FORKED = (
 
 
 class OwnProcess:
-    """Detects forks of the process that offloaded a model: a fork has none of its threads, and zeros for units."""
+    """Detects forks of the process that offloaded a model: in a fork its threads are missing, and units are zeros."""
 
     def __init__(self) -> None:
         # True in a fork.
@@ -141,9 +141,10 @@ class Turns:
 
     def __init__(self, lock: ProcessLock) -> None:
         self.lock = lock
-        # Notified when a field below changes.
+        # Threads wait on this condition until a field below changes.
         self._turn = threading.Condition(lock)
-        # The thread in `alone`, and whether the other threads' operations have ended, so that it changes values.
+        # `_changer` is the thread in `alone`. `_changing` is True once the operations of all other threads have ended,
+        # so that `_changer` may change values.
         self._changer: int | None = None
         self._changing = False
         # The threads in `touching`.
@@ -191,7 +192,7 @@ class Turns:
         while self.several and holders() - self._waiting and time.monotonic() < deadline:
             self._waiting.add(here)
             try:
-                # The last view of a slot releases it without a notification, so the wait is short.
+                # The last view of a slot releases it without a notification, so this thread must look again soon.
                 self._turn.wait(_LOOK_SECONDS)
             finally:
                 self._waiting.discard(here)
@@ -226,14 +227,15 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context manager in which only this thread may materialize units; first waits for others' operations."""
+        """Context manager in which only this thread may materialize units; first waits for operations of others."""
         here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
             is_outermost, self._changer = self._changer is None, here
         try:
             with self.lock:
-                # Operations in `touching` may go on and materialize more units; `_changer` keeps others from starting.
+                # Operations in `touching` may go on and materialize more units; `_changer` keeps new operations from
+                # starting.
                 self._turn.wait_for(lambda: not self._touching - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield

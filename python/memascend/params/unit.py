@@ -30,13 +30,14 @@ NOBODY = 0
 class Bytes(Enum):
     """Where the bytes of a unit are."""
 
-    # On storage. Views may keep the last bytes in memory; `CachedUnit.adopt` finds them.
+    # The bytes are on storage. Views may keep the last bytes in memory, too; `CachedUnit.adopt` finds them.
     OFFLOADED = auto()
-    # Being read into a slot of the arena.
+    # A read fills a slot of the arena with the bytes.
     READING = auto()
-    # In a slot of the arena.
+    # The bytes are in a slot of the arena.
     CACHED = auto()
-    # In the RAM tier for the whole run. The engine updates the bytes there, and the model computes with them in place.
+    # The bytes are in the RAM tier for the whole run. The engine updates them there, and the model computes with them
+    # in place.
     IN_PLACE = auto()
 
     # `Enum` hashes in Python, which is slow for a dict key that each step looks up many times.
@@ -66,7 +67,7 @@ class CachedUnit:
     # The size of the arena's slots for this unit; 0 in the RAM tier.
     slot_bytes: int
     _: KW_ONLY
-    pinned: bool  # small, and never evicted to make room
+    pinned: bool  # True for a small unit that is never evicted to make room
     # The unit's values are in the RAM tier, so the unit needs no slot.
     in_ram: bool = False
     places: Sequence[Place] = ()  # the parameters
@@ -121,7 +122,7 @@ class CachedUnit:
         self._move("arrive")
 
     def adopt(self) -> bool:
-        """Caches bytes of the current version that views kept alive; True if there are any."""
+        """Caches bytes of the current version that views kept alive; returns False if there are none."""
         if self.state is not Bytes.OFFLOADED or self.weak is None or self.weak[1] != self.version:
             return False
         storage = alive(self.weak[0])
@@ -199,7 +200,7 @@ class CachedUnit:
 
         `guarded`: the parameters keep their placeholder class, so that each use checks whether its thread is a holder.
         """
-        # The holder is counted first; see [Note: interrupts].
+        # The holder is counted before any parameter is materialized; see [Note: interrupts].
         if self._views is None:
             self._views = [self.view(place) for place in self.places]
         self.count(holder, 1)
@@ -234,6 +235,7 @@ class Limits:
     lookahead: int  # how many units ahead of the one in use are fetched
     slots: dict[int, int]  # the arena's classes, {bytes: count}
     option: str  # the user's option for the budget, "host_memory" or "device_memory"
-    larger: Callable[[int], int]  # returns a budget that suffices if a unit of so many bytes finds no memory
-    # Takes memory for one more unit of so many bytes, and returns the bytes taken; None if the user gave a budget.
+    larger: Callable[[int], int]  # returns a budget that suffices, given the bytes of a unit that found no memory
+    # Takes memory for one more unit, given the unit's bytes, and returns the bytes taken; None if the user gave a
+    # budget.
     add: Callable[[int], int] | None

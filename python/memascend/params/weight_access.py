@@ -137,7 +137,7 @@ class TrackedCopy:
         return uses(self.values) > uses_of_one() + self._sharing_count - 1
 
     def compare(self) -> bool:
-        """True if the values changed since the last call, which makes a change reported once."""
+        """True if the values changed since the last call, so that each change is reported once."""
         before, self.seen = self.seen, checksum(self.values, self.place)
         return before != self.seen
 
@@ -146,7 +146,7 @@ class _Stale(NamedTuple):
     """Memory that other code has, with the values of a weight before a commit."""
 
     unit: CachedUnit
-    place: Place | None  # None: the memory has all parameters of the unit
+    place: Place | None  # the parameter in the memory; None: the memory has all parameters of the unit
     memory: StorageWeakRef
     last_used: int  # the number of the unit's last use before the commit
 
@@ -163,7 +163,7 @@ class WeightCopies:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        # Copies of the present values, by name of the weight and reader, which `of` returns again.
+        # Copies of the present values, which `of` returns again; the key is the weight's name and the reader.
         self._now: dict[tuple[str, For], TrackedCopy] = {}
         # Copies of earlier values that user code still has.
         self._older: list[TrackedCopy] = []
@@ -204,7 +204,7 @@ class WeightCopies:
             return one.values.detach()
 
     def plain_copy(self, place: Place) -> torch.nn.Parameter:
-        """Returns a plain parameter on the copy from `of`, for a function that was called on the offloaded one."""
+        """Returns a plain parameter on the copy from `of`, for a function that was called on the placeholder."""
         return place.plain(self.of(place))
 
     @contextlib.contextmanager
@@ -247,8 +247,8 @@ class WeightCopies:
     def require_unwritten(self, *, loads: bool = False) -> None:
         """Rejects writes to copies; call it before a step, a save, a change of values, and the end.
 
-        `loads`: a state dict is about to be loaded. User code may have changed it for that, so writes to snapshots
-        are accepted.
+        `loads`: a state dict is about to be loaded. User code may have changed the state dict before it loads it, so
+        writes to snapshots are accepted.
 
         Raises:
             UsageError: code wrote to a copy; raised once for each write. Nothing was changed.
@@ -282,7 +282,8 @@ class WeightCopies:
         from_forward = False
         for key in keys:
             one = self._now[key]
-            # Taken before `compare`: code that still has the copy could write after the comparison, then release it.
+            # `is_held` is read before `compare`: in the other order, code that still has the copy could write to it
+            # after the comparison and then release it.
             is_held = one.is_held
             if is_held and but not in (None, one.place):
                 continue
@@ -292,7 +293,7 @@ class WeightCopies:
             if is_written:
                 written.add(one.place.name)
                 from_forward |= key[1] == "inside"
-                # A view in a graph shares the parameter's `_version`, so the write has raised that, too.
+                # A view in a graph shares the parameter's `_version`, so the write has raised this version, too.
                 one.place.note_version()
                 self._older += [one] if is_held else []
         for one in self._older if older else ():
@@ -340,8 +341,8 @@ class WeightCopies:
         """Rejects views of a weight that a module keeps from an earlier forward, after the weight has changed.
 
         In memory, such a view would follow the weight. Views that a module takes in each forward, and views of
-        autograd, are gone by the next forward. Each memory is looked for once, in attributes of modules only, since its
-        other users may be graphs.
+        autograd, are gone by the next forward. This method looks for views of each stale memory once, and only in
+        attributes of modules, since other users of the memory may be graphs.
 
         Raises:
             UsageError: a module has such a view.
@@ -394,7 +395,7 @@ class WeightCopies:
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """Context manager that hides operations from dispatch modes.
 
-    A selective checkpoint counts operations; those of a read depend on the units that are cached.
+    A selective checkpoint counts operations, and the operations of a read depend on which units are cached.
     """
     is_any = torch._C._len_torch_dispatch_stack()  # noqa: SLF001
     return _disable_current_modes() if is_any else contextlib.nullcontext()

@@ -34,7 +34,7 @@ class AddedParameters:
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
-        """`look`: False under FSDP2, which registers parameters in each forward; then every parameter passes."""
+        """`look` is False under FSDP2, which registers parameters in each forward: then no parameter is rejected."""
         self._model = model
         self._look = look
         # The value of `_registrations` at the last check that found nothing.
@@ -78,7 +78,7 @@ class AddedParameters:
         self._judged = now
 
 
-# No warning if fewer than 1 in `_SHARE` of a model's elements are in float32 matrices (those of routers, say).
+# `AutocastWatch` is silent if fewer than 1 in `_SHARE` of a model's elements are in float32 matrices, such as routers.
 _SHARE = 10
 
 
@@ -95,7 +95,10 @@ class AutocastWatch:
         self._silent = copied * _SHARE < sum(p.numel() for p in every)
 
     def look(self) -> None:
-        """Warns unless it has before; `Session.entered` calls it when a module is entered under autocast."""
+        """Warns once, if a large part of the model is in float32 matrices.
+
+        `Session.entered` calls it when a module is entered under autocast.
+        """
         if self._silent:
             return
         self._silent = True
@@ -106,7 +109,7 @@ class AutocastWatch:
         )
 
 
-# The attribute of a module that copy.deepcopy() calls.
+# The name of the method that copy.deepcopy() calls on an object, if the object has it.
 _COPIER = "__deepcopy__"
 # The attributes that memascend sets on an offloaded module.
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
@@ -118,8 +121,8 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
     """Copies a module deeply, without the attributes and hooks of memascend.
 
-    It is `torch.nn.Module.__deepcopy__` while any run is open. Setting it on each module instead would cost one or two
-    kilobytes for each: the module's dict could no longer share the keys of its class.
+    `ProcessHooks` sets this function as `torch.nn.Module.__deepcopy__` while any run is open. Setting it on each module
+    instead would cost one or two kilobytes for each: the module's dict could no longer share the keys of its class.
     """
     with _plain(module):
         # This is what copy.deepcopy() does for a class without `__deepcopy__`.
@@ -154,7 +157,7 @@ class Attachment:
     model: torch.nn.Module
     _hooked_modules: list[
         tuple[torch.nn.Module, tuple[CachedUnit, ...]]
-    ]  # modules to hook, each with the units it materializes
+    ]  # the modules to hook, each with the units that it materializes
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:

@@ -47,7 +47,7 @@ class Assembly:
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
     resources: Resources  # store, engine and memory
-    given: list[dict[str, Any]]  # the user's options of each parameter group, before stored ones replaced them
+    given: list[dict[str, Any]]  # the user's options of each parameter group, before stored options replaced them
     scratch: Path | None  # the folder for copies of the weights; None: each copy raises an error that asks for one
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
@@ -60,7 +60,8 @@ class Assembly:
         for unit in session.run.residency.units.all:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # A parameter on meta, or on another device type, cannot take the placeholder as its `.data`.
+                    # A parameter on meta, or on another type of device than the placeholder, cannot take the
+                    # placeholder as its `.data`.
                     materialize_parameter(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
@@ -118,7 +119,7 @@ class Assembly:
 
     @property
     def _stored_budget(self) -> int | None:
-        """The budget in each commit, which a resume with `host_memory="auto"` prefers; None: the user gave none."""
+        """The budget that each commit stores, and a resume with "auto" prefers; None: the user gave no budget."""
         options = self.subject.options
         if options.spare is not None:
             return options.spare.stored or self.decision.plan.budget

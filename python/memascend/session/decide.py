@@ -194,8 +194,8 @@ class Subject:
         """Checks the arguments of `offload()`; changes nothing.
 
         `optimizer` is the original, or several optimizers joined as one. `device` computes the model; None: the CPU.
-        `sharding` has this rank's rows of the parameters. `earlier` has the stores of another number of ranks, from
-        which the run resumes. With `only_planned` the subject needs neither a device nor a path of the store.
+        `sharding` has this rank's rows of the parameters. If the run resumes with another number of ranks, `earlier`
+        has the stores of the earlier ranks. With `only_planned` the subject needs neither a device nor a store's path.
         """
         self.model = model
         self.original = optimizer
@@ -237,8 +237,8 @@ class Subject:
                 require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
-        # `refill` copies the stores of replicas to ranks that have lost theirs; `refilled` is `refill` if this rank is
-        # one of them, else None.
+        # `refill` copies the stores of replicas to ranks that have lost their store; `refilled` is `refill` if this
+        # rank has lost its store, else None.
         self.refill = None if sharding is None else sharding.refill
         self.refilled = self.refill if self.refill is not None and self.refill.source is not None else None
 
@@ -354,7 +354,8 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                     state=subject.arithmetic.of(parameter).describe() if trained else {},
                     unit=unit.name,
                     order=engines.order_of(meta),
-                    # Reserved in every mode of gradients, as a resume may choose another mode.
+                    # The store reserves space for spilled gradients in every mode of gradients, because a resume may
+                    # choose another mode.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.of(parameter).format if trained else None,
                     first_element=rows[name].first_element if name in rows else None,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
 
 _MIB = 1 << 20
-# The most steps that a `History` keeps: when it has more, `add` drops every second one.
+# The most steps that a `History` keeps: when it has more, `add` drops every second step.
 _POINTS_MAX = 10_000
 
 
@@ -24,8 +24,8 @@ class History:
     """Figures of committed steps; the lists have one item for each recorded step."""
 
     steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # seconds since the end of the step before
-    moved: list[int] = field(default_factory=list)  # bytes read and written in that time
+    seconds: list[float] = field(default_factory=list)  # seconds since the end of the previous step
+    moved: list[int] = field(default_factory=list)  # bytes read and written since the end of the previous step
     losses: dict[int, float] = field(default_factory=dict)  # losses that a Trainer logged, by step
 
     def add(self, step: int, seconds: float, moved: int) -> None:
@@ -69,7 +69,10 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def _draw_memory(axis: Any, report: Report) -> None:
-    """Draws two bars: peak host memory by owner, and the memory of the same training in memory without activations."""
+    """Draws two bars: peak host memory by owner, and the memory of the same training without offloading.
+
+    The second bar does not include activations.
+    """
     bars = {
         "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(report.in_memory).items()},
         "memascend": {name: owner.peak for name, owner in report.owners.items()},

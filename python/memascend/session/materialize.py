@@ -50,7 +50,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     """Makes the parameters real inside a `with` block, with the values of the last committed step.
 
     The values are in unlinked files, so that a model larger than memory can be inspected and saved. Under
-    `fully_shard` the parameters stay DTensors, whose local tensors (this rank's rows) are in such files. All ranks
+    `fully_shard` the parameters stay DTensors; their local tensors (this rank's rows) are in unlinked files. All ranks
     enter and leave the block together, with and without `modify`.
 
     Args:
@@ -79,7 +79,8 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     run, attachment, edits = session.run, session.attachment, session.edits
     reshard: Callable[[], object] = int if session.sharding is None else session.sharding.reshard
     units: list[CachedUnit] = []
-    # Checksums find changes that a block without `modify` drops. With `modify`, `Edits.stage` compares with storage.
+    # Without `modify`, checksums find the changed values, which are dropped. With `modify`, `Edits.stage` compares all
+    # values with storage.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
     kept: list[tuple[Place, torch.Tensor]] = []
@@ -112,11 +113,12 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
                 if not run.resources.closed:
                     attachment.enter(optimizer)
             _release(run.residency, units)
-            # Also after an exception: the next forward would compute with parameters that were gathered in the block.
+            # Reshard after an exception, too: the next forward would compute with parameters gathered in the block.
             reshard()
         if not run.resources.closed:
             kept = _settle(edits, edit, values)
-    # User code holds this memory. In a plain model, a write to it would change a weight: `copies` rejects such writes.
+    # User code still holds the memory of `kept`. In a plain model, a write to this memory would change a weight;
+    # `copies` rejects such writes.
     run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warn(
@@ -152,14 +154,14 @@ class _Slots:
                     yield name
 
     def restore(self) -> None:
-        """Puts the model's own parameters back into slots that hold other ones; slots that were emptied stay empty."""
+        """Puts the model's own parameters back into slots that hold replacements; emptied slots stay empty."""
         for parameter, _, slots in self._of.values():
             for _, module, short in slots:
                 if module._parameters.get(short) is not None:  # noqa: SLF001
                     module._parameters[short] = parameter  # noqa: SLF001
 
     def given(self) -> dict[str, torch.Tensor]:
-        """Returns the values of replacements on this rank, by the names of the places of the replaced parameters.
+        """Returns this rank's values of the replacements, by the names of the replaced parameters.
 
         Raises:
             UsageError: a replacement does not fit the parameter, or the slots of one parameter have different values,
@@ -240,10 +242,11 @@ def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[st
 def _taken(
     slots: _Slots, units: list[CachedUnit], checksums: Mapping[str, str] | None
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Returns the values of all parameters at the end of the block, and the name of a changed one.
+    """Returns the values of all parameters at the end of the block, and the name of a changed parameter, or None.
 
-    With `checksums` of the values at the beginning (a block without `modify`), values of replacements are left out, and
-    the name is that of a changed or replaced parameter, or None. Without `checksums` the name is always None.
+    A block without `modify` passes `checksums` of the values at the beginning. Then the name is that of a parameter
+    that was changed or replaced, and the values of replacements are left out. With `modify`, `checksums` and the name
+    are None.
     """
     own: dict[str, torch.Tensor] = {place.name: place.parameter for unit in units for place in unit.places}
     written = None
@@ -265,7 +268,8 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
-        # Values of another shape, set without `modify`, can be no copy of the weight: they are dropped with a warning.
+        # Without `modify`, user code may have set values of another shape. `copies` need not watch them, as they are no
+        # copy of the weight; `materialized` drops them with a warning.
         if place.name in kept and own.shape == place.shape:
             found.append((place, own))
     return found

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _Path = str | os.PathLike[str]
-# Type checkers infer the class of the given model.
+# With this variable, type checkers infer that `offload` returns the class of the given model.
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _log = logging.getLogger("memascend")
 
@@ -100,7 +100,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None or "default": the smallest budget that keeps disk and compute busy. "auto": the memory
             that the machine can spare, in whole GiB, divided among its ranks; on a CPU half of it, as torch needs
-            memory there, too. A resume with "auto" takes the store's earlier budget while so much is free. None,
+            memory there, too. A resume with "auto" takes the store's earlier budget if so much is free. None,
             "default" and "auto" count as not given: a step that needs more memory gets it. Memory of the budget that
             streaming does not need keeps parameters with their state in RAM, beginning with the model's first ones;
             `offload` reads them once.
@@ -113,7 +113,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             does not clip knows the norm only after the commit: there "raise" warns. With a loss scale, a step that
             overflows is always skipped.
         max_grad_norm: clip the global norm of the gradients to this value in `step()`; None: do not clip.
-        accumulation_steps: number of `backward()` calls per `step()`; "ssd" and "ram" take any number undeclared.
+        accumulation_steps: number of `backward()` calls per `step()`. With gradients="ssd" or "ram" you need not give
+            it: they take any number of calls.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
         master_dtype: dtype of the master weights of 16-bit parameters; None: no master weights, as in plain torch.
         units: names of modules, each of which is read and evicted as one; None: `offload` finds them in the model.
@@ -162,7 +163,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     # `Options` has a field for each argument but `model` and `optimizer`.
     given = locals()
     options = Options(**{option.name: given[option.name] for option in fields(Options)})
-    # torch.set_default_device() is meant for the user's tensors, not for those that are made here.
+    # torch.set_default_device() is meant for the user's tensors, not for tensors that `offload` makes.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
         original = unwrapped(optimizer)
@@ -196,7 +197,7 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 
 def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
-    """Plans, opens the store, and offloads the parameters; if this fails, `undo` leaves everything as it was."""
+    """Plans, opens the store, and offloads the parameters; if this fails, `undo` reverts all changes."""
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
         assembly = exchange.together(lambda: _prepared(subject, turn, undo))
@@ -244,7 +245,7 @@ def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assem
     # commit, so no rank may replay its log before all logs are checked.
     exchange.together(store.check_log)
     engine = exchange.together(lambda: _engine(subject, decision.plan, store, undo))
-    # This run has allocated most of its memory: another run may look at the free memory.
+    # This run has allocated most of its memory, so another run may now read how much memory is free.
     turn.end()
     return exchange.together(lambda: _begun(subject, decision, first, (store, engine), undo))
 

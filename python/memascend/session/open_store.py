@@ -78,8 +78,8 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
         try:
             run.close()
         except UsageError as error:
-            # The run is closed nevertheless. Its error (a write to a copy of its weights, for one) is only reported: it
-            # is no fault of this call.
+            # The run is closed nevertheless. Its error (such as a write to a copy of its weights) becomes a part of the
+            # warning, because this call did not cause it.
             unkept = f"; {error}"
         warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
@@ -102,7 +102,7 @@ _log = logging.getLogger("memascend")
 def _require_fits(subject: Subject, records: list[engines.Record], store: Store) -> None:
     """Rejects a store that another run of this process has open and that does not fit this call.
 
-    It runs before that run is closed.
+    The check runs before the other run is closed.
     """
     where = store.info()["devices"][0]
     difference = store.difference(records, optimizer=title_of(subject.original))
@@ -152,8 +152,8 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
         if store is None:
             # A dropped model is part of reference cycles: collecting it closes its run.
             gc.collect()
-            # Called outside of the `except` block: `close()` does not check copies of weights while an exception is
-            # handled.
+            # `_close_holders` is called outside of the `except` block, because `close()` does not check copies of
+            # weights while an exception is handled.
             _close_holders(subject, records)
             store = create(paths)
     except ConfigError:
@@ -252,7 +252,7 @@ class FirstValues:
     """Fills a new store with first values, after checking them; or reads the values back from an existing store."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
-        """Opens `weights=`, and puts buffers on meta in memory; `undo` reverts all changes if the call fails."""
+        """Opens `weights=`, and gives memory to buffers on meta; `undo` reverts all changes if the call fails."""
         self._subject = subject
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
@@ -315,7 +315,7 @@ class FirstValues:
                         engine.finish()
                         waiting = 0
                     progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
-            # Sorted, because a replica that refills this store sends buffers in that order.
+            # Buffers are filled in sorted order, because a replica that refills this store sends them in that order.
             for name in sorted(subject.buffers.names):
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):

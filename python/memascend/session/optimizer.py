@@ -84,9 +84,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
         """Takes the place of `original` in the loop, and passes calls on to `session`."""
-        # torch's constructor gets one group only, because it rejects groups with parameter names beside groups without.
+        # torch's constructor gets only the first group, because it rejects groups of which only some have parameter
+        # names.
         super().__init__(original.param_groups[:1], original.defaults)
-        # The same list of the same dicts, so that an option set on either optimizer is set on both.
+        # Both optimizers share this list and its dicts, so that an option set on either optimizer is set on both.
         self.param_groups = original.param_groups
         self.members: tuple[torch.optim.Optimizer, ...] = members_of(original)
         """The optimizers that were given to offload(), in order; `param_groups` has all of their groups."""
@@ -134,7 +135,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         """Makes `step()` advance learning rate schedulers: once for each committed step, as a part of its commit.
 
         A step updates with the present learning rates. Its commit stores the next learning rates and the state of the
-        schedulers, so a run that is killed at any moment resumes with the right ones. The loop must not call
+        schedulers, so a run that is killed at any moment resumes with the right rates. The loop must not call
         `scheduler.step()`. A step that overflows, has no gradients or fails advances no scheduler.
 
         At a resume, and at a start from a checkpoint, the call restores the schedulers and the options that they set.
@@ -183,20 +184,20 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         transformer block) computes all micro-batches before the next unit begins, so each weight is read once and each
         sum written once. Each micro-batch then has random numbers of its own: the result is bit-identical to that loop
         with `torch.manual_seed(seed)` before each `loss_of`, with seeds drawn from torch's default generator before the
-        first.
+        first `loss_of`.
 
         The first call with `by_layer` computes one micro-batch after the other and records the order of units. If
-        layers cannot be shared, all calls do so, and the log gives the reason: several ranks, your hook on accumulated
-        gradients, existing gradients, or an attribute or buffer of a module (as in BatchNorm) that changed between
-        micro-batches of the first call.
+        layers cannot be shared, all calls compute one micro-batch after the other, and the log gives the reason:
+        several ranks, your hook on accumulated gradients, existing gradients, or an attribute or buffer of a module (as
+        in BatchNorm) that changed between micro-batches of the first call.
 
         Args:
             loss_of: called with each micro-batch; returns its loss, or a tuple that begins with the loss.
             batches: the micro-batches of the step.
             scale: factor of each loss before its backward, such as 1 / len(batches) for a mean.
-            by_layer: True runs the micro-batches in turns, block by block. It is a promise that neither `loss_of` nor
-                the model keeps anything between micro-batches, or anywhere but in its arguments and results. Code that
-                breaks the promise may compute wrong gradients without an error.
+            by_layer: True runs the micro-batches in turns, block by block. With it you promise that neither `loss_of`
+                nor the model carries data from one micro-batch to the next, or passes data in other ways than by
+                arguments and results. Code that breaks the promise may compute wrong gradients without an error.
 
         Returns:
             The results of `loss_of`, detached, in order.
@@ -249,7 +250,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step, unscaled and before clipping; None before the first."""
+        """The norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
         return self._session.grad_norm
 
     @property
@@ -290,7 +291,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return self._session.report()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns a copy of a parameter's state, read from storage, by torch's names, and its `master`."""
+        """Reads a parameter's state from storage; returns a dict by torch's names, with its `master` weight, if any."""
         return self._session.state_of(parameter)
 
     @contextlib.contextmanager
@@ -332,8 +333,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         files in an earlier checkpoint's folder are kept.
 
         With several ranks, all of them call `save` together and write one checkpoint: each rank writes its rows, or the
-        first rank writes all rows if others do not see the folder. Any number of ranks, or one process, can start from
-        it.
+        first rank writes all rows if other ranks do not see the folder. Any number of ranks, or one process, can start
+        from the checkpoint.
 
         Args:
             folder: the folder of the checkpoint; on the first rank its parent must exist.
@@ -364,8 +365,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the options of the groups from a state dict of the run's present position.
 
-        The state dict must be of this store, with as many committed steps. Before the first step of a run that began
-        from a checkpoint, it may also be of the run that wrote the checkpoint, at that checkpoint's step.
+        The state dict must be of this store, at its present number of committed steps. Before the first step of a run
+        that began from a checkpoint, it may also be of the run that wrote the checkpoint, at that checkpoint's step.
 
         Raises:
             UsageError: the state dict is of another position, or not of an offloaded optimizer; or this optimizer is
@@ -396,9 +397,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def close(self) -> None:
         """Keeps the last commit of `step()`, drops uncommitted changes, frees all memory. A second call does nothing.
 
-        Buffers that changed since the last step, as by `torch.optim.swa_utils.update_bn`, are added to the last commit.
-        They are lost, with a warning, if a forward in training mode with gradients ran since (a resume repeats that
-        forward), or with several ranks.
+        Buffers that changed since the last step, such as by `torch.optim.swa_utils.update_bn`, are added to the last
+        commit. These changes are lost, with a warning, if a forward in training mode with gradients ran after the last
+        step (a resume repeats that forward), or if the run has several ranks.
         """
         self._session.close()
         self._finalizer.detach()

@@ -44,7 +44,7 @@ def require_unaliased_state(
     known = [value for own in state.values() for value in own.values() if isinstance(value, torch.Tensor)]
     require_unaliased(tensors, model, known, what="the optimizer's state")
     names = list(states)
-    # Drop this function's own references, which would count as others.
+    # Drop this function's own references, which the counts below would include.
     states.clear()
     key = object()
     # The reference count of a dict that only a mapping holds.
@@ -68,7 +68,8 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     A tensor of the old state that other code still refers to raises on access, too.
     """
     state = optimizer.state
-    # How many states or attributes of the optimizer have each value: a shared value, like a table, is left as it is.
+    # Counts in how many states and attributes of the optimizer each value occurs. A value that occurs several times,
+    # such as a table, is shared, and keeps its memory.
     common = Counter(id(value) for own in state.values() for value in own.values())
     if state:
         common.update(2 * [id(one) for value in attributes_of(optimizer).values() for one in reached_from(value)])

@@ -59,15 +59,15 @@ class Report:
     owners: dict[str, Owner]  # host memory by owner
     budget: int  # the budget of host memory in force, in bytes
     object_bytes: int  # estimated bytes of the Python and torch objects of all parameters, which no budget limits
-    read: dict[str, int]  # bytes by kind; "other" is the catalog, and values that were read out
-    written: dict[str, int]  # bytes by kind; `offload()` itself wrote "first values"
+    read: dict[str, int]  # bytes read by kind; "other" is the catalog, and values that user code read
+    written: dict[str, int]  # bytes written by kind; `offload()` itself wrote "first values"
     ram_tier: int  # bytes that were taken from the RAM tier instead of being read from storage
     seconds: dict[str, float]  # seconds by stage; stages overlap, so they do not add up to "wall"
     steps: int  # number of steps committed since `offload()` returned
     units: dict[str, int]  # how often units were read, were cached already, and were evicted
     in_memory: TorchBytes  # bytes of the same training without offloading
     early: int = 0  # steps whose updates began before `step()`, as recent steps did not clip or change gradients
-    anew: int = 0  # those of the `early` steps that clipped or changed gradients, and repeated their updates
+    anew: int = 0  # number of `early` steps that did clip or change gradients, and repeated their updates
     deferred: int = 0  # steps that deferred updates to the next step, because the norm of all gradients came first
     deferred_to: str = ""  # the part of the next step that now writes deferred updates: "forward" or "backward"
     log_steps: int = 0  # number of steps whose gradients fit into the store's gradient log; 0: the store has no log
@@ -79,9 +79,10 @@ class Report:
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
-    device_copies: str | None = None  # the reason why copies to and from the device are slow; None: they are not
+    device_copies: str | None = None  # the reason why copies to and from the device are slow; None: they are fast
     history: History = field(default_factory=History)  # figures of each step
-    ranks: AllRanks | None = None  # all ranks together; every other field is this rank's. None before the first step
+    # The figures of all ranks together, while all other fields are of this rank; None before the first step.
+    ranks: AllRanks | None = None
 
     @property
     def total(self) -> int:
@@ -122,10 +123,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures as JSON values.
 
-        Some keys are conditional. "device": a device computes. "ram_tier" and "log": some parameters are kept in RAM.
-        "early": updates began before `step()`. "deferred": steps deferred updates to the next step's "forward" or
-        "backward". "ranks": the run has several ranks. In "log", "wanted": the log is shorter than wanted; "unlogged":
-        the number is not 0.
+        Some keys exist only under a condition. "device": a device computes. "ram_tier" and "log": some parameters are
+        kept in RAM. "early": updates began before `step()`. "deferred": steps deferred updates to the next step's
+        "forward" or "backward". "ranks": the run has several ranks. Inside "log", the key "wanted" exists if the log is
+        shorter than wanted, and "unlogged" if that number is not 0.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -313,7 +314,7 @@ class Measurements:
             self._mention_larger_budget()
 
     def _mention_larger_budget(self) -> None:
-        """Logs the gain of a larger budget, once; measures from the second step on, as the first one detects habits."""
+        """Logs the gain of a larger budget, once; measures from the second step on, as the first detects habits."""
         report = self.report()
         if self._first is None:
             self._first = report
@@ -427,7 +428,8 @@ class Measurements:
         always = (*resources.units.host, "update staging", "catalog", "index")
         owners = {name: Owner(nbytes, nbytes) for name, nbytes in sizes.items() if nbytes or name in always}
         if "gradients in RAM" in self.plan.host:
-            # These gradients of the RAM tier wait for step(). Under "ram" the plan lists all kept gradients together.
+            # Gradients of the RAM tier wait here for step(). With gradients="ram" the plan has no such entry, and lists
+            # all kept gradients together.
             owners["gradients in RAM"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()

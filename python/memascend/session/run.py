@@ -150,12 +150,13 @@ class Metadata:
     ) -> None:
         """`budget`: host memory that a resume with `host_memory="auto"` prefers; None: commits store no budget."""
         self._store = store
-        # Read once, because a forked child must not call the store: a thread of the parent may hold its locks.
+        # The id is read only once, because a forked child must not call the store: a thread of the parent may hold the
+        # store's locks.
         self._uuid: str = store.info()["uuid"]
         self.schedule = schedule
         self.step = store.step  # the number of committed steps
         self.made = 0  # the number of steps that this run has committed
-        # The position of the checkpoint from which the run began, until the first step; None: it began from none.
+        # The position of the checkpoint from which the run began; None after the first step, or without a checkpoint.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
         # The optimizer's own dicts, which schedulers change in place.
         self.groups = arithmetic.optimizer.param_groups
@@ -267,7 +268,7 @@ class Metadata:
         """Returns the description of the run for a checkpoint."""
         return {
             **self.identity(),
-            # The budget fits this machine, and another one may use the checkpoint.
+            # The budget is left out: it fits this machine, and another machine may use the checkpoint.
             **{name: value for name, value in self.hyperparameters().items() if name != "host_memory"},
             "user_state": self.user_state,
             "optimizer": self._store.info()["optimizer"],
@@ -283,7 +284,7 @@ class Run:
     frames: Frames  # the modules that compute at this moment
     gradients: Gradients  # gradients and updates of the trained parameters
     buffers: Buffers  # the model's persistent buffers, which are committed with the parameters
-    metadata: Metadata  # metadata of commits
+    metadata: Metadata  # the metadata that each commit stores
 
     def require_open(self) -> None:
         """Raises UsageError after close(); ends the frames of modules whose forward was interrupted."""

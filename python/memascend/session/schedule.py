@@ -3,7 +3,8 @@
 [Note: fresh states] A commit stores two states of each scheduler: the newest state, which a resume loads, and the fresh
 state, which the scheduler had when it was made. `_since` computes the entries in which the fresh state differs from the
 newest one, and a commit stores only these; `_fresh` rebuilds the fresh state. At a resume, the user's scheduler must
-have the stored fresh state, except for entries of its position (`_PLACE`): another one means other arguments.
+have the stored fresh state, except for entries of its position (`_PLACE`): any other difference means that it was made
+with other arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# The limit for the schedulers of a commit. A commit holds 128 KiB of options, loss scale, schedulers and position.
+# The most bytes that the schedulers may take in a commit. Options, loss scale, schedulers and position share 128 KiB.
 _BYTES_MAX = 32 << 10
 # State entries that may change although the scheduler did not advance: accelerate's wrapper counts every call.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
@@ -81,8 +82,8 @@ class Schedule:
     _fresh: list[dict[str, Any]] = field(default_factory=list)  # fresh states of `_schedulers`; [Note: fresh states]
     _options: set[str] = field(default_factory=set)  # names of the group options that schedulers have changed in steps
     _now: _Snapshot | None = None  # the snapshot for the next commit; None without schedulers
-    _before: _Snapshot | None = None  # the snapshot before the last `advance`; None if that advanced no scheduler
-    _stepped: bool = False  # True once this run has called `advance`, unless `take_back` followed
+    _before: _Snapshot | None = None  # the snapshot before the last `advance`; None if there were no schedulers
+    _stepped: bool = False  # True once this run has called `advance`, unless `take_back` has undone the call
     _had_stepped: bool = False  # the value of `_stepped` before the present step
 
     # --- attaching schedulers --------------------------------------------------------------
@@ -90,7 +91,7 @@ class Schedule:
     def attach(self, given: Sequence[Any], *, restore: bool) -> None:
         """Takes `given` as the run's schedulers, in place of earlier ones; with `restore`, loads their stored states.
 
-        If one of them is rejected, nothing was changed.
+        If a scheduler is rejected, nothing changes.
         """
         schedulers = tuple(map(_unwrapped, given))
         own = {id(group) for group in self._groups}
@@ -187,7 +188,8 @@ class Schedule:
         for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept_groups(), strict=True)):
             for name in kept.keys() & group.keys() - {*stored["options"]} - (given.keys() - _SET_ONCE):
                 now = plain(group[name])
-                # A scheduler made before offload() set its option in `given`; offload() then set the stored option.
+                # A scheduler made before offload() set its option in `given`; offload() then replaced the option by the
+                # stored one. So compare the option in `given`.
                 found.append((number, name, kept[name], given.get(name, now) if now == kept[name] else now))
         return [f"{name} of group {number} {had} -> {now}" for number, name, had, now in found if now != had]
 
@@ -212,8 +214,8 @@ class Schedule:
     def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, commits_position: bool) -> None:
         """Rejects a scheduler that other code advanced; warns of schedulers that a resumed run does not restore.
 
-        `optimizers`: those for which the user may have made schedulers. `commits_position`: a trainer stores and
-        restores its schedulers with its position, so none is missing here.
+        `optimizers`: the optimizers for which the user may have made schedulers. `commits_position`: a trainer stores
+        and restores its schedulers with its position, so the resume restores them without `schedule()`.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -300,7 +302,7 @@ class Schedule:
     # --- trainers that advance schedulers themselves -------------------------------------------
 
     def rewind(self) -> None:
-        """Restores schedulers and groups to the state before the last step, which the commit advanced.
+        """Restores schedulers and groups to their state before the last step, whose commit advanced the schedulers.
 
         A trainer then logs the learning rate of that step, and advances the schedulers itself.
         """
@@ -327,7 +329,7 @@ def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
 
 
 def _begins_rates(stored: Mapping[str, Any]) -> bool:
-    """True if a stored scheduler sets its own initial learning rate; others scale the rate of the optimizer."""
+    """True if a stored scheduler sets its own initial learning rate; other schedulers scale the optimizer's rate."""
     return any(kind in one["scheduler"] for one in stored["schedulers"] for kind in ("CyclicLR", "OneCycleLR"))
 
 

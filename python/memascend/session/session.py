@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # The numbers of a rank without gradients, and of a step whose norm is taken later: all finite, no squares.
 _NOTHING: Numbers = (False, 0)
-# The remedy if replicas computed different values in RAM: ranks compare these in the step after their commit.
+# The remedy if replicas computed different values in RAM. Replicas compare the values of a commit in the next step.
 _REPLICAS_DIFFER = (
     "the last commit has these values, so the replicas' stores differ: move one of them aside and start all ranks "
     "again; it is refilled from the other"
@@ -121,7 +121,8 @@ class Session:
     ) -> list[Any]:
         """Computes the losses and gradients of all micro-batches of a step; see `OffloadedOptimizer.accumulate`.
 
-        `seeded`: each micro-batch computed by layer has a seed of its own; if False, none may draw random numbers.
+        `seeded`: each micro-batch computed by layer has a seed of its own; if False, no micro-batch may draw random
+        numbers.
         """
         self.run.resources.require_open()
         if self.run.frames.inside:
@@ -141,7 +142,7 @@ class Session:
             with self.run.gradients.scaled():
                 return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer, seeded=seeded)
         except BaseException:
-            # A Ctrl-C while torch.no_grad() is entered or left would leave gradients disabled.
+            # A Ctrl-C while torch.no_grad() is entered or left may have left gradients disabled: restore the mode.
             torch.set_grad_enabled(grad)
             raise
 
@@ -339,8 +340,9 @@ class Session:
     def _norm_precedes_commit(self) -> bool:
         """True if `_step` computes the norm before the commit.
 
-        It may, if gradients were kept until step(), since all are measured then. It must, under `nonfinite="skip"`, and
-        for a trainer, which logs the norm of a committed step even if the process is killed in between.
+        `_step` may do so if gradients were kept until step(), since all of them are measured by then. It must do so
+        under `nonfinite="skip"`, and for a trainer, which logs the norm of each committed step even if the process is
+        killed after the commit.
         """
         kept = self.run.gradients.loop.mode != "fused"
         return kept or self.run.metadata.commits_position or self.nonfinite == "skip"
@@ -407,7 +409,7 @@ class Session:
         )
 
     def report(self) -> Report:
-        """Returns the figures since `offload()`; after close(), those at the end."""
+        """Returns the figures since `offload()`; after close(), the final figures."""
         self.run.resources.process.require_here()
         return self.measurements.report()
 
@@ -438,7 +440,7 @@ class Session:
             return
         has_buffers = self._takes_buffers()
         if self.figures is not None or not (has_buffers or metadata.has_new_options):
-            # A commit needs all ranks, and each closes at its own time.
+            # A commit needs all ranks, and each rank closes at its own time.
             return
         run.gradients.skip()
         engine = run.resources.engine
@@ -451,8 +453,9 @@ class Session:
     def _catch_up(self) -> None:
         """Makes the deferred updates of the last step, so that the store needs no log.
 
-        If the log has their gradients, a resume can make them instead: after an exception, after an error of storage,
-        and after a step with a norm that is not finite, whose previous commit must stay.
+        If the log has their gradients, a resume can make these updates instead. Then this method leaves them to a
+        resume after an exception, after an error of storage, and after a step with a norm that is not finite: the
+        updates would overwrite the commit before that step.
         """
         store, engine = self.run.resources.store, self.run.resources.engine
         if not engine.is_behind or self.run.resources.temporary:

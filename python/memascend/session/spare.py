@@ -74,7 +74,7 @@ class Turn:
 def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host: bool) -> Options:
     """Returns the options with the budget that `host_memory="auto"` stands for; other options are returned as given.
 
-    A resume takes the budget of its store while so much memory is free. All ranks take the smallest budget of any rank.
+    A resume takes the budget of its store if so much memory is free. All ranks take the smallest budget of any rank.
     One rank of each machine holds `turn` afterwards: the caller ends it once the ranks have allocated their memory.
 
     Raises:
@@ -107,7 +107,7 @@ def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int |
     """Returns the budget in the last commit of the store; None if no store exists, or its commit has no budget."""
     if holder is not None:
         return _budget_in(session_of(holder).run.metadata.hyperparameters())
-    # Opening the store raises these errors again, for the user.
+    # A StorageError is suppressed here: `offload()` raises it again when it opens the store.
     with contextlib.suppress(StorageError):
         found = newest([str(file_of(path)) for path in options.paths or ()])
         return None if found is None else _budget_in(found[0])

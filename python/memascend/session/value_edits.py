@@ -62,8 +62,9 @@ class Edits:
     def repeat(self, blocks: int | None) -> None:
         """Drops the changes of the next `blocks` blocks that end before another step is committed.
 
-        After a resume, a trainer's program runs blocks again whose changes the store has. None: drop the changes of all
-        blocks until the next call, because they precede the resumed step in the program.
+        After a resume, a trainer's program runs blocks again whose changes the store has. With None, the changes of all
+        blocks are dropped until the next call of `repeat`, because these blocks precede the resumed step in the
+        program.
         """
         self._repeated = math.inf if blocks is None else blocks
         self._repeated_after = self.run.metadata.step
@@ -76,7 +77,7 @@ class Edits:
         return True
 
     def _count(self, edit: Edit) -> dict[str, Any]:
-        """Counts a block that ends in `Metadata.blocks`; returns the hyperparameters for its commit."""
+        """Increments `Metadata.blocks` for a block that ends; returns the hyperparameters for the block's commit."""
         metadata, blocks = self.run.metadata, self.run.metadata.blocks
         edit.undo.callback(setattr, metadata, "blocks", blocks)
         metadata.blocks = blocks + 1
@@ -184,7 +185,7 @@ class Edits:
 
     @contextlib.contextmanager
     def load(self, position: str | None = None) -> Iterator[None]:
-        """Commits all values that `load_state_dict()` calls in the block load, at its end; an exception drops them.
+        """At the end of the block, commits the values that `load_state_dict()` loaded in it; an exception drops them.
 
         `position`: a trainer's position, which is committed with the values.
         """
@@ -291,7 +292,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
 
     Raises:
         UsageError: a step is staged.
-        StorageError: storage failed; the last commit stands.
+        StorageError: storage failed; the last commit is intact.
     """
     run, metadata, engine = edits.run, edits.run.metadata, edits.run.resources.engine
     with run.resources.store.preparing():

@@ -27,9 +27,9 @@ class Chunk:
     # Values of the chunk, writable in place: one-dimensional, or in the record's shape under `apply(whole=True)`.
     values: torch.Tensor
     gradient: torch.Tensor | None  # gradient of the same elements, in the same layout; None if the job has no gradient
-    # State tensors by name, writable in place. A tensor of the record's shape has the layout of `values`. A tensor of a
-    # format that has one item for 8 or 256 elements gives the items of this chunk. Any other tensor is given whole: the
-    # same memory in every call, which the engine writes to storage after the last call.
+    # State tensors by name, writable in place. A tensor of the record's shape has the layout of `values`. A tensor with
+    # one item for 8 or 256 elements, as some formats have, is given as the items of this chunk. Any other tensor is
+    # given whole: the same memory in every call, which the engine writes to storage after the last call.
     state: dict[str, torch.Tensor]
     start: int  # index of the chunk's first element in the record
     count: int  # number of elements; 0 in the only call for a record without elements
@@ -46,7 +46,8 @@ def adapter(
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
     """Returns a callback for the extension that wraps the engine's memory in a `Chunk` and calls `function`.
 
-    `record` is an item of `Store.records`. The callback calls `before` each time before it reads the gradient.
+    `record` is an item of `Store.records`. Each call of the callback begins with `before()`, and then reads the
+    gradient.
     """
     import torch
 
@@ -86,8 +87,8 @@ def adapter(
 def _take_threads(threads: int) -> None:
     """Sets the number of threads that torch uses in calls from the current thread.
 
-    LAPACK's last bits depend on that number, so the engine's thread must use the caller's. torch has one number for
-    each thread; a new thread begins with all processors.
+    The last bits of LAPACK's results depend on that number, so the engine's thread must use the number of the thread
+    that called `apply`. torch keeps one number for each thread; a new thread begins with all processors.
     """
     import torch
 
@@ -96,7 +97,7 @@ def _take_threads(threads: int) -> None:
 
 
 def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
-    """Views the memory of a buffer as a one-dimensional tensor; torch rejects a buffer without bytes."""
+    """Views the memory of a buffer as a one-dimensional tensor; torch itself rejects an empty buffer."""
     import torch
 
     with memoryview(lent) as view:
@@ -131,7 +132,10 @@ class Adam:
     grad_scale: float = 1.0
     maximize: bool = False
     seed: int = 0
-    """The seed of stochastic rounding, 0 to 2**64 - 1. Draws depend on it, the record's name, `step`, and the index."""
+    """The seed of stochastic rounding, 0 to 2**64 - 1.
+
+    The random bits of an element depend on the seed, the record's name, `step`, and the element's index.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +215,7 @@ class Engine(_core.Engine):
         fails the step, so keep a `clone()`.
 
         The engine holds `gradient` and `values` (see `update`) until it has used them; they must not change meanwhile.
-        Without `gradient` it uses the spilled one. `step` is the number of this update of the record, from 1.
+        Without `gradient` it uses the spilled gradient. `step` is the number of this update of the record, from 1.
 
         `whole` passes the record in one chunk, of the record's shape, in the memory that `Engine(whole=)` reserves. If
         the record's format has a master, state in fewer bits is passed in float32 ("master" of 16-bit values, and

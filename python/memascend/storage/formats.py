@@ -85,7 +85,7 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
         of: torch.empty_strided(values.shape, strides, dtype=torch.float32, device=values.device)
         for of in ("master", *_MOMENTS[rule])
     }
-    # Momentum has no second moment.
+    # The extension takes three addresses: of master, first and second moment. Momentum has no second moment: None.
     places = [*(tensor.data_ptr() for tensor in wide.values()), None][:3]
     _core.state_decode(
         form,
@@ -125,8 +125,8 @@ def wide_parts(
 def is_widened(record: Mapping[str, Any]) -> bool:
     """True if `Engine.apply(whole=True)` passes the record's state in float32.
 
-    It passes state without a format, or of the format "compact", as stored, and also state of the "stochastic" formats,
-    which have no master.
+    `apply` passes three kinds of state as they are stored: state without a format, state of the format "compact", and
+    state of the "stochastic" formats, which have no master.
     """
     return bool(record["format"]) and not record["compact"] and not record["format"].startswith("stochastic")
 
@@ -139,7 +139,7 @@ def wide_state(record: Mapping[str, Any]) -> list[tuple[str, str, list[int]]]:
 
 
 def _is_own(name: str) -> bool:
-    """True if this state tensor has one item for each element of the record; others have one for 8 or 256 elements."""
+    """True if a state tensor has one item for each element of the record, not one item for 8 or 256 elements."""
     return name != "rounded_up" and not name.endswith("_absmax")
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    # What the extension's constructors accept. A tensor is (name, dtype, shape); a record is (is a buffer, index of its
-    # unit, values, state, order, spill dtype, format, first element).
+    # The descriptions that the extension's constructors accept. A tensor is (name, dtype, shape); a record is (is a
+    # buffer, index of its unit, values, state, order, spill dtype, format, first element).
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Lent(NamedTuple):
     """A gradient in memory that the extension cannot read, with a function that copies parts of it to host memory."""
 
-    tensor: torch.Tensor  # on any device, without gaps in the stored order of its parameter's dimensions
-    # Called with (first byte, number of bytes) on the engine's thread. Returns (address, first byte, number of bytes)
-    # of a range in host memory that contains the requested one; the address is a multiple of 8. The range keeps its
-    # bytes until the engine calls `window` again, of this or another gradient.
+    tensor: torch.Tensor  # the gradient, on any device, without gaps in the stored order of its parameter's dimensions
+    # The engine's thread calls `window` with (first byte, number of bytes). `window` returns (address, first byte,
+    # number of bytes) of a range in host memory that contains the requested range; the address is a multiple of 8. The
+    # range keeps its bytes until the engine calls `window` again, for this or another gradient.
     window: Callable[[int, int], tuple[int, int, int]]
     order: Callable[[], None]  # makes later work of the calling thread wait until the device has computed the gradient
 
@@ -37,7 +37,10 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
 
 
 def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the stored order of dimensions of a record's tensor: the record's if it has its shape, else row-major."""
+    """Returns the stored order of dimensions of a record's tensor that has this shape.
+
+    A tensor of the record's own shape has the record's order; any other tensor is row-major (None).
+    """
     return record["order"] if list(shape) == record["shape"] else None
 
 
@@ -165,7 +168,7 @@ def chunk_elements_of(records: Sequence[Record]) -> int:
         return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
 
     # Each chunk but the last must end at a page boundary. If the finer grain ensures that for all records, keep it: a
-    # resume computes the size of a chunk again, which must equal that of the store.
+    # resume computes the size of a chunk again, and the result must equal the chunk size of the store.
     chunk = fitting(_CHUNK_GRAIN)
     ends_inside_a_page = any(
         record.values.numel() > chunk and chunk * size % PAGE_BYTES
@@ -203,7 +206,7 @@ def description(records: Sequence[Record]) -> tuple[list[str], list[Described]]:
     described: list[Described] = []
     for record in records:
         order = list(record.order or ())
-        # An explicit row-major order is described as None is, so that equal tensors have equal descriptions.
+        # An explicit row-major order gets the same description as None, so that equal tensors have equal descriptions.
         order = [] if order == list(range(record.values.dim())) else order
         spill = None if record.spill is None else str(record.spill).removeprefix("torch.")
         state = [_described(name, tensor) for name, tensor in record.state.items()]

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 Agree = Callable[[], object]
 # The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks.
 CommitOfRank = tuple[bytes, int, bytes, int, int]
-# `commit_as` of a store or of its engine: takes step, user state and hyperparameters as JSON texts, and for several
-# ranks the two above; returns the generation.
+# `commit_as` of a store or of its engine: takes the step, user state and hyperparameters as JSON texts, and with
+# several ranks a `CommitOfRank` and an `Agree`; returns the generation.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
 # Texts for the error of `Store.lost`, which begins with the path, by the results of `lost_file()`.
@@ -96,7 +96,7 @@ class Store(_core.Store):
             optimizer: the optimizer's name; a store of another optimizer is rejected.
             existing: what to do with an existing store. "refuse" raises. "resume" opens its last committed step.
                 "replace" creates a new store in its place. "previous" opens the commit before the last; storage keeps
-                the last one until `go_back()`, before which nothing can be staged.
+                the last commit until `go_back()` drops it, and nothing can be staged before that.
             durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048; a multiple of 4,096 if a record has one-byte
                 values and more than one chunk; None: as `chunk_elements_of` returns.
@@ -166,17 +166,18 @@ class Store(_core.Store):
             ) from error
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns all records as dicts: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", more.
+        """Returns all records as dicts.
 
-        "unit_offset" is the offset of the values in the bytes of the unit. "compact" and "state" describe the optimizer
-        state; "order" and "spill" are those of `Record`.
+        Among the keys are "name", "buffer", "unit", "dtype", "shape", "step", "version" and "staged". "unit_offset" is
+        the offset of the values in the bytes of the unit. "compact" and "state" describe the optimizer state; "order"
+        and "spill" have the values of `Record.order` and `Record.spill`.
         """
         return list(self.each_record())
 
     def each_record(self) -> Iterator[dict[str, Any]]:
         """Yields the dicts of `records()` one at a time.
 
-        A list of thousands takes megabytes, which Python does not return to the system.
+        A list of thousands of records takes megabytes, which Python does not return to the system.
         """
         return map(self.record_at, range(self.count()))
 
@@ -195,8 +196,8 @@ class Store(_core.Store):
         """Reads records of the last commit in the order of `names`, chunk by chunk, in a fixed amount of memory.
 
         `scan` calls `visit` for each chunk, with the record's name and the parts of the chunk: values and state of the
-        same elements. State whose shape differs from the record's comes in separate calls. The memory of the parts is
-        reused after each call. `visit` must not commit.
+        same elements. State whose shape differs from the record's is passed in separate calls. The memory of the parts
+        is reused after each call. `visit` must not commit.
 
         Raises:
             CorruptionError: a checksum does not match.
@@ -227,7 +228,7 @@ class Store(_core.Store):
         return self.commit_with_ranks(self.commit_as, step, user_state, hyperparameters)
 
     def share(self, commits: Agreement) -> None:
-        """Makes later commits together with other ranks, through `commits`."""
+        """Sets the agreement by which later commits are made together with other ranks."""
         self._shared = commits
 
     @property
@@ -304,7 +305,9 @@ class NamedCommit(NamedTuple):
     identity: bytes
     rank: int  # rank that owns the store
     ranks: int  # number of ranks of the run; 0 for a single process
-    kept: bool  # False if later commits in memory may have overwritten the commit: durability "none", not closed
+    # False if later commits in memory may have overwritten the commit: under durability "none", until the store is
+    # closed.
+    kept: bool
 
 
 def commits(paths: _Path | Sequence[_Path]) -> tuple[list[NamedCommit], str | None] | None:
@@ -328,8 +331,8 @@ def examine(paths: _Path | Sequence[_Path], progress: Callable[[int, int], objec
     """Reads and verifies both commits of a store, and calls `progress(done, all)` with numbers of bytes.
 
     Returns:
-        Both commits, or the only one. The first may be the newest: a commit with a damaged root, else the one with the
-        higher generation.
+        Both commits, or the only one. A commit with a damaged root is listed first, because it may be the newest;
+        otherwise the commit with the higher generation is listed first.
 
     Raises:
         StorageError: no store exists at `paths`, or it cannot be opened.
