@@ -34,12 +34,12 @@ class Collectives:
     """Runs the collectives of a forward and a backward.
 
     On the CPU it makes two gloo groups with the run's timeout: the ranks of this rank's replica, and the ranks with the
-    same rows. A rank that fails leaves both groups, so that the others stop waiting and all ranks raise the reason. On
-    other devices it uses the groups of the mesh.
+    same rows. A rank that fails leaves both groups, so that the other ranks stop waiting and all ranks raise the same
+    error. On other devices it uses the groups of the mesh.
     """
 
     def __init__(self, exchange: Exchange, layout: Layout | None = None, device: torch.device | None = None) -> None:
-        """Makes the groups, by default one of all ranks; a collective call. `device` computes; None: the CPU."""
+        """Makes the groups, by default one of all ranks; a collective call. `device`: the model's device; None: CPU."""
         self._exchange = exchange
         self.layout = layout = layout or Layout(exchange.rank, 1, exchange.size)
         # Gathers and reductions since the ranks last compared them: the names of the first ones (`_done`), and a
@@ -84,7 +84,7 @@ class Collectives:
         return found
 
     def require_same(self, checksums: Sequence[str]) -> None:
-        """Rejects a step in which ranks mixed rows or gradients of different modules. `checksums`: of all ranks.
+        """Rejects a step in which ranks mixed rows or gradients of different modules; `checksums` has one per rank.
 
         FSDP2 does not detect this, because it compares only shapes.
         """
@@ -106,7 +106,7 @@ class Collectives:
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
         """Calls `do` with the group of this replica, or with `peers` the group of the ranks with the same rows.
 
-        `given` is the mesh's group, which `do` gets if this object has none. `what` names the collective in errors.
+        `given` is the mesh's group, which `do` gets if this object has no group. `what` names the collective in errors.
 
         Raises:
             RankError: a rank failed, is gone, or came too late; the run has ended.
@@ -124,7 +124,8 @@ class Collectives:
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
 
     def _chosen(self, given: Any, *, peers: bool) -> Any:
-        # A local variable of meet() would keep the connections open while the ranks exchange the reason.
+        # A function of its own: a local variable of meet() would refer to the group, and so keep the connections open
+        # while the ranks exchange the reason.
         own = self._group_of_peers if peers else self._group
         return given if own is None else own
 

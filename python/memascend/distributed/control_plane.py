@@ -35,7 +35,7 @@ DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and c
 _TEXT_CHARACTERS_MAX = 600
 # Seconds between two checks for Ctrl-C while this rank waits for others.
 _INTERRUPT_SECONDS = 0.05
-# The shortest wait in seconds, even if other ranks took all of the time: the message may have arrived.
+# The shortest wait in seconds, even if waits for other ranks used up the time: the message may have arrived already.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
 # The share of the timeout that is kept for whole messages, by which ranks find out which of them is missing.
@@ -46,7 +46,7 @@ _LOOKS = 8
 # The size of a word, and of the first part of a whole message. An exact sum of squares has 180 digits, a digest 32.
 _WORD_BYTES = 512
 _DIGEST_BYTES = 16
-# The state of a word: its ranks sent equal values; their values differ, or one failed; one of them is missing.
+# The state of a word: its ranks sent equal values; their values differ, or a rank failed; a rank is missing.
 _SAME, _APART, _LOST = range(3)
 # said: a value; failed: an error on this rank; lost: other ranks did not take part.
 _Kind = Literal["said", "failed", "lost"]
@@ -59,12 +59,15 @@ class Message(NamedTuple):
     kind: _Kind
     about: str | None  # the subject, which must be the same on all ranks
     value: Any  # a JSON value, or the text of an error
-    numbers: list[int]  # are added over all ranks
+    numbers: list[int]  # integers that are added over all ranks
     waited: float = 0.0  # seconds in the exchange before this rank sent its whole message
 
 
 class Word(NamedTuple):
-    """The combined messages of some ranks with one number, in a fixed size. No more is sent if all ranks agree."""
+    """The combined messages of some ranks, all with the same number, in a fixed size.
+
+    If all ranks agree, they send nothing else.
+    """
 
     state: int
     number: int
@@ -85,7 +88,7 @@ class Word(NamedTuple):
         return Word(max(self.state, _APART), self.number, self.digest, [])
 
     def and_of(self, other: Word) -> Word:
-        """Returns the word of the ranks of both words."""
+        """Combines two words: returns the word of all ranks whose messages are in one of them."""
         state = max(self.state, other.state)
         if self[1:3] != other[1:3] or len(self.sums) != len(other.sums):
             return Word(state, *self[1:]).apart()
@@ -120,20 +123,20 @@ _LOST_WORD = Word(_LOST, 0, "", [])
 class Failure(NamedTuple):
     """The last failure that ranks reported in an exchange."""
 
-    ranks: tuple[int, ...]  # the ranks that failed; empty if ranks only lost others
+    ranks: tuple[int, ...]  # the ranks that failed; empty if ranks reported only that they lost others
     reasons: str  # the error text of each rank
 
 
 class Exchange:
     """Exchanges small JSON values between all ranks, over a gloo group of its own.
 
-    In most steps all ranks send equal values. So each rank sends one `Word` of fixed size up a binomial tree, and the
-    combined word comes down again. If values differ, or a rank failed or is missing, each rank sends its whole
+    In most steps all ranks send equal values. So each rank sends one `Word` of fixed size up a binomial tree, and
+    receives the combined word of all ranks. If values differ, or a rank failed or is missing, each rank sends its whole
     `Message` to every other rank; a rank that died or hangs is then known by its number. After a loss the exchange
     ends, because some ranks may have received messages that others have not.
 
-    The alternatives: gloo's all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names a rank on
-    rank 0 alone; and with torch's store a rank waits for a dead one until the timeout.
+    The alternatives: gloo's all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names the missing
+    rank on rank 0 alone; and with torch's store a rank waits for a dead rank until the timeout.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -154,13 +157,13 @@ class Exchange:
         below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
         self._children = [rank for rank in below if rank < self.size]
         # Words in flight: those of the previous message and of this one. A rank that answers has received all earlier
-        # ones.
+        # words.
         self._sending: tuple[list[Any], list[Any]] = ([], [])
         self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
         # Moves rows to the first rank.
         self.line = Line(self.meeting, timeout)
         self._count = 0
-        # The lists of `add` that the next message takes along.
+        # The lists that `add` returned since the last message; the next message adds their numbers over all ranks.
         self._adding: list[list[int]] = []
 
     def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
@@ -183,7 +186,7 @@ class Exchange:
     def add(self, numbers: Iterable[int]) -> list[int]:
         """Adds integers over all ranks with the next message; the returned list has the sums after that exchange.
 
-        All ranks must add equally many. A rank that is not to be counted adds zeros.
+        All ranks must add the same number of integers. A rank that must not be counted adds zeros.
         """
         sums = [*map(int, numbers)]
         self._adding.append(sums)
@@ -199,7 +202,7 @@ class Exchange:
         return next((rank for rank, one in enumerate(values) if one != values[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Calls `do` on all ranks. If it raises on one, all ranks raise, and the error names that rank.
+        """Calls `do` on all ranks. If it raises on one rank, all ranks raise, and the error names that rank.
 
         Raises:
             MemascendError: `do` raised on another rank; `other` makes the error.
@@ -228,7 +231,7 @@ class Exchange:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Notifies the other ranks of an error, in any call in which they wait; raises no error itself."""
+        """Notifies the other ranks of an error, whichever call they wait in; raises no error itself."""
         if self.broken is not None:
             return
         try:
@@ -241,7 +244,7 @@ class Exchange:
             error.add_note(f"several ranks failed: {self.failure.reasons}")
 
     def lost(self, where: str, within: float) -> RankError:
-        """Notifies all ranks that some did not take part; returns the error to raise, within `within` seconds."""
+        """Notifies all ranks that some are lost; returns the error to raise; takes at most `within` seconds."""
         if self.broken is None:
             with contextlib.suppress(RankError):
                 self._heard("lost", None, where, within)
@@ -261,11 +264,11 @@ class Exchange:
         """Leaves all groups: ranks that still use them notice that this one is gone."""
         self.line.close()
         if self.broken is not None and self._group is not None:
-            # A thread may still wait for a word.
+            # A thread of this rank may still wait for a word.
             self._hang_up()
         elif self._group is not None:
             self._finish_sending()
-        # Handles of sends keep connections open.
+        # Drop the handles of sends, too: they keep connections open.
         group, self._group, self._sending = self._group, None, ([], [])
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         leave_group(group)
@@ -325,7 +328,7 @@ class Exchange:
         }
         if not lost and not strange:
             return
-        # Ranks that lose this rank look up which ranks it blames, as `at_fault` does for the ranks that it lost.
+        # Other ranks that lose this rank then find out which ranks it blames; `at_fault` below reads their notes.
         self.meeting.left_by(lost)
         if lost:
             self._hang_up()
@@ -346,7 +349,7 @@ class Exchange:
     # --- words --------------------------------------------------------------------------
 
     def _agreed(self, own: Word, until: float) -> Word:
-        """Returns the word of all ranks; `_LOST_WORD` if one is missing, or if another rank has given up."""
+        """Returns the word of all ranks; `_LOST_WORD` if a rank is missing, or if another rank has given up."""
         found: list[Word] = []
         self._sending = (self._sending[1], [])
         over, rung = threading.Event(), threading.Event()
@@ -375,7 +378,8 @@ class Exchange:
     def _received(self, group: Any, rank: int) -> Word:
         room = _room()
         try:
-            # Twice the timeout: gloo closes all connections when a wait times out, and whole messages need them.
+            # Waits for twice the timeout: when a wait times out, gloo closes all connections, and the exchange of
+            # whole messages needs them.
             work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
             assert work is not None
             work.wait(timedelta(seconds=2 * self.timeout))
@@ -390,7 +394,7 @@ class Exchange:
             self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
-        """Sets `rung` soon after another rank has given up: a rank that hangs may keep this one waiting, too."""
+        """Sets `rung` soon after another rank has given up: a rank that hangs may keep this rank waiting, too."""
         with contextlib.suppress(RuntimeError):
             while not over.wait(self._detail_seconds / _LOOKS):
                 if self.meeting.has_alarm():
@@ -404,14 +408,14 @@ class Exchange:
             self._send(self._group, _LOST_WORD, rank)
 
     def _finish_sending(self) -> None:
-        """Waits, for a short time, until the last words have left: a rank that waits for one would lose this rank."""
+        """Waits, for a short time, until the last words are sent: a rank that waits for one would lose this rank."""
         until = time.monotonic() + self._detail_seconds
         for work in (*self._sending[0], *self._sending[1]):
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
 
     def _hang_up(self) -> None:
-        """Closes all connections, so that no rank waits for this one: gloo closes them when a wait times out."""
+        """Closes all connections, so that no rank waits for this one: gloo closes them when this wait times out."""
         with contextlib.suppress(RuntimeError):
             work = distributed.irecv(_room(), group=self._group, tag=_TAG_NOTHING)
             assert work is not None
@@ -440,7 +444,7 @@ class Exchange:
         lost: dict[int, str],
         until: float,
     ) -> None:
-        """Receives from the ranks in `into` and sends to those in `out`; adds those with which this failed to `lost`.
+        """Receives from the ranks in `into` and sends to the ranks in `out`; records each failure in `lost`, by rank.
 
         A rank whose text arrived before it closed the connection is not lost here: it has received all messages, or the
         next message shows that it ended.
@@ -461,7 +465,7 @@ class Exchange:
 
 
 def _put(sums: Iterable[int], adding: list[list[int]]) -> None:
-    """Writes `sums` into the lists that were added."""
+    """Writes `sums` into the lists in `adding`, one list after the other."""
     found = iter(sums)
     for each in adding:
         each[:] = itertools.islice(found, len(each))
@@ -475,7 +479,7 @@ def _begun(begin: Any, memory: torch.Tensor, rank: int, group: Any) -> Any:
 
 
 def _wait_for(do: Callable[[], object], is_over: Callable[[], bool] = lambda: False) -> None:
-    """Calls `do` on a thread until it returns or `is_over()`: unlike gloo's waits, this one can be interrupted."""
+    """Calls `do` on a thread; waits until it returns or `is_over()`. Ctrl-C interrupts this wait, but not gloo's."""
     talk = threading.Thread(target=do, daemon=True)
     talk.start()
     while talk.is_alive() and not is_over():
@@ -601,7 +605,7 @@ class Agreement:
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
-        """Waits until all ranks are in this phase of this commit."""
+        """Waits until all ranks have reached this phase of this commit."""
         numbers = self.exchange.tell(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
@@ -612,14 +616,14 @@ class Agreement:
         """Returns a number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
 
         The numbers of the first replica are positive and the others negative. The hash includes the shard, so that
-        differences of several shards do not cancel.
+        differences of several shards do not cancel each other.
         """
         layout = self.layout
         said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
-        """Rejects a step for which ranks with the same rows computed other values: their stores would differ."""
+        """Rejects a step for which ranks with the same rows computed different values: their stores would differ."""
         digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards

@@ -45,7 +45,8 @@ _OF_PARAMETERS = (
 )  # fmt: skip
 
 
-# The supported placements: rows sharded over a mesh of one dimension, or over the second of two (the first: replicas).
+# The supported placements: rows sharded over a mesh of one dimension, or over the second dimension of a mesh of two,
+# whose first dimension has the replicas.
 _PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
@@ -56,7 +57,7 @@ class FsdpParameter:
     name: str  # as `model.named_parameters()` gives it
     leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
     _torch: Any
-    # Weak references, so that `torch.utils.swap_tensors` (which casts of the model call) rejects the tensor.
+    # Weak references to `leaf`: because of them `torch.utils.swap_tensors`, which casts of the model call, rejects it.
     _unswapped: list[weakref.ref[torch.Tensor]] = field(default_factory=list, init=False)
 
     @property
@@ -72,7 +73,7 @@ class FsdpParameter:
 
     @property
     def is_kept(self) -> bool:
-        """True if other code holds this rank's rows as the very tensor, which `to_local()` without a graph returns."""
+        """True if other code holds the very tensor of this rank's rows, which `to_local()` returns without a graph."""
         if self.leaf.is_meta:
             return False
         # If C++ holds the tensor, too (as the base of a view), the object has one more reference.
@@ -88,7 +89,7 @@ class FsdpParameter:
 
     @property
     def padded_shape(self) -> torch.Size:
-        """The shape that each rank gives to a gather: as many rows as the first rank has."""
+        """The shape of the tensor that each rank passes to a gather: it has as many rows as the first rank."""
         return torch.Size(self._torch.padded_sharded_param_size)
 
     @property
@@ -142,7 +143,7 @@ class FsdpParameter:
         self.leaf.grad = values
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns a DTensor with the parameter's shape and sharding and these rows, the form of `.grad`."""
+        """Returns the rows `local` as a DTensor with the parameter's shape and sharding, as `.grad` needs it."""
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found
@@ -154,14 +155,14 @@ class FsdpGroup:
 
     name: str  # the name of the group's module
     parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
-    module: FSDPModule  # the group's module, or the first of several
+    module: FSDPModule  # the module of the group, or its first module if it has several
     _torch: Any
 
     def layout(self) -> Layout:
         """Returns this rank's position among all ranks.
 
         Raises:
-            ConfigError: the mesh leaves ranks out, or numbers them in another order.
+            ConfigError: the mesh leaves ranks out, or does not number them replica by replica.
         """
         mesh: Any = self.parameters[0].leaf.device_mesh  # type: ignore[attr-defined]
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
@@ -209,7 +210,7 @@ class FsdpGroup:
             )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
-        """Rejects user code that this run would replace, or that would get one rank's part instead of the sum."""
+        """Rejects user collectives, which this run would replace, and hooks that would get one rank's part only."""
         comms = {
             "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
             "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
@@ -244,7 +245,7 @@ class FsdpGroup:
         kept._all_reduce_hook = then  # noqa: SLF001
 
     def settle(self) -> None:
-        """Keeps torch from searching for replaced parameters: offload() replaced these on purpose."""
+        """Keeps torch from searching for replaced parameters: offload() replaced them on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
@@ -320,7 +321,7 @@ def _require_known(kept: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# Operations that return their argument's values as the same tensor.
+# Operations whose result has the values, the shape and the memory of their argument.
 _SAME = frozenset({"detach", "alias"})
 
 
@@ -347,13 +348,14 @@ class RowSource:
         self.residency = residency
         self._alone = alone
         self._note = note
-        # Rows of a whole state dict between the two calls of `load` for them, and the version of the rows to replace.
+        # Rows that the first call of `load` took from a whole state dict, until the second call loads them; and the
+        # version of this rank's rows at the first call.
         self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Returns the rows for a gather, in `dtype`, padded to the number of rows that each rank gives.
 
-        The tensor may be on memory of the arena, which keeps its bytes as long as the tensor exists.
+        The tensor may use memory of the arena, which keeps its bytes as long as the tensor exists.
         """
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self.residency, self._place
@@ -370,7 +372,7 @@ class RowSource:
 
         with self._alone():
             residency.units.require_open()
-            # A gather begins a forward if user code calls a module of the model by itself.
+            # If user code calls one module of the model directly, the gather is the first sign of that forward.
             residency.copies.forward_begins()
             if place is None or self.is_real:
                 take(self.rows())
@@ -379,7 +381,7 @@ class RowSource:
             return found[0]
 
     def load(self, values: torch.Tensor, caller: FrameType) -> bool:
-        """Takes rows of a state dict that is being loaded; returns False if none is."""
+        """Takes rows of a state dict that is being loaded; returns False if no state dict is."""
         if caller.f_code is _distribute_tensors.__code__:
             # torch first copies a whole state dict into the rows, and then loads the rows into themselves.
             if self._place is not None:
@@ -401,11 +403,11 @@ class RowSource:
     @property
     def is_real(self) -> bool:
         """True if the rows are in memory, within `materialized()`."""
-        # `materialized()` makes the units real in their order, so the last unit stands for all.
+        # `materialized()` makes the units real in their order, so all units are real if the last one is.
         return NOBODY in self.residency.units.all[-1].holders
 
     def rows(self) -> torch.Tensor:
-        """Returns the real rows within `materialized()`, else a copy in an unlinked file that no other code has."""
+        """Returns the real rows within `materialized()`, else a copy in an unlinked file that no other code uses."""
         self._given = None
         self.residency.units.require_open()
         if self._place is None:
@@ -463,7 +465,7 @@ class LocalRows(torch.Tensor):
         """Returns the gathered parameter, on the memory of the gather."""
         del metadata, param_dtype
         if out is not None:
-            # The parameter is on the same memory as after the last gather.
+            # The parameter uses the same memory as after the last gather.
             return None
         (gathered,) = outputs
         return gathered, (gathered,)
@@ -494,7 +496,7 @@ class LocalRows(torch.Tensor):
             changed.residency.units.require_open()
             raise refused_write(changed.name, f"written to by {name}()")
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
-        # By `id()` of the source: two tensors of the same rows become one tensor for the operation.
+        # By `id()` of the source: the tensor that the operation gets. Two `LocalRows` of one source become one tensor.
         instead: dict[int, torch.Tensor] = {}
         own: dict[int, LocalRows] = {}
 

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# The share of the timeout that is kept for reports of ranks that made no group: all ranks wait equally long before.
+# The share of the timeout that is kept for reports of ranks that made no group. In the
+# rest of the timeout, all ranks wait for the group.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# With two ranks, a missing one is always at fault, so no notes are read.
+# The smallest number of ranks. Of two ranks, the missing one is always at fault, so no notes are read.
 _PAIR = 2
-# The value in the store of a rank that has made the group, or is about to make it.
+# The value that a rank writes to the store if it has made the group, or is about to make it.
 _MADE = "made"
 
 
@@ -51,7 +52,7 @@ class Meeting:
         # The number of groups that were made; equal on all ranks.
         self._groups = 0
         # torch names a group by this count, and gloo's keys contain that name. An earlier attempt has left keys with
-        # low counts, so this one begins at a count derived from the prefix.
+        # low counts, so this attempt begins at a count derived from the prefix.
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
@@ -74,7 +75,7 @@ class Meeting:
             if not missing:
                 until = time.monotonic() + timeout
                 group, why = _made(parts, timeout - after)
-                # A rank that has made the group may be ahead of one that still waits for a dead rank.
+                # A rank that has made the group may be ahead of a rank that still waits for a dead one.
                 seconds = max(after, until - time.monotonic())
                 apart, missing = self._all_at(f"{number}/ends", why, seconds)
                 if not apart and not missing:
@@ -85,7 +86,7 @@ class Meeting:
         self.left_by(missing)
         if missing or not apart:
             raise gone(missing, timeout, why)
-        # If some ranks have made the group, those without it are the ones that could not connect.
+        # If some ranks have made the group, the ranks without it could not connect.
         some = tuple(apart) if len(apart) < self.size else ()
         raise RankError(
             f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
@@ -112,7 +113,7 @@ class Meeting:
                 time.sleep(look_seconds(self.size))
             if is_there and not store.check([f"{prefix}/apart"]):
                 return {}, []
-            # Reading one value at a time is much work for the store: only after a failure.
+            # Reading one value at a time is much work for the store, so it is done only after a failure.
             words = values_of_ranks(store, prefix, self.size, each=True)
             apart = {rank: word for rank, word in enumerate(words) if word not in ("", _MADE)}
             return apart, [rank for rank, word in enumerate(words) if not word]
@@ -131,14 +132,14 @@ class Meeting:
         return bool(_store().check([f"{self._prefix}/alarm"]))
 
     def left_by(self, blamed: Iterable[int]) -> None:
-        """Stores a note that this rank stopped because of the ranks `blamed`: other ranks' errors then name those."""
+        """Stores a note that this rank stopped because of the ranks `blamed`: errors of other ranks name them."""
         note = json.dumps(sorted(blamed))
         # If the store is gone, no rank waits for the note.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(self._note_of(self.rank), note), 2 * WORD_SECONDS)
 
     def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
-        """Returns the ranks at fault: missing ranks without a note, and ranks that the notes of the others blame."""
+        """Returns the ranks at fault: missing ranks without a note, and ranks that notes of missing ranks blame."""
         gone = {*missing}
         # By rank that left a note: the ranks that it blames.
         notes: dict[int, list[int]] = {}
@@ -251,7 +252,7 @@ class Line:
         self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields, on the first rank, the pieces of a rank up to its next end; `dtypes` are those of the tensors.
+        """Yields, on the first rank, the pieces of a rank up to its next end marker; `dtypes` has each tensor's dtype.
 
         A piece is the number of its tensor, the number of its first element, and its elements, in memory that the next
         piece overwrites.

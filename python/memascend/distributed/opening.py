@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# The field of a first commit's hyperparameters that lists the stores which it replaces, first those that were read.
+# The field, in the hyperparameters of a store's first commit, that lists the stores that the new stores replace. The
+# stores whose values were read are first in the list.
 EARLIER = "earlier"
 # The number of a run's first commit on several ranks; commits of a single process have number 0.
 _FIRST = 1
@@ -59,7 +60,7 @@ class Stores:
 
     @property
     def redundant(self) -> list[int]:
-        """The old ranks whose stores are those of `numbers`, or have no commit that these lack."""
+        """The old ranks whose stores are in `numbers`, or have no commit that the stores in `numbers` lack."""
         known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
             rank
@@ -87,7 +88,7 @@ class Stores:
 
     @property
     def is_unfilled(self) -> bool:
-        """True if some stores lack the first commit; no rank has then staged its second one, which waits for all."""
+        """True if some stores lack the first commit: no rank stages a second commit before all ranks have the first."""
         numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
@@ -180,7 +181,7 @@ class Opening:
     lost: Mapping[int, int] = field(default_factory=dict)  # by rank without a store, the rank that fills its new one
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
-        """Opens the store by `make`, and drops commits that not all ranks have, before any rank stages.
+        """Opens the store by `make`, and drops commits that not all ranks have, before any rank stages a step.
 
         If `make` opens the commit before the newest, the newest stays until `Store.go_back()`. `earlier` is the
         identity of the commit that new stores are filled from, if any.
@@ -237,7 +238,7 @@ def choose(
         CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that is whole on all ranks.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
-    # All ranks use the random bytes of the first one.
+    # All ranks use the random bytes that the first rank drew.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
     seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
@@ -312,13 +313,13 @@ def _drop_lagging_replicas(
 
 
 def _is_unverified(one: Mapping[str, Any]) -> bool:
-    """True if a store was filled from another replica's and has not been read back yet."""
+    """True if a store was filled from another replica's store and has not been read back yet."""
     runs = {(commit["run"] != _NO_IDENTITY.hex(), commit["number"]) for commit in one["commits"]}
     return runs == {(True, 0)}
 
 
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
-    """Returns the ranks without a completely filled store, each with a rank that has one with the same rows."""
+    """Returns the ranks without a completely filled store, each with a rank that can fill it with the same rows."""
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
 
-    # Called with the `.grad` of earlier rounds, and with whether its values are needed; returns them in memory if so.
+    # Called with the `.grad` of earlier rounds, and with whether its values are needed; returns the
+    # values in memory, or None if they are not needed.
     Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
@@ -50,7 +51,7 @@ class Gather(_Collective, AllGather):
 
 
 class NativeReduction(_Collective, ReduceScatter):
-    """Reduces the gradients of one unit by torch's backend, in its order."""
+    """Reduces the gradients of one unit by torch's backend, in the backend's order."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -66,7 +67,7 @@ class NativeReduction(_Collective, ReduceScatter):
 class OrderedReduction(_Collective, ReduceScatter):
     """Exchanges the parts of one group's gradients, so that each rank can add the parts of its rows in order of ranks.
 
-    FSDP2 takes the output of the call for the whole gradient, and then calls the hooks of each parameter in turn. These
+    FSDP2 treats the output of the call as the whole gradient, and then calls the hooks of each parameter in turn. These
     hooks call `take`, which adds up the parts. Until then `.grad` of earlier rounds is set aside, because FSDP2 would
     add the first part to it.
     """
@@ -117,19 +118,19 @@ class OrderedReduction(_Collective, ReduceScatter):
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        # FSDP2 divides the output as if it were the sum.
+        # FSDP2 divides the output as if it were the sum; `take` then overwrites it.
         output_tensor.copy_(parts.view(group.size(), -1)[0])
         self._begin(parts)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory to send from or to receive into: torch asks first for the former, then for the latter."""
+        """Returns memory to send from or to receive into: torch first asks for memory to send from."""
         made = super().allocate(size, dtype=dtype, device=device)
         if self._collectives.layout.shards == 1 and self._from is None:
             self._from = made
         return made
 
     def reduced_alone(self, output_tensor: torch.Tensor) -> None:
-        """Begins the round of a replica of one rank, as FSDP2's all-reduce hook; torch has copied the gradients."""
+        """Begins the round if a replica is one rank: FSDP2 calls this all-reduce hook after it copied the gradients."""
         del output_tensor
         assert self._from is not None
         given, self._from = self._from, None
@@ -142,7 +143,8 @@ class OrderedReduction(_Collective, ReduceScatter):
         """Divides the parts of this replica, and sets gradients of earlier rounds aside."""
         factor = self.exact_factor(parts.dtype)
         self._parts = parts.view(self._collectives.layout.shards, -1)
-        # Each part is divided instead of the sum of all rounds: division by a power of two rounds nothing.
+        # Divides each part instead of the sum of all rounds. The bits are equal, because division by a power of two
+        # does not round.
         self._parts.div_(factor)
         self._at = 0
         for one in self._group.parameters:
@@ -151,7 +153,7 @@ class OrderedReduction(_Collective, ReduceScatter):
                 one.set_grad(None)
 
     def take(self, one: FsdpParameter, earlier: Earlier) -> torch.Tensor | None:
-        """Puts this round's sum into a parameter's gradient; returns the sum with earlier rounds, or None without any.
+        """Returns the sum of earlier rounds and this one; in a first round, puts the sum into `.grad` and returns None.
 
         Parts are divided by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
         """
@@ -187,13 +189,13 @@ class OrderedReduction(_Collective, ReduceScatter):
         like: torch.Tensor,
         earlier: Callable[[bool], torch.Tensor | None],
     ) -> torch.Tensor:
-        """Returns the sum over all replicas: each adds its parts to the sum of those before it; the last completes it.
+        """Returns the sum over all replicas: each adds its parts to the sum of the replicas before it.
 
         So a gradient is added in the order of ranks, and moves once from each replica to the next.
         """
         layout = self._collectives.layout
         peers, at = layout.peers, layout.replica
-        # `earlier` rejects a gradient that was used already: on all ranks alike, and before one waits for another.
+        # `earlier` raises an error if the gradient was used already. All ranks raise it before any waits for another.
         begun = earlier(not at)
         total = torch.empty_like(like, memory_format=torch.contiguous_format)
 
@@ -212,7 +214,7 @@ class OrderedReduction(_Collective, ReduceScatter):
         return total
 
     def _end(self) -> None:
-        """Ends the round after its last gradient: other parameters get back their `.grad` of earlier rounds."""
+        """Ends the round: parameters for which `take` was not called get back their `.grad` of earlier rounds."""
         self._parts = None
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)

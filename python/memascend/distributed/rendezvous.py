@@ -32,9 +32,9 @@ WORD_SECONDS = 0.5
 def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     """Agrees with all ranks on a prefix for keys that no other attempt of the run has used; a collective call.
 
-    torchrun keeps its store when it restarts the processes, so keys of the attempt before are still in it. Each rank
+    torchrun keeps its store when it restarts the processes, so keys of the previous attempt are still in it. Each rank
     therefore writes a random word. Rank 0 answers each word with a digest of the words of all ranks, and does so again
-    if a word changes, because the old one was of an earlier attempt. Once all ranks have the same digest, all are
+    if a word changes, because the old word was of an earlier attempt. Once all ranks have the same digest, all are
     present.
 
     Raises:
@@ -96,7 +96,7 @@ class _Gathering:
         self._answered = words
 
     def _apart(self, digest: str) -> list[int]:
-        """Returns the ranks with another digest than this one's, or without a word; rank 0 if it has answered none."""
+        """Returns the ranks without a word, or whose digest is not `digest`; rank 0 if this rank has no answer."""
         missing = [
             rank
             for rank, one in enumerate(values_of_ranks(self._store, "memascend/word", self._count, each=True))
@@ -109,7 +109,7 @@ class _Gathering:
 
 
 def come(store: Any, prefix: str, count: int) -> None:
-    """Records that this rank has come; each rank does so once, and the last one records that all have."""
+    """Records that this rank has arrived; each rank does so once, and the last one records that all have arrived."""
     if store.add(f"{prefix}/came", 1) == count:
         store.set(f"{prefix}/all", "came")
 
@@ -127,8 +127,8 @@ def look_seconds(count: int) -> float:
 def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[str]:
     """Returns the value that each rank has written under a prefix, or "".
 
-    As long as one rank has written no value, all are "", unless `each` requests every key by itself. That is much work
-    for the store if many ranks repeat it.
+    If any rank has written no value, returns "" for all ranks, unless `each` is set: then reads each key separately,
+    which is much work for the store if many ranks repeat it.
     """
     keys = [f"{prefix}/{rank}" for rank in range(count)]
     if store.check(keys):
@@ -266,16 +266,17 @@ def _interface() -> str:
 
 # --- files ------------------------------------------------------------------------------
 
-# The most gloo groups of a run at once: for messages, for rows and gradients, and for a save() or first values.
+# The maximum number of gloo groups that a run has at once: for messages, for rows and gradients, and for a save() or
+# first values.
 _GROUPS = 3
-# The number of files that stores, data loaders and other code open besides.
+# The number of other files that stores, data loaders and other code may open.
 _FILES_BESIDE = 128
 
 
 def _too_few_files(count: int) -> str:
     """Raises this process's limit of open files as far as needed; returns why that is not allowed, or "".
 
-    A gloo group has a socket for each other rank, and one on which it listens.
+    A gloo group has a socket for each other rank, and another socket on which it listens.
     """
     need = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _GROUPS * count + _FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -40,7 +40,7 @@ class Refill:
     another opening fills the store anew.
     """
 
-    # `between` sets these two.
+    # `between` sets these two attributes.
     _store: Store
     _collectives: Collectives
 
@@ -53,24 +53,25 @@ class Refill:
         # The ranks to which this one sends.
         self._targets = [rank for rank, source in opening.lost.items() if source == exchange.rank]
         self._facts: Mapping[str, Any] = {}
-        # Step and user_state of the commit that is sent: a rank that has lost its store lacks its own.
+        # Step and user_state of the commit that this rank receives, because it has lost its own.
         self.step = 0
         self.user_state: Any = None
         # A checksum of the bytes that this rank sent, or has read back from its filled store.
         self._sum = Checksum()
-        # The most records that any rank sends, and how many of them all ranks have gone through together.
+        # `_records`: the largest number of records that a rank sends. `_reached`: the number of records that all ranks
+        # have sent or received so far, in lockstep.
         self._records = self._reached = 0
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
-        """Wraps reading or filling this rank's store; inside, a rank without a store takes first values from here."""
+        """Wraps reading or filling this rank's store; inside, a rank without a store takes first values from `self`."""
         began = time.monotonic()
         self._begin(store)
         try:
             yield
             self._send()
         finally:
-            # Also if this rank failed, so that no other rank waits for it.
+            # Close the group even if this rank failed, so that no other rank waits for it.
             self._collectives.close()
         self._end(began)
 
@@ -166,7 +167,7 @@ class Refill:
     # --- at the end --------------------------------------------------------------------------
 
     def _end(self, began: float) -> None:
-        """Reads the filled store back, and commits it as the run's if the bytes are those sent; `began`: monotonic."""
+        """Reads the filled store back, and commits it as the run's if the bytes are equal; the log uses `began`."""
         store, exchange = self._store, self._exchange
         nbytes = 0
         for name in () if self.source is None else _names(store):
@@ -197,7 +198,7 @@ class Refill:
 def retire(files: Sequence[Path], opening: Opening) -> None:
     """Removes stores of replicas that the run has dropped, if they have the commit that is opened.
 
-    Another store may have steps that no rank has: it stays, and a run with that replica rejects it.
+    Any other store may have steps that no rank has: it stays, and a run with that replica rejects it.
     """
     for file in files:
         seen = seen_at(file)

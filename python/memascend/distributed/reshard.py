@@ -60,7 +60,7 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
 
 
 def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[Path]:
-    """Returns the stores with this rank's rows, on its host, of replicas that the run has dropped.
+    """Returns the stores of dropped replicas that have this rank's rows and are on its host.
 
     Leaves out stores in the folders `used`: a rank whose own store is missing goes on with such a store.
     """
@@ -99,11 +99,12 @@ class Earlier:
         )
         # By old rank: the stores that are open on this rank.
         self.stores: dict[int, Store] = {}
-        # The identity of the commit at which the old stores are opened, and from which the new ones continue.
+        # The identity of the commit at which the old stores are opened, and from which the new stores continue.
         self.identity = bytes(16)
         # Stores of the present number of ranks are overwritten, not removed.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
-        # The identities of the stores that the first commit of the new ones replaces; `open` adds that of the old ones.
+        # The identities of the stores that the new stores replace, for their first commit; `open` adds the identity of
+        # the stores that it opens.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
         gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
@@ -113,7 +114,7 @@ class Earlier:
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Opens the stores that this rank reads, at the newest commit that all have; locks them until `close()`."""
+        """Opens the stores that this rank reads, at the newest commit of all old stores; locks them until `close()`."""
         source = self._source
         assert source is not None
         each = [dict(source.seen[number]) for number in range(source.count)]
@@ -153,7 +154,7 @@ def remove_store(file: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    # `rmdir` fails for a folder with other files, which stays.
+    # `rmdir` fails for a folder with other files: such a folder stays.
     with contextlib.suppress(OSError):
         for folder in file.parents:
             if not (_FOLDER.fullmatch(folder.name) or _FOLDER_OF_REPLICA.fullmatch(folder.name)):
@@ -164,7 +165,7 @@ def remove_store(file: Path) -> None:
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:
     """Returns the stores of another number of ranks from which a run resumes; None if the folder has none.
 
-    Numbers of ranks are those of one replica, which shard its rows.
+    Here, a number of ranks counts only the ranks of one replica, which shard its rows.
     """
     count = layout.shards
     found = _found(folder, exchange, count)
@@ -335,7 +336,7 @@ class EarlierValues:
             for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
-        # The user_state of the old rank with this rank's number; that of the first old rank if there were fewer.
+        # Take the user_state of the old rank with this rank's number; of the first old rank if there were fewer ranks.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
@@ -362,12 +363,12 @@ class EarlierValues:
             )
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Returns the hyperparameters of the last commit, with the stores that the new ones replace."""
+        """Returns the last commit's hyperparameters, with the identities of the stores that the new stores replace."""
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
         return {**kept, EARLIER: self.earlier.stands_for}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
-        """Yields each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
+        """Yields each of this rank's parameters once; all ranks move the rows of all parameters in the same order."""
         del units
         with contextlib.closing(Transfer(self.earlier.exchange)) as transfer:
             for name, shape in self.shapes.items():
@@ -416,7 +417,7 @@ class EarlierValues:
                 tensors = sent or got
                 for of in sorted(tensors):
                     if not first and Rows(tensors[""].shape, 0, len(tensors[""])).first_of(of, tensors[of]) is None:
-                        # A tensor that is not sharded is equal in all old stores: only the first one sends it.
+                        # A tensor that is not sharded is equal in all old stores: only the first source sends it.
                         continue
                     out = _part(sent, of, low - old_start, high - old_start) if sent else None
                     room = _part(got, of, low - start, high - start) if got else None
@@ -437,14 +438,14 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """Returns the part of a tensor for a range of rows; if state has blocks, the range begins and ends with one."""
+    """Returns the part of a tensor for a range of rows; if state has blocks, the range consists of whole ones."""
     return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 
 def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
     """Returns the properties of a parameter's rows that do not depend on the number of rows."""
     kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
-    # In another order of dimensions, a block has other elements.
+    # If the elements are stored in another order of dimensions, a block of the state covers other elements.
     reordered = any(map(is_in_blocks, state)) and order_of(values) is not None
     return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
 

@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def peers(self) -> range:
-        """The ranks with the same rows, this one included, by replica."""
+        """The ranks with the same rows, including this rank, by replica."""
         return range(self.shard, self.size, self.shards)
 
 
@@ -123,7 +123,7 @@ def is_in_blocks(state: str) -> bool:
 
 
 def _block_of(state: str) -> int:
-    """Returns how many elements share a number of a state tensor; 0 if each has one, or all share the tensor."""
+    """Returns how many elements share one number of a state tensor; 0 for tensors without blocks."""
     # A byte of "rounded_up" has one bit for each of eight elements: whether the value of a compact record was rounded
     # up.
     return BLOCK_ELEMENTS if is_in_blocks(state) else 8 if state == "rounded_up" else 0

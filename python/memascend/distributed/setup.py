@@ -61,8 +61,8 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Go on with the store of a dropped replica on this host. A folder that all ranks see has those of all dropped
-        # replicas: then each replica takes another one.
+        # Go on with the store of a dropped replica on this host. If all ranks see the folder, it has the stores of all
+        # dropped replicas: each replica then takes a different one.
         own = left[layout.replica if layout.replica < len(left) else 0]
     # Creates the folder if it is missing.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
-    """Returns possible places of a rank's store: first its own, then those of other numbers of ranks, by name."""
+    """Returns possible places of a rank's store: first its own place, then places for other numbers of ranks."""
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
         return [places]
@@ -150,7 +150,7 @@ def divide(
 ) -> None:
     """Shards a model among all ranks, and gives its optimizer, which has no state yet, the sharded parameters.
 
-    `units` has names of modules, each to be gathered as one; None: `find_units` chooses them. `undo` reverts the
+    `units` has names of modules, each to be gathered as one unit; None: `find_units` chooses them. `undo` reverts the
     changes of the optimizer; the model stays sharded even if the rest of `offload()` is rejected, as torch cannot undo
     it.
     """
@@ -180,7 +180,7 @@ def divide(
 def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
-    """Returns the modules to gather as one each; all other parameters are gathered with the model."""
+    """Returns the modules to which `divide` applies fully_shard(); other parameters are gathered with the model."""
     if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
@@ -230,8 +230,8 @@ def begin(
 ) -> tuple[Sharding | None, Options, Earlier | None]:
     """Returns a model's sharding, this rank's options, and the stores of an earlier run with another number of ranks.
 
-    The sharding is None for a plain model in one process; the earlier stores are None if no others have to be read or
-    removed.
+    The sharding is None for a plain model in one process; the earlier stores are None if there are none to read or
+    remove.
     """
     several = distributed.is_initialized() and distributed.get_world_size() > 1
     if not (several or _is_sharded(model)):
@@ -263,7 +263,7 @@ def begin(
     earlier = None if folder is None else find_earlier(folder, options.existing, exchange, layout)
     if earlier is not None:
         undo.callback(earlier.close)
-    # If the run resumes from earlier stores, those of the present number of ranks are older or were never filled.
+    # If the run resumes from earlier stores, stores of the present number of ranks are older or were never filled.
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, layout, places_of_others(options, layout))
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
@@ -273,7 +273,7 @@ def begin(
     # One rank looks at each store, because looking locks it.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
-    # A rank that is one commit ahead of others opens the commit before.
+    # A rank that is one commit ahead of other ranks opens the commit before its newest.
     return sharding, replace(own, existing=opening.existing), earlier
 
 
@@ -343,7 +343,7 @@ def refuse_options(options: Options, *, divides: bool = False) -> None:
 
 
 class PlannedSharding(RowsOfRank):
-    """The rows, on meta, of the first of `count` ranks, which has the most, as `offload()` shards a plain model."""
+    """The rows that the first of `count` ranks has, on meta, if `offload()` shards a plain model; no rank has more."""
 
     # A plan involves no other ranks.
     exchange = None

@@ -1,4 +1,4 @@
-"""Represents a sharded model on one rank, whose rows are parameters with a store of their own."""
+"""Represents a sharded model on one rank: the rank's rows are parameters with a store of their own."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Sharding(RowsOfRank):
         # Runs the collectives of a forward and a backward.
         self.collectives: Collectives | None = None
         if exchange is not None:
-            # The device of the mesh, because the rows may be on meta.
+            # Takes the device from the mesh, because the rows may be on meta.
             self.collectives = Collectives(exchange, layout, next(iter(self._sharded.values())).device)
         self._reductions: list[OrderedReduction] = []
         self._gradients: Any = None
         # Stores of dropped replicas, which `retire_replicas` removes.
         self._left: Sequence[Path] = ()
-        # Names of parameters in the RAM tier of any rank: they are compared as they are gathered.
+        # Names of parameters in the RAM tier of any rank: replicas compare their values when a forward gathers them.
         self._compared: Collection[str] = ()
 
     # --- before there is a store ---------------------------------------------------------
@@ -133,7 +133,7 @@ class Sharding(RowsOfRank):
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """The tensors of the model's parameters and of torch on the memory of this rank's rows."""
+        """All tensors that use the memory of this rank's rows: those of the model's parameters, and FSDP2's own."""
         return [tensor for one in self._sharded.values() for tensor in one.held]
 
     def require_unaliased(self) -> None:
@@ -179,7 +179,7 @@ class Sharding(RowsOfRank):
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
 
     def reshard(self) -> None:
-        """Frees gathered parameters that a forward without a backward left: the model has its sharded ones again."""
+        """Frees gathered parameters that a forward without a backward left: the model then has sharded ones again."""
         for group in self._groups:
             group.module.reshard()
 
@@ -207,7 +207,7 @@ class Sharding(RowsOfRank):
     def require_exact(self) -> None:
         """Rejects a step whose gradients could not be reduced in order.
 
-        The reason is a divisor of FSDP2 that is not a power of two, or a collective of a module that the user replaced.
+        The reason is a divisor of FSDP2 that is not a power of two, or a module's collective that the user replaced.
         """
         if self.collectives is not None:
             for group in self._groups:

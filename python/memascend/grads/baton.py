@@ -43,7 +43,8 @@ class Path:
     """
 
     units: list[int] = field(default_factory=list)
-    # By parameter name: the index in `units` of the use during which its gradient arrived; -1 before the first use.
+    # By parameter name: the index in `units` of the use during which its gradient arrived; -1 if the
+    # gradient arrived before the first use.
     arrivals: dict[str, int] = field(default_factory=dict)
 
     def reach(self, units: Iterable[CachedUnit]) -> list[int]:
@@ -64,9 +65,12 @@ class Recorder:
     """Records the paths of micro-batches that are computed one after the other."""
 
     def __init__(self, look: Callable[[], Callable[[], str | None]]) -> None:
-        """`look` is called after the first micro-batch; the function that it returns names the first change since."""
+        """`look()` takes a snapshot of the model after the first micro-batch, and returns a function.
+
+        That function names the first change of the model since the snapshot, or returns None.
+        """
         self.paths: list[Path] = []
-        # Why gradients cannot be summed by layer: the first reason seen.
+        # The first reason seen why gradients cannot be summed by layer; None if there is no reason yet.
         self._unfit: str | None = None
         self._look = look
         self._changed: Callable[[], str | None] = lambda: None
@@ -74,8 +78,8 @@ class Recorder:
     def begin(self) -> None:
         """Begins the path of the next micro-batch."""
         if len(self.paths) == 1:
-            # Changes of the model count from the second micro-batch on: in the first, libraries install hooks and fill
-            # caches.
+            # Take the snapshot only after the first micro-batch: during it, libraries install hooks and fill caches,
+            # which changes the model.
             self._changed = self._look()
         self.paths.append(Path())
 
@@ -95,7 +99,7 @@ class Recorder:
         return False
 
     def require_open(self, gradient: Gradient) -> None:
-        """Accepts any gradient: a recorder sums none, so no sum is ever complete."""
+        """Accepts any gradient: a recorder sums no gradients, so no sum is ever complete."""
 
     def against_layers(self) -> str | None:
         """Returns why these micro-batches cannot be computed by layer, or None if no reason was seen."""
@@ -103,7 +107,7 @@ class Recorder:
 
 
 class StageOrder:
-    """The stages of a micro-batch: uses of units, in the order of earlier micro-batches."""
+    """The order of stages, merged from the paths of earlier micro-batches; a stage is one use of a unit."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Merges the paths of micro-batches. A path may lack units, such as experts that its micro-batch skipped."""
@@ -116,7 +120,8 @@ class StageOrder:
             self._stages.setdefault(unit, []).append(stage)
         # By parameter name: the last stage at which its gradient arrived.
         self.arrivals: dict[str, int] = {}
-        # By use of a unit: the names of the parameters whose gradients arrived during that use.
+        # By use of a unit: the names of the parameters whose gradients arrived during that use; by None: before the
+        # first use.
         self.brought: dict[int | None, set[str]] = {}
         for path in paths:
             stages = self._followed(path)
@@ -152,7 +157,7 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return merged
 
 
-# Seconds for which a process that exits waits for the threads of interrupted micro-batches.
+# How many seconds an exiting process waits for the threads of interrupted micro-batches.
 _END_SECONDS = 120.0
 # Seconds between the caller's checks for an interrupt: `_thread.interrupt_main()` does not wake a waiting thread.
 _POLL_SECONDS = 0.1
@@ -169,7 +174,7 @@ def _module_with(name: str, device: torch.device) -> Any:
 
 
 class Generators:
-    """The states of torch's default random number generators: the CPU's, and that of the device that computes."""
+    """The states of torch's default random number generators, of the CPU and of the device that computes the model."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_with("get_rng_state", device)
@@ -196,7 +201,10 @@ def same_states(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class CallerStream:
-    """The caller's stream on the device that computes. Gradients made on other streams are summed on it."""
+    """The current stream of the thread that constructs this object. Gradients are summed on this stream.
+
+    Other streams may have computed the gradients: `take()` makes the caller's stream wait for them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_with("current_stream", device)
@@ -208,8 +216,8 @@ class CallerStream:
         if self._module is None or (made_on := self._module.current_stream(self._device)) == self._stream:
             return
         self._stream.wait_stream(made_on)
-        # The allocator must not reuse the memory, which belongs to the other stream, before the caller's stream is
-        # done.
+        # The memory belongs to the stream `made_on`. The allocator must not reuse it before the caller's stream is
+        # done with `values`.
         values.record_stream(self._stream)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
@@ -232,7 +240,7 @@ class CallerModes:
         self._device = module = _module_with("current_stream", device)
         # The second stream is that of torch's current device, which may differ from `device`.
         self._streams = [] if module is None else [module.current_stream(device), module.current_stream()]
-        # Matrix products have other bits with another number of threads.
+        # The bits of matrix products depend on the number of threads.
         self._threads = torch.get_num_threads()
         self.context = contextvars.copy_context()
 
@@ -243,7 +251,8 @@ class CallerModes:
             torch.set_num_threads(self._threads)
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(self._grad))
-            # The thread that begins a backward runs all of it: autograd's device thread would block at the first pause.
+            # Makes the thread that begins a backward run all of it. Otherwise autograd's thread for the device would
+            # run the backwards of all micro-batches, and the first waiting micro-batch would block that thread.
             undo.enter_context(torch.autograd.set_multithreading_enabled(False))
             for stream in self._streams:
                 undo.enter_context(self._device.stream(stream))
@@ -263,18 +272,19 @@ class MicroBatch:
     def __init__(self, index: int, states: list[torch.Tensor]) -> None:
         self.index = index
         self.states = states
-        # The stage that the micro-batch computes or waits for; -1 before its first stage, infinity once it has ended.
+        # The stage that the micro-batch computes or waits for; -1 before its first stage, infinity once the micro-batch
+        # has ended.
         self.stage: float = -1
         self.path = Path()
         self.turn = threading.Semaphore(0)
         self.result: Any = None
 
     def reach(self, stage: float) -> None:
-        """Sets the next stage, which begins when the turn comes; infinity marks the micro-batch as ended."""
+        """Sets the stage that the micro-batch computes next; infinity marks the micro-batch as ended."""
         self.stage = stage
 
     def pause(self, generators: Generators) -> None:
-        """Saves the random number states: another micro-batch computes next, with its own."""
+        """Saves the random number states: another micro-batch computes next, with its own states."""
         self.states = generators.states()
 
     def finish(self, result: Any) -> None:
@@ -299,7 +309,7 @@ class Baton:
         called in a micro-batch's thread before another micro-batch computes.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
-        # The lowest stage of any running micro-batch: all others have reached it, too.
+        # The lowest stage of the running micro-batches: each of them has reached this stage.
         self.low: float = -1
         # True once a micro-batch has used units in an order that no earlier call has shown.
         self.left_known_order = False
@@ -318,7 +328,7 @@ class Baton:
         """Registers callbacks: `on_low` receives each stage that all micro-batches have reached.
 
         If `may_run` is False for the chosen micro-batch at the lowest stage, the first running micro-batch computes
-        instead: its gradients never wait for those of another.
+        instead: its gradients never wait for those of another micro-batch.
         """
         self._on_low, self._may_run = on_low, may_run
 
@@ -328,7 +338,7 @@ class Baton:
         return self._of.get(threading.get_ident())
 
     def arrive(self, units: Iterable[CachedUnit]) -> None:
-        """Waits for this micro-batch's turn each time that it is about to use another unit."""
+        """Waits, before each stage that a use of `units` begins, until it is this micro-batch's turn."""
         own = self.here
         if own is None:
             return
@@ -369,14 +379,14 @@ class Baton:
             raise _Abandoned
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
-        """Computes all micro-batches; raises the error of the first one that failed, after all have ended."""
+        """Computes all micro-batches; after all have ended, raises the error of the one that failed first."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
         begun, interrupted = False, None
         while not self._all_ended.is_set():
             try:
                 if not begun:
-                    # A signal may interrupt `_start`: the next round starts a second thread, which finds that the
-                    # first has begun.
+                    # A signal may interrupt `_start` after it has started the thread. The next round of this loop then
+                    # starts a second thread, which returns at once, since the first has taken `_unbegun`.
                     _start(0, partial(self._begin, live, modes))
                     begun = True
                 self._all_ended.wait(_POLL_SECONDS)
@@ -389,7 +399,10 @@ class Baton:
             raise self._failure
 
     def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes) -> None:
-        """Starts the other micro-batches and computes the first, in a thread that signals do not interrupt."""
+        """Starts a thread for each micro-batch but the first, and computes the first itself.
+
+        Runs in a thread of its own: Python delivers signals to the main thread only.
+        """
         if not self._unbegun.acquire(blocking=False):
             return
         first, *others = self.micro_batches
@@ -459,7 +472,7 @@ def _serve(work: Callable[[], None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Registers `_wait_for_all` once per process, after the sessions' exit handlers: atexit runs the last one first."""
+    """Registers `_wait_for_all` once, after the sessions' exit handlers: atexit runs the last registered one first."""
     atexit.register(_wait_for_all)
 
 
@@ -469,7 +482,7 @@ def _wait_for_all() -> None:
     Python ends a thread that requests the GIL while the interpreter shuts down. If that thread runs a backward, or
     torch's call that empties the queue of an ending thread, the process aborts.
     """
-    # Bounded: a stage that never ends must not keep the process alive.
+    # The wait is bounded: a stage that never ends must not keep the process alive.
     until = time.monotonic() + _END_SECONDS
     for thread in list(_threads):
         if thread.ident is not None:

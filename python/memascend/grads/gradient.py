@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
 
 
-# The most norms that are taken of one gradient as it arrives; loops take one or two kinds.
+# The maximum number of norms that `Gradient` takes of one gradient as it arrives; training loops use one or two kinds.
 _NORMS_MAX = 4
 # torch's use count of memory that a single tensor uses: one for that tensor, one for the query.
 _STORAGE_USES = 2
@@ -37,7 +37,7 @@ _TENSOR_USES = 4
 
 
 class GradientState(Enum):
-    """Where a gradient is, and whether an update by it is staged."""
+    """Where a gradient is, and whether an update that uses it is staged."""
 
     # No gradient, or a gradient in memory that no staged update uses. In NONE and MEMORY_STAGED, `p.grad` has no
     # handle.
@@ -46,17 +46,19 @@ class GradientState(Enum):
     MEMORY_STAGED = (1, "staged")
     # On storage, until step() uses it.
     STORED = (2, "stored")
-    # On storage; the update by it is staged.
+    # On storage; the update that uses it is staged.
     STORED_STAGED = (3, "stored staged")
-    # On storage; the update by it has begun before step(), as if step() changed no gradient. `confirm()` makes the
-    # update a part of the step. Any other move discards the update, and the gradient is as in STORED.
+    # On storage; the update that uses it has begun before step(), as if step() changed no gradient. `confirm()` makes
+    # the update a part of the step. Any other move discards the update; unless it is "drop", the gradient stays on
+    # storage.
     EARLY = (4, "stored early")
-    # Used up by a staged update: only the measure of the gradient is left.
+    # Used up by a staged update: only the gradient's measure is left (its squared norm, and whether it is finite).
     TAKEN = (5, "staged")
     # Used up by an update whose step is over, committed or skipped for an overflow.
     SPENT = (6, "")
 
-    # Read many times per parameter and step: Enum's own `__hash__` is a Python call, and properties would be, too.
+    # The code hashes states and reads their flags many times per parameter and step. Enum's own `__hash__` is a slow
+    # Python function; for the same reason, the flags are attributes instead of properties.
     __hash__ = object.__hash__
 
     def __init__(self, _: int, is_so: str) -> None:
@@ -103,7 +105,7 @@ def shares_memory(values: torch.Tensor) -> bool:
 
 
 def _is_shared(values: torch.Tensor) -> bool:
-    """True if user code may hold a gradient that reached a handle, and may write to it while it is being stored.
+    """True if user code may hold `values`, the summand of a stored gradient, and write to them during the addition.
 
     `backward(gradient=mine)` delivers `mine` itself if no operation in between makes a new tensor.
     """
@@ -113,10 +115,11 @@ def _is_shared(values: torch.Tensor) -> bool:
 
 
 def is_user_memory(values: torch.Tensor, *, shared: bool) -> bool:
-    """True if `values` is on memory of a tensor that the user put into `p.grad` before the backward.
+    """True if `values` uses the memory of a tensor that the user put into `p.grad` before the backward.
 
     A gradient that autograd makes is not a view, and its memory can be resized. Accumulation into an existing gradient
-    raises its version counter; other code seldom writes to shared memory.
+    raises the version counter of that gradient. Other code seldom writes to shared memory, so a raised counter of
+    shared memory is taken as a sign of such an accumulation.
     """
     return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
 
@@ -135,9 +138,9 @@ class Gradient:
         self.handle: GradientHandle | None = None
         # The number of dropped gradients of the parameter. A handle of a dropped gradient has a lower number.
         self.dropped = 0
-        # Recorded arithmetic that the stored bytes do not contain yet.
+        # Recorded operations that are not applied to the stored bytes yet.
         self.operations: list[Operation] = []
-        # The group options of the staged update; whether that update is deferred to the next step.
+        # `options`: the parameter group's options in the staged update. `deferred`: the next step makes this update.
         self.options: Any = None
         self.deferred = False
         # The factor by which the update that began early multiplies the gradient.
@@ -155,7 +158,8 @@ class Gradient:
         # The gradient in memory that a step used, and its version. The reference is weak: user code may free the
         # tensor.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
-        # The memory on which the gradient arrived, if other code holds it: in-memory training would go on using it.
+        # The memory that held the gradient when it arrived, if other code holds that memory, too. Without offloading,
+        # `p.grad` would still use that memory.
         self._given: WeakValues | None = None
 
     def expect_pieces(self) -> None:
@@ -196,19 +200,19 @@ class Gradient:
     def use(self, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
         """Updates the parameter by an arriving gradient, or stores the gradient.
 
-        `whole`: no more of the gradient follows in this step. `shared`: other tensors use its memory.
+        `whole`: no more of the gradient follows in this step. `shared`: other tensors use the gradient's memory.
         """
         gradients = self._gradients
         mode, whole = gradients.loop.mode, whole and not self.in_pieces
-        # The layout that `p.grad` would have: autograd lays out a gradient as its parameter.
+        # The strides that `p.grad` would have: autograd gives a gradient the strides of its parameter.
         values = self.laid_out(values)
         if whole and mode != "fused" and not gradients.loop.adds_up:
-            # Before the copy below: on a GPU the bits of a norm depend on the address.
+            # Take the norms before the copy below: on a GPU the bits of a norm depend on the gradient's address.
             self._take_norms(values)
         if shared:
             values = values.clone()
         if whole and mode == "fused":
-            # The update uses the gradient up: only its measure is left.
+            # The update uses the gradient up; only the measure is left.
             self.found = gradients.norms.measure(values)
             self._begin("take", values, 1.0)
             self._install_handle()
@@ -247,7 +251,7 @@ class Gradient:
         return True
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
-        """Begins the update before step(), by the gradient on storage or by `gradient`, which is stored with it.
+        """Begins the update before step(), by the gradient on storage, or by `gradient`, which is then also stored.
 
         Returns False if no update begins; `gradient` is then not stored. If a user's error is the reason, step() raises
         it, unless the user corrects it first.
@@ -267,12 +271,12 @@ class Gradient:
 
     @property
     def is_changed(self) -> bool:
-        """True if operations are recorded on the stored gradient that the update has to apply."""
+        """True if the update has to apply recorded operations to the stored gradient."""
         factors = self.factors()
         return factors is None or any(one != 1.0 for one in factors)
 
     def stands(self, factor: float) -> bool:
-        """True if the update that began early is the step's update; the caller compares the options of the group."""
+        """True if the early update is valid for a step with this `factor`; the caller compares the options."""
         return self._scale == self._gradients.scale.inverse * factor and not self.is_changed
 
     def confirm(self) -> None:
@@ -322,7 +326,7 @@ class Gradient:
         self._move("drop")
 
     def _begin(self, move: Move, gradient: torch.Tensor | None, factor: float, factors: Sequence[float] = ()) -> bool:
-        """Begins an update; returns False if the optimizer's own code would run, which does not begin early."""
+        """Begins an update; returns False if the optimizer's own code would have to begin before step()."""
         after = self._after(move)
         engine, units, scale = self._gradients.engine, self._gradients.units, self._gradients.scale.inverse * factor
         values = None if units is None or gradient is None else units.values_of(self.place)
@@ -330,7 +334,7 @@ class Gradient:
         options = self.rule.update(engine, self.step, scale, gradient, factors=factors, values=values, early=early)
         if options is None:
             return False
-        # After `update()`: if that raises, the update is no part of the step.
+        # Set the state only after `update()`: if `update()` raises, the update is no part of the step.
         self.options, self.deferred, self.state = options, False, after
         return True
 
@@ -347,7 +351,8 @@ class Gradient:
 
     def _install_handle(self) -> None:
         place = self.place
-        # The handle has only a weak reference to this object: Python's collector does not see torch's edge to `grad`.
+        # The handle has only a weak reference to this object. A strong one would be a leak: Python's garbage collector
+        # does not see torch's reference from the parameter to `grad`.
         of = (weakref.ref(self), self.dropped, self.name)
         self.handle = GradientHandle(place.shape, place.stride, place.dtype, place.device, of)
         self.put(self.handle)
@@ -367,23 +372,23 @@ class Gradient:
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `values` materialized, in the parameter's strides; on the same memory if nothing has to change."""
+        """Returns `values` materialized, in the parameter's strides; without a copy if nothing has to change."""
         if isinstance(values, GradientHandle):
             values = values.gradient.materialize()
         values = values.detach()
         return values if values.is_sparse else laid_out(values.resolve_conj().resolve_neg(), self.place.stride)
 
     def note_given(self, values: torch.Tensor) -> None:
-        """Records that the gradient arrived on memory that other code may hold, too."""
+        """Records that the gradient arrived in memory that other code may hold, too."""
         self._given = WeakValues(self.place, values)
 
     def require_own(self) -> None:
-        """Raises UsageError if other code holds the memory on which the gradient arrived: it would see the change."""
+        """Raises UsageError if other code holds the gradient's original memory and would expect the change there."""
         if self._given is not None and self._given.checksum() is not None:
             self._refuse_given("In plain training this change would reach that memory, but here it would not")
 
     def require_unwritten(self) -> None:
-        """Raises UsageError if other code wrote to the memory on which the gradient arrived."""
+        """Raises UsageError if other code wrote to the memory that held the gradient when it arrived."""
         if self._given is None:
             return
         now = self._given.checksum()
@@ -403,7 +408,7 @@ class Gradient:
 
     @property
     def fused(self) -> bool:
-        """True if an update already used the gradient: a read or a change comes too late, its norm is still known."""
+        """True if an update already used the gradient: reads and changes then raise an error; the norm is known."""
         return self.state.staged or not self.state.stored
 
     def empty(self) -> torch.Tensor:
@@ -459,7 +464,7 @@ class Gradient:
         self.operations.clear()
 
     def require_open(self) -> None:
-        """Raises UsageError if an update used this gradient or its sum is complete: no other can be added."""
+        """Raises UsageError if an update used this gradient or its sum is complete: no further summand is allowed."""
         self._gradients.require_in_order(self)
         if self.fused:
             raise UsageError(
@@ -468,7 +473,7 @@ class Gradient:
             )
 
     def accumulate(self, operation: Operation, values: torch.Tensor) -> None:
-        """Adds a gradient of the same shape and dtype; `operation` is the addition that torch was asked for."""
+        """Adds a gradient of the same shape and dtype; `operation` is the addition that user code called."""
         self.require_open()
         if self.operations:
             total = self.materialize()
@@ -500,7 +505,7 @@ class Gradient:
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
     def numbers(self) -> Numbers:
-        """Returns whether the gradient has a non-finite value, and its squared norm, as it was stored or used."""
+        """Returns whether the gradient has a non-finite value, and its squared norm, without recorded operations."""
         return self._gradients.norms.read([self._measured()])[0]
 
     def _measured(self) -> Measure:
@@ -509,7 +514,7 @@ class Gradient:
         return (False, 0) if self.found is None else self.found
 
     def _take_norms(self, gradient: torch.Tensor) -> None:
-        """Takes the expected norms, by torch, of a whole gradient that arrives: clipping need not read it again."""
+        """Takes the expected norms of a whole arriving gradient, so that clipping need not read it from storage."""
         if not self.expected:
             return
         kind = gradient.device.type
@@ -522,7 +527,10 @@ class Gradient:
             torch.set_autocast_enabled(kind, autocast)
 
     def norm_by(self, operation: Operation) -> torch.Tensor | None:
-        """Returns the norm by `operation` if it was taken as the gradient arrived; from the next step on it is."""
+        """Returns the norm that `operation` computes if it was taken as the gradient arrived; None otherwise.
+
+        Records the request: from the next step on, this norm is taken of each arriving gradient.
+        """
         if operation not in self._asked and len(self._asked) < _NORMS_MAX:
             self._asked.append(operation)
         return next((norm.clone() for taken, norm in self._norms if taken == operation), None)

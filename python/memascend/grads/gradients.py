@@ -52,8 +52,8 @@ class Gradients:
     """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory."""
 
     engine: Engine  # stores gradients and makes updates
-    units: CachedUnits | None  # updates begin from its cached values; None: updates read values from storage
-    ram_tier: Container[str]  # the names of its parameters; memory is planned for one waiting gradient of each
+    units: CachedUnits | None  # updates use the values that it has cached; None: updates read values from storage
+    ram_tier: Container[str]  # names of the RAM tier's parameters; the plan has memory for one waiting gradient of each
     scale: LossScale  # scales losses; if it is enabled, every backward must begin within `scaled()`
     loop: Loop  # the detected habits of the training loop
     speculation: Speculation  # decides whether updates by kept gradients begin early
@@ -78,7 +78,7 @@ class Gradients:
         self._scaled = False
         # True if the present step uses all gradients as they arrived, neither clipped nor changed.
         self._unchanged = False
-        # By `id()` of the parameter.
+        # The gradients, by `id()` of their parameters.
         self._of: dict[int, Gradient] = {}
         # By parameter name: the value of `backwards.count` when its gradient last arrived.
         self._arrival_backward: dict[str, int] = {}
@@ -92,7 +92,7 @@ class Gradients:
 
         self._hook = accumulated
         self._hooks: list[RemovableHandle] = []
-        # The values of `p.grad` when the last failed backward was seen.
+        # The values of `p.grad` when the last failed backward was detected.
         self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
     def watch(self, place: Place, rule: Rule, step: int) -> None:
@@ -115,11 +115,11 @@ class Gradients:
     # --- arrival ---------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
-        """Handles an accumulated gradient; `assigned`: autograd added it to one that the user had put into `p.grad`."""
+        """Handles an accumulated gradient; `assigned`: it was added to a tensor that `p.grad` already had."""
         began = time.perf_counter()
         gradient = self._of.get(id(parameter))
         if gradient is None:
-            # Another hook, of the user, returned this tensor. torch raises an error for it after the last hook.
+            # A user's hook returned this tensor in place of the parameter. torch raises an error after the last hook.
             return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values, parts = parameter.grad, self.residency.stages
@@ -128,7 +128,8 @@ class Gradients:
             if values is not None and gradient.handle is not None and gradient.is_handle(values):
                 self.backwards.enter()
             elif values is not None:
-                # For a LocalParameter, the code that delivers the gradient refers to it as well, and no user code does.
+                # If nothing else refers to a gradient, no user code holds it. The gradient of a LocalParameter has one
+                # more reference, from the code that delivers it; no user code holds that gradient either.
                 alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
         self.handing_seconds += time.perf_counter() - began
@@ -136,7 +137,10 @@ class Gradients:
         self.residency.units.look_ahead()
 
     def on_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
-        """Handles a gradient in `p.grad`, or `total`, which is its sum with the gradient that `p.grad` has."""
+        """Handles a gradient that FSDP2 has reduced: `p.grad`, or `total` if earlier rounds left one in `p.grad`.
+
+        `total` is the sum of that earlier gradient and the newly reduced gradient.
+        """
         if total is not None:
             with torch.no_grad():
                 before: Any = parameter.grad
@@ -147,14 +151,14 @@ class Gradients:
         self._on_gradient(parameter, assigned=total is not None)
 
     def accumulated_value(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-        """Returns the gradient `before`, to which the caller adds another one; None unless `needed`."""
+        """Returns the values of gradient `before`, to which the caller adds another gradient; None unless `needed`."""
         if isinstance(before, GradientHandle):
             before.gradient.require_open()
             return before.gradient.materialize() if needed else None
         return before if needed else None
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
-        """Handles a gradient of a parameter that has none yet; `lasting`: other code holds the tensor, too."""
+        """Handles a gradient of a parameter that has no gradient yet; `lasting`: other code holds `values`, too."""
         nested = self.backwards.enter(delivers=True)
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
@@ -171,7 +175,7 @@ class Gradients:
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
         if lasting or (not own_rows and is_user_memory(values, shared=shared)):
-            # User code reads and writes this tensor elsewhere, so it stays in `p.grad`, as under "ram".
+            # User code may read or write this tensor at any time, so the tensor stays in `p.grad`, as with "ram".
             return
         if shared and not own_rows:
             # The memory belongs to other gradients, too, or to a tensor that user code passed to backward(gradient=)
@@ -188,7 +192,7 @@ class Gradients:
             gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """Handles the sum over all micro-batches of a call; `whole`: this step adds no more to it."""
+        """Handles `values`, the sum over all micro-batches of a call; `whole`: this step adds nothing to the sum."""
         self._note_arrival(gradient)
         if self.loop.mode == "ram":
             gradient.put(values)
@@ -239,14 +243,14 @@ class Gradients:
             self._scaled = False
 
     def require_in_order(self, gradient: Gradient) -> None:
-        """Raises UsageError if `accumulate()` has already taken the sum of this gradient for complete."""
+        """Raises UsageError if `accumulate()` has already completed the sum of this gradient."""
         if self.residency.stages is not None:
             self.residency.stages.require_open(gradient)
 
     def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
         """Adds `values` to a stored gradient that no update has used; callers check that with `require_open()`.
 
-        `summed`: `values` already is the sum of both gradients.
+        `summed`: `values` already is the sum of the stored gradient and the new one.
         """
         inside = self.backwards.inside()
         if inside:
@@ -349,7 +353,7 @@ class Gradients:
     def present(self) -> Present:
         """Returns the gradients of this step, each with `p.grad`; drops a gradient whose handle was removed.
 
-        If any gradient is present, parameters without one get zeros if their optimizer updates them by zeros.
+        If any gradient is present, a parameter without a gradient gets zeros if its optimizer updates such parameters.
         """
         backwards = self.backwards
         backwards.seen_outside()
@@ -375,7 +379,7 @@ class Gradients:
         for gradient in self.by_name.values():
             if gradient.name not in there and gradient.rule.code.run_mode.zeros:
                 place = gradient.place
-                # `expand()` needs no memory: `update_all()` lays the zeros out one parameter at a time.
+                # `expand()` needs no memory: `update_all()` allocates the zeros of one parameter at a time.
                 zeros = torch.zeros((), dtype=place.dtype, device="cpu").expand(place.shape)
                 found.append((gradient, zeros))
         return found
@@ -413,7 +417,7 @@ class Gradients:
             changed = gradient.materialize()
             if gradient.name in self.ram_tier or self.defers(gradient):
                 # Replaces the stored gradient: memory is planned for one gradient of each parameter, and a commit that
-                # defers the update names the stored one.
+                # defers the update refers to the gradient on storage.
                 gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
@@ -430,7 +434,7 @@ class Gradients:
             self.catch_up()
 
     def _stays(self, gradient: Gradient, now: Any, factor: float) -> bool:
-        """True if the update that has begun is valid for this step, whose options and factor are known by now."""
+        """True if the begun update is valid for a step with options `now` and `factor`; confirms an early update."""
         is_same = bool(now == gradient.options)
         if gradient.state is GradientState.EARLY:
             if is_same and gradient.stands(factor):
@@ -446,7 +450,7 @@ class Gradients:
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(factor, values)
-        # Measures while the engine's thread updates: both only read the gradient.
+        # Measure the gradient while the engine's thread updates the parameter: both threads only read the gradient.
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:
@@ -460,7 +464,7 @@ class Gradients:
         return self.norms.of(present)
 
     def nonfinite(self, present: Present) -> list[str]:
-        """Returns the names of gradients with a non-finite value or norm; requires that their norm was taken."""
+        """Returns the names of gradients with a non-finite value or norm; requires that this step has measured them."""
         numbers = self.norms.each(one for one, _ in present)
         parts = zip(present, numbers, strict=True)
         return [one.name for (one, _), (bad, squares) in parts if bad or not math.isfinite(rounded(squares))]
@@ -518,16 +522,16 @@ class Gradients:
             if in_memory and values.grad_fn is not None:
                 values.detach_()
             elif in_memory:
-                # torch does the same: a view cannot be detached in place.
+                # As in torch's own `zero_grad()`: `detach_()` rejects views.
                 values.requires_grad_(False)
             values.zero_()
-            # step() applies the zeros: moments decay, and weights may.
+            # step() updates with the zeros: moments decay, and with weight decay so do weights.
             self.fresh = True
         backwards.forget_failure()
 
 
 def _may_wait(gradient: Gradient, values: torch.Tensor) -> bool:
-    """True if the update by this gradient can be deferred, as the parameter's last one was."""
+    """True if the update by this gradient can be deferred, as the parameter's last update was."""
     rule = gradient.rule
     return not values.is_sparse and rule.numbers(rule.options(), gradient.step, 1.0) is not None
 

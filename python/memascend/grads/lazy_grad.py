@@ -1,4 +1,4 @@
-"""Defines the handle in `p.grad` for a gradient on storage or already used; records arithmetic on it for later."""
+"""Defines the handle that `p.grad` holds for a gradient that is on storage or used up; records arithmetic on it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 _CHANGE = "a change of gradients, as by clipping"
-# How many operations a handle records before it applies them to the stored gradient. A loop may scale gradients for
-# ever without a step.
+# How many operations a handle records before it applies them to the stored gradient. The bound is needed because a
+# training loop may scale gradients any number of times without a step.
 OPERATIONS_MAX = 64
-# Operations that read shape and dtype alone.
+# Operations that read only the shape and dtype of their arguments.
 _SHAPE_ONLY = frozenset((
     "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones",
     "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
@@ -49,7 +49,8 @@ def _refusing(what: str) -> Any:
 class GradientHandle(torch.Tensor):
     """A gradient without its bytes, as a tensor for `p.grad`."""
 
-    # The gradient; how many gradients of the parameter were dropped before; the parameter's name.
+    # The gradient; the number of gradients of the parameter that were dropped before this handle was made; the
+    # parameter's name.
     of: tuple[weakref.ref[Gradient], int, str]
 
     @staticmethod
@@ -97,13 +98,13 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         """Executes each operation of torch that has a handle among its arguments."""
         if torch.is_inference_mode_enabled():
-            # A tensor made in inference mode could not be written to outside of it.
+            # Code outside of inference mode cannot write to a tensor that was made in that mode.
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         options = kwargs or {}
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
-            # Another handle of the same gradient.
+            # Return another handle of the same gradient.
             handle: GradientHandle = args[0]
             return GradientHandle(handle.shape, handle.stride(), handle.dtype, handle.device, handle.of)
         if name in _SHAPE_ONLY:
@@ -146,7 +147,7 @@ class GradientHandle(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
-    # Rejected: a pickled handle would have no store, and a handle has no memory to share, to point to or to walk over.
+    # These calls raise an error: a pickled handle would have no store, and a handle has no memory that they could use.
     __reduce_ex__ = _refusing("pickling")
     __array__ = _refusing("numpy")
     __dlpack__ = _refusing("dlpack")
@@ -182,7 +183,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
-    """Runs `func` on copies of the gradients, and assigns the copies that it changed back to the gradients."""
+    """Runs `func` on copies of the gradients, then assigns each changed copy to its gradient."""
     # Two handles of one gradient get the same copy.
     copies: dict[Gradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}
@@ -223,7 +224,7 @@ def _each(
     options: dict[str, Any],
     one: Callable[[GradientHandle, Operation], Any],
 ) -> Any:
-    """Calls `one` for each handle of a list, so that one gradient is in memory at a time; runs `func` on the rest."""
+    """Calls `one` for each handle of a list, so that one gradient at a time is in memory; runs `func` on the others."""
     first, rest = args[0], args[1:]
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if isinstance(first, GradientHandle):
@@ -256,7 +257,10 @@ def _each(
 
 
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
-    """Returns a norm with torch's bits; after the update used the gradient, only the 2-norm, from its measure."""
+    """Returns the norm that torch computes, bit for bit.
+
+    Once an update has used the gradient, only the 2-norm is left: it is computed from the gradient's measure.
+    """
     gradient = handle.gradient
     gradient.noticed("a norm of gradients")
     if not gradient.fused:
@@ -286,10 +290,10 @@ def _overwrite(handle: GradientHandle, source: Tensor) -> None:
 
 
 def _record(handle: GradientHandle, operation: Operation) -> None:
-    """Records an elementwise operation by scalars, to be applied later."""
+    """Records an elementwise operation with scalar arguments, to be applied later."""
     gradient = handle.gradient
     gradient.noticed("zero_grad(set_to_none=False)" if operation.name == "zero_" else _CHANGE)
-    # Run it on as few elements as possible first: torch raises its own error for wrong arguments.
+    # First run the operation on as few elements as possible: torch raises its own error for wrong arguments.
     operation.apply(torch.zeros((0,) if handle.shape else (), dtype=handle.dtype, device=handle.device))
     _append(gradient, operation)
 
@@ -314,7 +318,8 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
 
 
 def _append(gradient: Gradient, operation: Operation) -> None:
-    # Reads a number from a GPU only if the operation is rejected otherwise: else every clip would wait for the GPU.
+    # `changes_nothing()` waits for the GPU if a number is on it. So call it for such a number only if the operation
+    # would be rejected otherwise; else every clipping would wait.
     if (gradient.fused or not operation.is_on_gpu) and operation.changes_nothing():
         return
     if gradient.fused:
@@ -348,7 +353,7 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         addition = Operation(operation.function, name, (argument,), listed=operation.listed)
         handle.gradient.accumulate(addition, gradient)
     elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].of == handle.of:
-        # A copy onto itself, as by a module's `.cpu()` that moves nothing; allowed on a used gradient, too.
+        # A copy onto itself, as by a module's `.cpu()` that moves nothing; this is allowed on a used gradient, too.
         pass
     elif name == "copy_":
         _overwrite(handle, _plain(values[0]))
@@ -383,7 +388,7 @@ def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: 
         _unscale(handle, Operation(func, UNSCALE, (found, inverse), listed=True))
 
 
-# Operations that have their own implementation here, because they need less than all values at once.
+# Operations that have their own implementation here, because they need not have all gradients in memory at once.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     UNSCALE: _unscale_all,
     **dict.fromkeys(("linalg_vector_norm", "_foreach_norm"), functools.partial(_each, one=_norm)),

@@ -51,7 +51,7 @@ class Loop:
 
     @property
     def speculates(self) -> bool:
-        """True if kept gradients may reach step() unchanged, as with clipping: updates may then begin before it."""
+        """True if kept gradients may reach step() unchanged, as with clipping: updates may then begin before step()."""
         if not self._is_auto or self.mode != "ssd" or self._figures is not None:
             return False
         return not self.adds_up and self._noticed.isdisjoint(_CHANGING)
@@ -72,7 +72,7 @@ class Loop:
             return None
         self._learning = False
         if self._figures is not None:
-            # The union over all ranks, so that all decide alike.
+            # Take the union over all ranks, so that all ranks decide alike.
             by_rank = self._figures.everyone(sorted(self._noticed))
             self._noticed = {word for theirs in by_rank for word in theirs}
         if self._keeps or self._noticed:
@@ -82,7 +82,7 @@ class Loop:
         return 'gradients="auto": updated as they appear ("fused") from the second step on'
 
 
-# Repeating the updates of a step costs about as much time as beginning them early gains. So the number of unchanged
+# To repeat the updates of a step costs about as much time as an early begin of them saves. So the number of unchanged
 # steps to wait for doubles, up to this bound, after each repeated step, and halves after each step that kept its early
 # updates.
 WAIT_MAX = 256
@@ -97,7 +97,7 @@ class Speculation:
 
     def __init__(self, loop: Loop, ram_tier: Container[str]) -> None:
         """`ram_tier` has the names of parameters whose updates always wait for step()."""
-        # The number of steps with updates that began early, and how many of these steps discarded some of them.
+        # The number of steps with updates that began early, and how many of these steps discarded early updates.
         self.early = 0
         self.anew = 0
         self._loop = loop
@@ -113,7 +113,7 @@ class Speculation:
         return self._unchanged >= self._wanted and name not in self._ram_tier and self._loop.speculates
 
     def begins_after(self, *, unchanged: bool) -> bool:
-        """True if the next step may begin updates early, provided that this one leaves its gradients `unchanged`."""
+        """True if the next step may begin updates early; `unchanged`: the present step leaves gradients unchanged."""
         stood = unchanged and self._step != "anew"
         return stood and self._unchanged + 1 >= self._wanted and self._loop.speculates
 
@@ -159,7 +159,7 @@ class Backwards:
         backward is detected.
         """
         self.declared: float = declared
-        # Inside `expecting()`: the number of backwards that ended before it. None outside.
+        # Inside `expecting()`: the value of `count` when that block began. None outside of it.
         self.before: int | None = None
         # The number of backwards since the last step that ended and delivered a gradient.
         self.count = 0
@@ -169,7 +169,8 @@ class Backwards:
         self._state: Literal["ended", "open", "delivers", "failed"] = "ended"
         # Of the open or failed backward: autograd's number of its graph task, and the thread that began it.
         self._number = self._thread = 0
-        # The thread that computed the model last: it began a backward that autograd's own thread runs.
+        # The thread that ran the model's last forward. If one of autograd's own threads runs a backward, this thread is
+        # taken to have begun it.
         self._last = 0
 
     @staticmethod
@@ -214,7 +215,7 @@ class Backwards:
             self.seen_outside()
 
     def seen_outside(self) -> None:
-        """Concludes, outside of any backward, that an open one has failed; inside one, records that it runs."""
+        """Records that this thread runs a backward; if it runs none, marks an open backward as failed."""
         if self.inside():
             self.enter()
         elif self._state in ("open", "delivers"):
@@ -238,9 +239,9 @@ class Backwards:
 
     @contextmanager
     def expecting(self, more: float) -> Iterator[None]:
-        """Expects `more` backwards inside the `with` block; unless a number was declared, the last makes a step.
+        """Expects `more` backwards inside the `with` block; unless a number was declared, the last completes a step.
 
-        With `more` infinite, their number is not known, and only `step()` ends the step.
+        If `more` is infinite, their number is not known, and only `step()` ends the step.
         """
         declared, self.before = self.declared, self.count
         if declared == 1:
@@ -255,7 +256,7 @@ class Backwards:
         return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:
-        """Raises UsageError for a backward beyond the declared number: the step would not be the loop's."""
+        """Raises UsageError for a backward beyond the declared number: the step's updates would not contain it."""
         if 1 < self.declared <= self.count:
             raise UsageError(
                 f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "

@@ -1,10 +1,11 @@
-"""Computes the micro-batches of one step layer by layer, with the bits of one after the other.
+"""Computes the micro-batches of one step layer by layer, bit-identical to computing one after the other.
 
-The stages and the threads of the micro-batches are those of `baton`; see [Note: Stages] there.
+`baton` defines the stages and runs the threads of the micro-batches; see [Note: Stages] there.
 
 [Note: Order of sums] The gradient of a parameter is the sum of one part per micro-batch, added in the order of the
 micro-batches, as in a loop. A part that arrives before the part of an earlier micro-batch waits in memory
-(`_Sum.early`) until that part arrives, or until the earlier micro-batch has passed the stage of such parts.
+(`_Sum.early`) until that part arrives, or until the earlier micro-batch has passed the stage at which
+its part would arrive.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ class PartialSums:
 
     gradients: Gradients  # takes complete sums
     course: StageOrder  # has the stage at which each gradient arrives
-    baton: Baton  # knows which micro-batch computes, and the stages of the others
-    # Bytes in memory for sums and for parts that wait for an earlier micro-batch's. Other sums are on storage, and each
-    # part is added there.
+    baton: Baton  # knows which micro-batch computes, and the stage of each
+    # Bytes in memory for sums and for parts that wait for an earlier micro-batch. The engine keeps all other sums on
+    # storage and adds each part there.
     limit: int
     room: Callable[[int], None]  # given the bytes of sums and parts, waits until the queue of gradients leaves room
     stream: CallerStream  # the stream on which gradients are summed
@@ -101,7 +102,8 @@ class PartialSums:
         self._done: set[str] = set()
         # By the stage at which their sums are complete: the names of gradients that have begun to arrive.
         self._due: dict[int, list[str]] = {}
-        # Bytes of all sums and parts in memory; bytes of the parts alone, which wait for an earlier micro-batch's.
+        # `nbytes`: bytes of all sums and parts in memory. `_waiting`: bytes of the parts alone, each of which waits for
+        # the part of an earlier micro-batch.
         self.nbytes = 0
         self._waiting = 0
         self.arrive = self.baton.arrive
@@ -154,7 +156,7 @@ class PartialSums:
             self._complete(found)
 
     def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
-        """Adds early parts in order, except after a micro-batch whose part may still arrive; `all_of_it`: adds all."""
+        """Adds parts from `early` in order, until one must wait for an earlier micro-batch; `all_of_it`: adds all."""
         for index in sorted(found.early):
             if not all_of_it and any(self._may_come(found, before) for before in range(index)):
                 return
@@ -178,7 +180,7 @@ class PartialSums:
         self.room(self.nbytes)
 
     def _may_run(self, own: MicroBatch) -> bool:
-        """True if the parts that micro-batch `own` delivers in its next stage, and that have to wait, fit the limit."""
+        """True if the limit allows the waiting parts that micro-batch `own` would deliver in its next stage."""
         use = own.path.units[-1] if own.path.units else None
         waiting = self._waiting
         for name in self.course.brought.get(use, ()):
@@ -253,7 +255,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """True for one and the same object, and for equal numbers or texts, which may be other objects each time."""
+    """True if both are one object, or equal numbers or texts, which code often replaces by equal new objects."""
     return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
 
 
@@ -294,9 +296,11 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
 _log = logging.getLogger("memascend")
 
 
-# `_tidy` frees memory again only after this many times the duration of the last call, since refilling it costs more.
+# After `_tidy` has freed memory, it frees none for this many times the duration of that call: to refill the memory
+# takes longer than to free it.
 _PAUSES = 200
-# torch before this version compiles a block that waits for other micro-batches in parts, which round as eager code.
+# If a compiled block waits for other micro-batches, torch before this version compiles it in parts. These parts round
+# like eager code, so the bits would change.
 _FUSES_ALIKE = "2.15"
 
 
@@ -307,7 +311,7 @@ class Accumulation:
     model: torch.nn.Module
     gradients: Gradients  # the model's gradients
     residency: Residency  # the model's units in memory
-    engine: Engine  # its queue of gradients has the same bound as their sums
+    engine: Engine  # if `strict`, its queue of gradients counts against `limit`, too
     device: torch.device  # the device that computes the model
     limit: int  # bytes in memory for partial sums, and for parts that wait to be added to them
     strict: bool  # the user gave a budget: sums and queue together stay within `limit`
@@ -317,7 +321,7 @@ class Accumulation:
         self._generators = Generators(self.device)
         # The time from which `_tidy` may free MKL's memory again.
         self._gives_back_at = 0.0
-        # The stages that earlier calls have shown; None before the first.
+        # The stages that earlier calls have shown; None before the first call.
         self._course: StageOrder | None = None
         self._logged: set[str] = set()
 
@@ -478,7 +482,7 @@ class Accumulation:
             )
 
     def _abandon(self, sums: PartialSums) -> None:
-        """Drops all gradients of the call; none existed before it."""
+        """Drops all gradients of the call: before the call, there were no gradients."""
         sums.drop()
         self.gradients.drop_all()
         for gradient in self.gradients.by_name.values():

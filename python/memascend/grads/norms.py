@@ -23,7 +23,7 @@ Numbers = tuple[bool, Squares]
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # The dtypes that the kernels support.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# At most this many bytes of gradients wait to be measured by one launch, because copies of them take memory.
+# The maximum size of the gradients that wait to be measured by one launch: some of them are copies, which take memory.
 _BUCKET_BYTES = 64 << 20
 # The number of rows that are allocated and zeroed at once.
 _ROWS = 64
@@ -33,7 +33,7 @@ class Norms:
     """Computes the norm of all gradients of a step; measures each gradient once."""
 
     def __init__(self, *, counts: bool = True) -> None:
-        """`counts`: whether this rank's squares enter the norm; of replicas, only one's do."""
+        """`counts`: whether this rank's squares enter the norm; among replicas, only one replica's do."""
         self._counts = counts
         # By parameter name: the measures of gradients that were measured in memory for this step.
         self._measures: dict[str, Measure] = {}
@@ -113,8 +113,8 @@ class Norms:
         gradient, such as clipping, counts as a factor.
         """
         numbers = self.each([one for one, _ in gradients])
-        # `total()` is exact, whichever gradient arrived first; rounded squares are added in the order of the
-        # parameters.
+        # Exact squares may be added in any order. `total()` adds rounded squares in the order of the parameters, not in
+        # the order of arrival.
         squares = total(squared for _, squared in numbers)
         return any(bad for bad, _ in numbers), squares if self._counts else 0
 
@@ -126,7 +126,7 @@ class Norms:
 
 
 def summands(own: Numbers) -> list[int]:
-    """Returns this rank's summands for the sums over all ranks; no two ranks have the same rows."""
+    """Returns this rank's summands for the sums over all ranks; each row of a parameter counts on one rank only."""
     bad, squares = own
     return [bad, 0, squares] if isinstance(squares, int) else [bad, 1, 0]
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Elementwise in-place operations whose result does not depend on when they run: none is random or reads a whole tensor.
+# Elementwise in-place operations whose result does not depend on when they run: none is random,
+# and each element of the result depends on the same element of the gradient alone.
 _RECORDABLE = frozenset((
     "abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "copysign_", "div_", "fill_", "mul_", "nan_to_num_", "neg_",
     "pow_", "sgn_", "sign_", "sub_", "zero_",
@@ -46,13 +47,13 @@ class Operation:
     listed: bool = False
 
     def owned(self) -> Operation:
-        """Returns a copy with cloned tensors: the caller's may change before the replay."""
+        """Returns a copy with cloned tensors: the caller may change its own tensors before the replay."""
         arguments, options = tree_map_only(torch.Tensor, torch.clone, (self.arguments, self.options))
         return replace(self, arguments=arguments, options=options)
 
     def apply(self, tensor: Tensor) -> Any:
         """Applies the operation to `tensor` by torch; returns torch's result."""
-        # On a GPU torch has other kernels for a list: pass one if the loop did.
+        # On a GPU torch has other kernels for a list: pass a list if the training loop passed one.
         if not self.listed:
             return self.function(tensor, *self.arguments, **self.options)
         results = self.function([tensor], *self.arguments, **self.options)
@@ -96,7 +97,7 @@ class Operation:
         return named.get("min", low), named.get("max", high)
 
     def factor(self, dtype: torch.dtype, dimensions: int, device: torch.device) -> float | None:  # noqa: PLR0911
-        """Returns the fp32 number by which the operation multiplies, or None if it is no such multiplication.
+        """Returns the fp32 number by which the operation multiplies; None if it cannot be written as such a product.
 
         torch multiplies a 16-bit gradient in fp32 by the scalar in fp32 and rounds once. That does not hold if the
         scalar takes part in type promotion: a double and a gradient without dimensions are multiplied in double.

@@ -40,9 +40,9 @@ class RunMode:
     """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
     # Leaves out groups without a parameter: the optimizer stacks the parameters of each group, and fails on an empty
-    # one.
+    # group.
     omits: bool = False
-    # Updates a parameter without a gradient by zeros, as soon as any parameter has a gradient.
+    # Updates a parameter without a gradient as if its gradient were zero, if any parameter has a gradient.
     zeros: bool = False
     # In the trial, torch's step kept the state of several parameters as one stack; streamed, each parameter has its
     # own.
@@ -55,11 +55,11 @@ class RunMode:
 PLAIN = RunMode()
 # Steps of a trial in which every parameter has a gradient.
 _STEPS = 4
-# The size of a tried parameter in each dimension is at most this.
+# The maximum size of a trial's parameters in each dimension.
 _TRIAL_DIM_MAX = 6
-# At most this many parameters that differ in dimensions or dtype are tried of each group.
+# The maximum number of parameters of a group that a trial adds because they differ in dtype or number of dimensions.
 _TRIED_MAX = 4
-# A stack is tried at its true size, with at most this many matrices and bytes, but at least two matrices.
+# A trial of a stack has matrices of true size: at most this many, and at most this many bytes, but at least two.
 _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
 # Methods other than step() by which an optimizer may change its parameters, between training and evaluation.
 MODES = ("train", "eval")
@@ -78,7 +78,7 @@ class _RandomGuard(TorchDispatchMode):
         self._optimizer = optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A generator that the step creates itself starts in the same state for each parameter.
+        # Draws from a generator that the step itself makes are allowed: it starts in the same state for each parameter.
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             raise _draws_refused(self._optimizer)
         return func(*args, **(kwargs or {}))
@@ -97,13 +97,13 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
     """Runs a trial of an optimizer, without warnings; raises ConfigError if its step draws random numbers.
 
     The generators of torch, Python and numpy keep their states. With `meta`, draws from Python's generator are allowed:
-    on that device torch itself draws from it for a collective. Code that a step compiles runs uncompiled: compiling it
-    for small tensors would take minutes.
+    on the meta device torch itself draws from this generator for a collective. Code that a step compiles runs
+    uncompiled: compiling it for small tensors would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
-    # Without `torch._dynamo` no code has been compiled, and loading it takes seconds.
+    # If `torch._dynamo` is not loaded, no code has been compiled. To load it takes seconds.
     uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
     try:
         with (
@@ -229,7 +229,7 @@ def copy_of_one(
     state: Mapping[str, Any],
     run_mode: RunMode,
 ) -> torch.optim.Optimizer:
-    """Returns a copy of the optimizer with these shared values and one parameter, in the group of that number."""
+    """Returns a copy of the optimizer with these shared values and one parameter, in group number `group`."""
     groups = [{**shared.groups[group], "params": [parameter]}]
     if not run_mode.omits:
         groups = [{**own, "params": [parameter] if at == group else []} for at, own in enumerate(shared.groups)]
@@ -239,7 +239,7 @@ def copy_of_one(
 def changes_alone(
     begin: SharedValues, copy: torch.optim.Optimizer, group: int, run_mode: RunMode
 ) -> dict[SharedName, Any]:
-    """Returns the shared values that `copy` changed; it has one parameter, in the group of that number."""
+    """Returns the shared values that `copy` changed; `copy` has one parameter, in group number `group`."""
     after = SharedValues.of(copy)
     if run_mode.omits:
         after = SharedValues(after.attributes, [*begin.groups[:group], *after.groups, *begin.groups[group + 1 :]])
@@ -256,7 +256,7 @@ def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> 
 def _chosen_members(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """Returns members for the first and last parameters of each group, and for some of other dimensions or dtypes."""
+    """Returns members for each group's first and last parameters, and for some that differ in dimensions or dtype."""
     members = []
     for number, group in enumerate(optimizer.param_groups):
         # Integer parameters have no gradient.
@@ -272,7 +272,7 @@ def _chosen_members(
 def _members_at_size(
     optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """Returns the first parameters of a stacking group as members of true size: matrix products depend on it."""
+    """Returns a stacking group's first parameters as members of true size: bits of matrix products depend on it."""
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
@@ -300,7 +300,7 @@ def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -
 
 
 def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Returns steps in each of which another member has no gradient."""
+    """Returns, for each member, a step in which only that member has no gradient; then a step with all gradients."""
     plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
     plan = [(method, present) for method, present in plan if any(present)]
     plan.append(("step", [True] * len(members)))
@@ -350,7 +350,7 @@ class _Comparison:
             raise
         except Exception as error:
             if self.spread:
-                # torch's own step fails with these gradients, too: no result to compare.
+                # The step of all parameters fails with these gradients, so there is no result to compare.
                 return False
             raise refused(
                 optimizer, f"its {method} failed on small parameters ({type(error).__name__}: {error})"
@@ -394,7 +394,7 @@ class _Comparison:
 
 
 def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> set[int] | None:
-    """Returns the numbers of states that stack the states of their member and of the next ones, whose own are empty.
+    """Returns the numbers of states that stack several members' states; the states of those other members are empty.
 
     Returns None if a state differs in another way.
     """
@@ -424,9 +424,9 @@ def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose parameters get other bits one at a time than together; see [Note: One at a time].
+    """Rejects an optimizer whose updates of one parameter at a time have other bits; see [Note: One at a time].
 
-    Steps small parameters several times, first all with a gradient, then some without, and also calls `train()` and
+    Steps small parameters several times, first with all gradients, then with some missing, and also calls `train()` and
     `eval()` if the class has them. Returns the values that a step changes for all parameters alike, as at the end of
     the trial, and the first `RunMode` in which the bits agree.
     """
@@ -435,7 +435,7 @@ def require_independent(
         try:
             return _tried(optimizer, master_dtype, RunMode(omits=omits, zeros=zeros))
         except ConfigError as error:
-            # The error of code that runs, and differs, explains more than that of code that fails.
+            # An error about different bits explains more than an error about a step that failed.
             if first is None or (first.__cause__ is not None and error.__cause__ is None):
                 first = error
     assert first is not None
@@ -463,7 +463,7 @@ def _tried(
         name, scratch = other.place.name, run_mode.scratch
         is_attribute = other.place.group is None and name not in scratch
         if is_attribute and type(begin.attributes.get(name)) is torch.Tensor:
-            # If an update reads the attribute before it writes it, the repeated trial fails, too.
+            # Try again with this attribute as scratch: that trial fails, too, if an update reads it before writing it.
             return _tried(optimizer, master_dtype, replace(run_mode, scratch=scratch | {name}))
         raise refused(optimizer, f"its step changes {other} by values of single parameters") from None
     changes = without_scratch(begin.changes(after), run_mode.scratch)

@@ -68,11 +68,12 @@ class OwnUpdate:
 
     def __post_init__(self) -> None:
         self._is_known = known(self.optimizer)
-        # Copies the options now: the engine's thread calls with chunks later, and by then a scheduler may have set the
+        # Copies the options now: the engine's thread calls this object later, and by then a scheduler may have set the
         # options of the next step.
         shared = SharedValues.of(self.optimizer)
         if self._is_known:
-            # Only for torch's own classes: another class may read its first group, or write to any group.
+            # The copy gets only this group. That is safe for torch's own classes; other classes may read their first
+            # group, or write to any group.
             self._begin = SharedValues(shared.attributes, copied([shared.groups[self.group]]))
             self.group = 0
         else:
@@ -188,8 +189,8 @@ def import_state(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Returns the optimizer's existing state for `parameter` as tensors for the store, and its number of updates.
 
-    Shares memory with the optimizer's tensors where dtype and layout match; has no master. State without a step count
-    counts as one update, so that 0 means no state.
+    The result shares memory with the optimizer's tensors where dtype and layout match, and has no master. State without
+    a step count counts as one update, so that 0 means no state.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
@@ -219,7 +220,7 @@ def import_state(
                     f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
                     f"{list(described.shape)}; start without its state"
                 )
-            # A tensor of the parameter's shape gets the parameter's strides; others are contiguous.
+            # A tensor of the parameter's shape gets the parameter's strides; other tensors are contiguous.
             state[part] = laid_out(plain, layout.stride) if plain.shape == layout.shape else plain.contiguous()
     return state, max(1, int(existing.get("step", 1)))
 
@@ -270,7 +271,7 @@ class Runs:
     ) -> tuple[OwnUpdate, bool]:
         """Returns the update of a parameter of `dtype`, and whether it may run after the commit, when it must not fail.
 
-        True only for torch's own code, once a run of the same kind and with the same options has succeeded.
+        It may only if the code is torch's own, and a run of the same kind with the same options has succeeded.
         """
         self._ends.pop(name, None)
         options = self.optimizer.param_groups[group].items()
@@ -330,7 +331,7 @@ class Runs:
         return revert
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
-        """Returns the changes by `train()` or `eval()` for all parameters alike, from a call on a copy."""
+        """Calls `train()` or `eval()` on a copy; returns the changes of values that all parameters share."""
         if not callable(getattr(type(self.optimizer), mode, None)):
             return {}
         begin = SharedValues.of(self.optimizer).copy()
@@ -350,7 +351,7 @@ class Runs:
         return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Sets stored attributes; `undo` restores the optimizer's own."""
+        """Sets stored attributes; `undo` restores the optimizer's own attributes."""
         for name, value in attributes.items():
             place = SharedName(None, name)
             own = attributes_of(self.optimizer).get(name, GONE)

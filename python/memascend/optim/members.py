@@ -19,7 +19,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         """Takes the members' own group dicts, so that an option set in a member is set in this optimizer, too."""
-        # Optimizer.__init__ is not called: it rejects groups with parameter names beside groups without.
+        # Optimizer.__init__ is not called: it rejects a mix of groups with and without parameter names.
         self.members = tuple(members)
         self.param_groups = [group for member in self.members for group in member.param_groups]
         first, *others = self.members
@@ -34,7 +34,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
 
 
 def joined(optimizers: Sequence[Any]) -> Any:
-    """Returns one optimizer for those of a list; for a list of one, that one."""
+    """Joins a list of optimizers into one; if the list has a single optimizer, returns that."""
     if not optimizers:
         raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
     for place, one in enumerate(optimizers):
@@ -91,8 +91,8 @@ _RUNS_MAX = 4096
 class GroupOwners:
     """The group of each parameter, for commits: stored options are given to groups by number, so the groups must match.
 
-    A commit stores it as runs, in the order of parameter names: a group's number, then how many consecutive parameters
-    that group owns, and so on.
+    A commit stores these groups as runs, in the order of parameter names: the number of a group, then the number of
+    consecutive parameters that it owns, and so on for each run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

@@ -32,7 +32,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(kw_only=True, eq=False)
 class _Rule:
-    """The update of one parameter and the form of its state; `Arithmetic` chooses it once, before the store exists."""
+    """The update of one parameter and the form of its state; `Arithmetic` chooses a rule before the store exists."""
 
     arithmetic: Arithmetic
     code: Runs  # the optimizer that owns the parameter, and the runs of its own code
@@ -40,7 +40,7 @@ class _Rule:
     name: str
     parameter: torch.Tensor
     format: str | None  # the engine's format of the state; None if the state has torch's tensors
-    sparse: bool  # the parameter's gradients may be sparse, so it is updated whole
+    sparse: bool  # the parameter's gradients may be sparse, so the parameter is updated whole
 
     # True if updates draw random bits, for stochastic rounding.
     draws: bool = field(init=False, default=False)
@@ -52,7 +52,7 @@ class _Rule:
     is_replayed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        # Copied before the parameter is offloaded.
+        # Read these now, before the parameter is offloaded.
         self._shape, self._dtype = self.parameter.shape, self.parameter.dtype
         self._stride = dense_strides(self.parameter)
 
@@ -99,8 +99,9 @@ class _Rule:
         """Begins update number `done + 1` by `gradient`, multiplied by `scale`; returns the options that it uses.
 
         If `gradient` is None, uses the spilled gradient, multiplied by each of `factors` in turn, then by `scale`.
-        `values` are the parameter's, if they are in memory. With `early`, the gradient is spilled as well, and only the
-        engine's own arithmetic may run: returns None, and begins nothing, if the optimizer's own code would have to.
+        `values` are the parameter's values, if they are in memory. With `early`, the gradient is spilled as well, and
+        only the engine's own arithmetic may run: returns None, and begins nothing, if the optimizer's own code would
+        have to run.
         """
         options = self.options()
         is_sparse = gradient is not None and gradient.is_sparse
@@ -108,7 +109,7 @@ class _Rule:
         if numbers is None:
             if early:
                 return None
-            # The sparse tensor has few rows, and the engine's thread looks them up.
+            # Copy the sparse tensor, which has few rows, to the CPU: the update runs there, on the engine's thread.
             sparse = gradient.cpu() if gradient is not None and is_sparse else None
             given = Given(sparse, tuple(factors), scale)
             self._run(engine, done, given, gradient if sparse is None else sparse.to_dense(), values=values)
@@ -126,7 +127,7 @@ class _Rule:
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """Stages the changes by the optimizer's `train()` or `eval()` to the parameter; returns False if none."""
+        """Stages the optimizer's `train()` or `eval()` for the parameter; returns False if it changes nothing."""
         del engine, mode, done
         return False
 
@@ -144,7 +145,8 @@ class EngineRule(_Rule):
         needs_none = self.has_master and self._dtype == torch.float16
         self.needs_values = "never" if needs_none else "resident"
         self.is_replayed = not self.sparse
-        # The format of the state; None: plain tensors. The engine recognises "compact" by its tensors alone.
+        # The format of the state, or None for plain tensors. `format` does not name "compact", because the engine
+        # recognises that format by its tensors.
         self._form = self.format or ("compact" if self._dtype == torch.bfloat16 else None)
 
     def describe(self) -> dict[str, torch.Tensor]:
@@ -157,7 +159,7 @@ class EngineRule(_Rule):
         state = self.code.optimizer.state.get(self.parameter) or {}
         names = ("exp_avg", "exp_avg_sq", "momentum_buffer")
         found = {name: self._laid_out(state[name]) for name in names if state.get(name) is not None}
-        # SGD counts no steps; an existing momentum means at least one.
+        # SGD counts no steps; an existing momentum means at least one step.
         step = int(state.get("step", "momentum_buffer" in found))
         if found and self._dtype != torch.float32 and self.has_master:
             found["master"] = self._laid_out(self.parameter)
@@ -205,7 +207,7 @@ class EngineRule(_Rule):
 
 @dataclass(kw_only=True, eq=False)
 class OwnRule(_Rule):
-    """Any optimizer on its own state: by its own code, or for plain SGD by engine arithmetic with equal bits."""
+    """Runs any optimizer's own code on its own state; plain SGD uses the engine's arithmetic, which has equal bits."""
 
     layout: StateLayout
 
@@ -216,7 +218,7 @@ class OwnRule(_Rule):
         if self._dtype != torch.float32 and self.format is None and not self.is_replayed:
             self.needs_values = "read"
         else:
-            # With a format, torch's own code reads the values; with a master they are only written.
+            # With a format, torch's own code reads the values; with a master, an update only writes them.
             self.needs_values = "resident" if self._dtype == torch.float32 or self.format else "never"
 
     def describe(self) -> dict[str, torch.Tensor]:
@@ -234,7 +236,7 @@ class OwnRule(_Rule):
         return group_options(self._group)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
-        """Returns the engine's arguments for SGD, whose bits are those of torch's code that is not fused.
+        """Returns the engine's arguments for SGD; its updates are then bit-identical to torch's without `fused`.
 
         Returns None for `fused=True` (with momentum, torch's fused kernel has other bits), and for options that only
         torch's own code handles: numbers out of range, or a momentum that does not match the state.
@@ -285,7 +287,7 @@ class OwnRule(_Rule):
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
         """Implements `_Rule.switch`."""
         if done == 0:
-            # offload() has verified that a change of mode before the first step does nothing.
+            # offload() has verified that a change of mode before the first step changes no parameter.
             return False
         # The engine requires a gradient. No code reads this one, and pages that are never written take no memory.
         self._run(engine, done, Given(), self._empty("cpu"), method=mode)
@@ -325,7 +327,7 @@ class Arithmetic:
     """Holds the rules of all parameters, and the optimizers that own the parameters.
 
     `sparse` has the ids of parameters whose gradients may be sparse: they are updated whole. `formats` has the state
-    formats; only members that support one get it. `names` has the parameters' names by id.
+    formats; only optimizers that support a format get it. `names` has the parameters' names by id.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class Arithmetic:
     ) -> None:
         self.optimizer = optimizer
         self.seed = formats.seed
-        # By `id()` of the parameter.
+        # The rules, by `id()` of their parameters.
         self.rules: dict[int, Rule] = {}
         # The most recent options of each group, by the group's number.
         self._options: dict[int, dict[str, Any]] = {}
@@ -381,7 +383,7 @@ class Arithmetic:
 
     @property
     def whole_next_bytes(self) -> int:
-        """Bytes to read a parameter while the one before it is updated whole; the smaller of each such pair counts."""
+        """Bytes to read a parameter while the previous one is updated whole; the smaller one of each pair counts."""
         found = [(rule.code, rule.whole.stored_bytes) for rule in self.rules.values() if rule.whole is not None]
         return _aligned(min(one, other) for (code, one), (after, other) in pairwise(found) if code is after)
 
@@ -432,7 +434,7 @@ class Arithmetic:
         return {str(number): attributes for number, attributes in enumerate(found) if attributes}
 
     def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Sets stored attributes; `undo` restores the optimizers' own."""
+        """Sets stored attributes; `undo` restores the optimizers' own attributes."""
         for number, member in enumerate(self.members):
             own = attributes if len(self.members) == 1 else attributes.get(str(number), {})
             member.restore(own, undo)

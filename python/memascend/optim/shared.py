@@ -191,7 +191,7 @@ GONE = object()
 
 
 class SharedName(NamedTuple):
-    """The name of a shared value: an option of the group with that number, or an attribute (`group` is None)."""
+    """The name of a shared value: an option of group number `group`, or an attribute (`group` is None)."""
 
     group: int | None
     name: str
@@ -225,12 +225,12 @@ class SharedValues:
 
     def copy(self, *, deep: bool = False) -> SharedValues:
         """Returns a copy; see `copied`."""
-        # Copied together: a default is often one tensor in all groups.
+        # One call copies both, so that shared tensors stay shared: a default is often one tensor in all groups.
         attributes, groups = copied((self.attributes, self.groups), deep=deep)
         return SharedValues(attributes, groups)
 
     def changes(self, after: SharedValues) -> dict[SharedName, Any]:
-        """Returns the values of `after` that differ from this object's; `GONE` for a removed one."""
+        """Returns the values of `after` that differ from this object's; `GONE` for a removed value."""
         found = {SharedName(None, name): value for name, value in _changed(self.attributes, after.attributes).items()}
         for number, (before, group) in enumerate(zip(self.groups, after.groups, strict=True)):
             found |= {SharedName(number, name): value for name, value in _changed(before, group).items()}

@@ -111,7 +111,7 @@ class StateTrials:
         small = torch.Size(1 if dim == 1 else unlike for dim, unlike in zip(shape, _SMALL_DIMS, strict=False))
         ways = [_Way(small), _Way(small, sparse=True)]
         if not known(self._optimizer):
-            # State may depend on the size: first try a parameter that takes no memory, then one that does.
+            # State may depend on the size: first try a parameter on meta, then one in memory.
             ways = [_Way(shape, "meta"), _Way(shape, steps=_TRUE_STEPS), ways[1]]
             self._refuse_kinds_by_value(small, after)
         failed: Exception | None = None
@@ -135,7 +135,7 @@ class StateTrials:
         ) from failed
 
     def _refuse_kinds_by_value(self, small: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> None:
-        """Rejects state whose kinds depend on the parameter's values: the store is created before they are known."""
+        """Rejects state whose kinds depend on the parameter's values, which are unknown when the store is created."""
         try:
             one, other = after(_Way(small)), after(_Way(small, fill=0.0))
         except ConfigError:
@@ -181,7 +181,7 @@ class StateTrials:
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two parameters of different sizes have state of the same kinds; False if any is a tensor subclass."""
+    """True if two parameters of different sizes have state of the same kinds; False if a value is a tensor subclass."""
     if any(parts_of(value) is not None for value in state.values()):
         # The structure of a subclass may depend on the device.
         return False
@@ -194,7 +194,7 @@ def _kind(value: Any) -> Any:
 
 
 def _sparse(values: torch.Tensor) -> torch.Tensor:
-    # Explicitly without the check of invariants: torch warns if the setting is left open.
+    # Disables the check of invariants explicitly: torch warns if a call leaves the setting open.
     indices = torch.zeros((1, 1), dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, torch.ones_like(values[:1]), values.shape, check_invariants=False)
 
@@ -363,11 +363,11 @@ class StateFormats:
     stochastic: bool = False  # 16-bit parameters have no master weights, and are rounded stochastically
     seed: int = 0  # the seed of stochastic rounding
     whole: frozenset[int] = frozenset()  # ids of parameters that keep 32-bit moments with "8bit": embeddings
-    # For parameters that are rows of larger ones, on ranks: the number of elements of the larger one, by id.
+    # If a parameter has only a rank's rows of a whole parameter: the number of elements of the whole one, by id.
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
-        """Returns the engine's format of each parameter, by id; a missing parameter keeps its optimizer's own state."""
+        """Returns the engine's format of each parameter, by id; a parameter without one keeps its optimizer's state."""
         if self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
@@ -403,7 +403,7 @@ class StateFormats:
             for optimizer in optimizers
         ]
         if not any(has and can for has, can in zip(narrow, capable, strict=True)):
-            # No capable optimizer has 16-bit parameters: let `of` raise the error for the first one.
+            # No capable optimizer has 16-bit parameters: `of` raises the error for the first of these optimizers.
             narrow = [True] * len(optimizers)
         return [
             replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)

@@ -45,7 +45,7 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
-    """Returns a name in words for an object that belongs to the user; None for any other object."""
+    """Describes an object that belongs to the user, for an error; None for any other object."""
     if reached is optimizer:
         return "the optimizer itself"
     if isinstance(reached, torch.optim.Optimizer):
@@ -82,7 +82,7 @@ def reached_from(value: Any) -> Iterator[Any]:
         held.append(value)
         yield value
         if isinstance(value, types.FunctionType):
-            # Without the function's globals.
+            # Leaves out the function's globals.
             waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
         elif isinstance(value, weakref.ref):
             waiting.append(value())
@@ -111,7 +111,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-# Classes whose update of a parameter needs the whole parameter, and no other.
+# Classes whose update of a parameter needs the whole parameter, and no other parameter.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 
 
@@ -128,7 +128,7 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose updates cannot be exact on streamed state; the result is `require_independent`'s.
+    """Rejects an optimizer whose updates cannot be exact on streamed state; the result is as in `require_independent`.
 
     The optimizer, its parameters and the random number generators do not change.
     """
@@ -176,7 +176,7 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """True if torch's fused SGD updates whole vectors on the CPU, which torch 2.11 skips; runs it once to find out."""
+    """True if torch's fused SGD updates all elements on the CPU (torch 2.11 skips whole vectors); tries it out."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),
