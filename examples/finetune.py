@@ -74,7 +74,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
     # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. Before 5.23 transformers had the second name.
+    # in memory at a time. transformers before 5.23 has the method under the second name.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -85,7 +85,7 @@ def main() -> None:
         host_memory=options.host_memory,
         max_grad_norm=1.0,
         accumulation_steps=options.accumulate,
-        # Read only if the storage has no training yet.
+        # offload() reads the weights only if the storage has no training yet.
         weights=options.model,
     )
     # step() advances the schedule, and a resume restores it. optimizer.steps, the number of committed steps, tells

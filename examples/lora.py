@@ -21,7 +21,7 @@ import memascend
 
 
 def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Returns a function for `offload(weights=)`: gives a parameter's first values by peft's name for it."""
+    """Returns a function for `offload(weights=)`, which returns a parameter's first values by peft's name of it."""
     places = {}
     for path in folder.glob("*.safetensors"):
         file = safe_open(path, framework="pt")
@@ -57,7 +57,7 @@ def main() -> None:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.train()
     # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. Before 5.23 transformers had the second name.
+    # in memory at a time. transformers before 5.23 has the method under the second name.
     blocks = model.base_model.model
     (getattr(blocks, "activation_checkpointing_enable", None) or blocks.gradient_checkpointing_enable)()
     model.print_trainable_parameters()

@@ -51,7 +51,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
     # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. Before 5.23 transformers had the second name.
+    # in memory at a time. transformers before 5.23 has the method under the second name.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -62,7 +62,7 @@ def main() -> None:
         host_memory=options.host_memory,
         # Clipping needs all gradients before the first update, so the gradients wait on storage until step().
         max_grad_norm=1.0,
-        # Read only if the storage has no training yet.
+        # offload() reads the weights only if the storage has no training yet.
         weights=options.model,
     )
     with optimizer:

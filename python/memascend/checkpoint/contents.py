@@ -112,7 +112,10 @@ def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: 
 
 
 def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
-    """Returns the warning about converting a checkpoint's state, from pairs of (its form, the run's form), or None."""
+    """Returns the warning about a conversion of a checkpoint's state; None if no parameter's state is converted.
+
+    Each of `pairs` has the form of a parameter's state in the checkpoint, and its form in the run.
+    """
     changed = [(one, other) for one, other in pairs if one != other]
     if not changed:
         return None

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def file_errors(path: Path, what: str) -> Iterator[None]:
-    """Converts system errors in the block to StorageError: "`path` `what`: reason"; `what` as in "cannot be read"."""
+    """Converts system errors in the block to StorageError: "`path` `what`: reason".
+
+    `what` is a predicate, for example "cannot be read".
+    """
     try:
         yield
     except StorageError:
@@ -107,7 +110,7 @@ def _locked(target: Path) -> Iterator[None]:
                 # Ignore a file system without locks.
                 if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
-            # The process that held the lock before may have removed the file since open(): then try the current file.
+            # The process that held the lock may have removed the file since open(): in that case open the path again.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(descriptor)):
                     break
@@ -245,7 +248,7 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
 class Matched:
     """The names in files, matched with a model's names."""
 
-    # The model's first name of a tensor -> its names in the files, that of the first name first.
+    # The model's first name of a tensor -> its names in the files; the one that matches the first name is the first.
     of: dict[str, list[str]]
     unexpected: list[str]  # names in the files of tensors that the model does not have
     named: dict[str, str]  # name in the files -> the model's name of the tensor, first or tied
@@ -312,7 +315,7 @@ class Names:
                 self.tied[name] = saved_name(first)
 
     def matched(self, keys: Collection[str]) -> Matched:
-        """Matches names in files with the model's, with a prefix added or removed if that leaves fewer unmatched."""
+        """Matches names in files with the model's; adds or removes a prefix if that leaves fewer names unmatched."""
         best = self._with(keys, None)
         if self.left(best):
             for prefix in self._prefixes(keys):

@@ -79,7 +79,7 @@ class Initialiser:
     # --- buffers ------------------------------------------------------------------------------
 
     def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Makes a module compute its buffers in `made`; its other real tensors keep their values."""
+        """Makes a module compute its buffers that are in `made`; the module's other real tensors keep their values."""
         with torch.no_grad(), _spared(module, set(map(id, made))):
             self._initialise(module, made)
 
@@ -102,7 +102,7 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Initialises the parameters on meta, about one unit at a time, with torch's default generator.
 
-        Yields the name and values of each of them. The parameter itself is back on meta when its values are yielded.
+        Yields the name and values of each parameter. The parameter itself is back on meta when they are yielded.
 
         Raises:
             ConfigError: no code initialises a parameter, or the code wrote to a parameter that has values.
@@ -145,7 +145,7 @@ class _Walk:
         self._limit = max(unit.nbytes for unit in units)
         # Parameters of pinned units are spread over the model: they stay real until the whole model is initialised.
         self._late = {name for unit in units if unit.pinned for name in unit.parameters}
-        # Id of a parameter -> its places: modules, and names in them. A tied parameter has several.
+        # Id of a parameter -> its places: modules, and names in them. A tied parameter has several places.
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         for module in self._modules.values():
             for short, parameter in module._parameters.items():  # noqa: SLF001
@@ -156,7 +156,7 @@ class _Walk:
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Makes the module's own parameters real, and those of its parameter lists; returns the real ones."""
+        """Makes the parameters of the module and of its parameter lists real; returns the real parameters."""
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
             for parameter in owner._parameters.values():  # noqa: SLF001
@@ -185,12 +185,12 @@ class _Walk:
         return self._modules[last]
 
     def _place(self, parameter: torch.nn.Parameter, stands: torch.nn.Parameter) -> None:
-        """Puts `stands` at all places of a parameter."""
+        """Puts another parameter, `stands`, at all places of `parameter`."""
         for module, short in self._places[id(parameter)]:
             module._parameters[short] = stands  # noqa: SLF001
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and values of the parameters that are final after `module`, and puts the ones on meta back."""
+        """Yields name and values of the parameters that are final after `module`; puts the meta parameters back."""
         made = self._open.get(id(module), [])
         unknown = [name for name, _, real in made if not is_written(real)]
         if unknown:
@@ -277,7 +277,7 @@ def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -
 
 
 class MetaBuffers:
-    """Makes a model's buffers on meta real before a store exists; puts them back on meta if that fails."""
+    """Makes a model's buffers on meta real before a store exists; `uninstall()` puts the buffers on meta back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -292,7 +292,7 @@ class MetaBuffers:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """The persistent ones of these buffers, by their first names."""
+        """The persistent buffers on meta, by their first names."""
         names = {key: [place.name for place in places if place.is_saved] for key, places in self._places.items()}
         return {named[0]: self._old[key] for key, named in names.items() if named}
 
@@ -311,9 +311,9 @@ class MetaBuffers:
                 place.put(tensors[key])
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Makes modules compute their non-persistent buffers; with `saved`, persistent ones too.
+        """Makes modules compute their non-persistent buffers; with `saved`, also their persistent buffers.
 
-        Takes a buffer that its module does not compute from `weights`.
+        If a module does not compute one of its buffers, copies the buffer from `weights`.
 
         Raises:
             ConfigError: neither a module nor `weights` has a buffer's values, or a tensor on meta is no buffer.
@@ -355,7 +355,7 @@ class MetaBuffers:
 
 @dataclass(eq=False)
 class ModelValues:
-    """Supplies first values from model and optimizer; parameters on meta from `weights` or by initialisation."""
+    """Supplies first values from model and optimizer; for parameters on meta, from `weights` or by initialisation."""
 
     subject: Subject
     weights: Weights | None
@@ -375,7 +375,7 @@ class ModelValues:
         return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
-        """Yields the first values: first of parameters initialised from meta, then of the others in unit order."""
+        """Yields first values: of parameters initialised from meta, then of all other parameters in unit order."""
         subject = self.subject
         if self.weights is None and any(p.is_meta for p in subject.named.values()):
             yield from self._initialised(units)
@@ -406,7 +406,7 @@ class ModelValues:
             tensor.copy_(self.weights.tensor(name, self.meta_buffers[name]))
 
 
-# Buffers of at most this many bytes in total are written with every step; otherwise each only if it changed.
+# If all buffers together have at most this many bytes, every step writes all of them; else only those that changed.
 _ALWAYS_BYTES_MAX = 1 << 20
 
 
@@ -417,7 +417,7 @@ class Buffers:
         self._places = {place.name: place for place in persistent_buffers(model)}
         # Name -> checksum of the committed values. Version counters would miss writes through `.data` (codebooks).
         self._seen: dict[str, str] = {}
-        # Name -> checksum of the staged values; "" with `_always`.
+        # Name -> checksum of the staged values; "" if `_always` is true.
         self._staged: dict[str, str] = {}
         # True if a forward since the last commit may have changed the buffers.
         self.may_be_of_step = False

@@ -31,7 +31,7 @@ _DTYPE = torch.bfloat16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The bias of exponents that are stored as uint8.
 _BIAS = 127
-# The most elements in memory in float32 at once, beside the result.
+# The most elements that are in memory in float32 at once, besides the result.
 _PART = 1 << 22
 
 
@@ -149,7 +149,7 @@ def require_readable(path: object, method: object) -> None:
     """Rejects quantisations other than MXFP4 and FP8.
 
     Raises:
-        ConfigError: `method` is another one; the message names the model to download instead.
+        ConfigError: `method` is another quantisation; the message names the model to download instead.
     """
     if method not in (MXFP4, FP8):
         raise refusal(path, str(method))
@@ -169,7 +169,7 @@ def refusal(path: object, how: str) -> ConfigError:
 def dequantized(
     sources: Mapping[str, WeightTensor], method: Mapping[str, Any], folder: Path
 ) -> dict[str, WeightTensor]:
-    """Replaces each pair of codes and scales by one dequantised tensor, under the model's name for it.
+    """Replaces each pair of codes and scales by one dequantised tensor, with the name of the model's parameter.
 
     Raises:
         ConfigError: `method` is neither MXFP4 nor FP8.

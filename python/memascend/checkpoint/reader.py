@@ -48,7 +48,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def position_of(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the Trainer's position in a checkpoint; None if it has none, is damaged, or does not exist."""
+    """Returns the Trainer's position in a checkpoint; None if the checkpoint is damaged, missing or has no position."""
     try:
         return _manifest(Path(folder)).get("position")
     except MemascendError:
@@ -189,7 +189,7 @@ def _in_parts(said: Any) -> bool:
 
 
 def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
-    """Compares a safetensors file with its entry in the manifest: the header, and tensor parts if `mine()` is true."""
+    """Compares a safetensors file with its manifest entry: the header, and tensor parts for which `mine()` is true."""
     buffer = bytearray(_READ_BYTES)
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123
 
@@ -321,7 +321,7 @@ class CheckpointValues:
                 self._conversions[name] = one, other
                 return []
         elif self._order_of(name) != self._own_order(name):
-            # The checkpoint's blocks have other elements than this run's: decode them, and encode them anew.
+            # The checkpoint's blocks cover other elements than this run's blocks: decode the state, and encode it anew.
             assert one is not None
             self._conversions[name] = one, one
         problems = [f"no {state_key(name, of)}" for of in wanted if of not in found]

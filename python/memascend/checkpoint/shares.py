@@ -56,7 +56,10 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path, descriptor: int, places: Places) -> None:
-        """`descriptor`: of the folder; opens files by it, so that a rank that hangs never writes to a later save."""
+        """`descriptor`: the descriptor of the folder.
+
+        Files are opened by this descriptor, so that a rank that hangs never writes to a later save.
+        """
         self._folder = folder
         self._descriptor = descriptor
         self._places = {
@@ -129,7 +132,7 @@ def write_into(
 ) -> dict[tuple[str, str], list[Part]]:
     """Writes all of `contents` into the files of a folder, and flushes them; returns the written parts.
 
-    Calls `beat` after each write. `descriptor`: of the folder, if it is open.
+    Calls `beat` after each write. `descriptor`: the descriptor of the folder, if the folder is open.
     """
     with contextlib.ExitStack() as ends:
         if descriptor is None:
@@ -176,8 +179,9 @@ class Shares:
     def fill(self, own: StoreContents, folder: Path | None = None, places: Places | None = None) -> Sums:
         """Writes the tensors into the files of a folder; all ranks call this together.
 
-        Rank 0 passes `folder` and `places`, and gets the parts of all ranks; others pass neither. Each rank writes its
-        own rows if all ranks can write to the folder; otherwise all ranks send their rows to rank 0, which writes them.
+        Rank 0 passes `folder` and `places`, and gets the parts of all ranks; other ranks pass neither. Each rank writes
+        its own rows if all ranks can write to the folder; otherwise all ranks send their rows to rank 0, which writes
+        all rows.
 
         Raises:
             StoppedError: rank 0 writes all rows, and the rows of another rank did not arrive.
@@ -206,7 +210,7 @@ class Shares:
             if not others:
                 return self._written(own, Path(path), there["places"], descriptor)
         line = exchange.line.open()
-        # Only the first replica sends rows, since others have the same; their ranks take part without rows.
+        # Only ranks of the first replica send rows; ranks of other replicas have the same rows, and send none.
         given: Collection[str] = () if sharding.layout.replica else sharding.rows
         share = ShareContents(own, sharding.rows, sharding.layout, given)
         if folder is not None and places is not None:
@@ -215,13 +219,13 @@ class Shares:
         return {}
 
     def _log(self, way: str) -> None:
-        """Logs on rank 0 how a checkpoint is written, if that differs from the last one."""
+        """Logs on rank 0 how a checkpoint is written, if the last checkpoint was written in another way."""
         if way != self._logged and not self._exchange.rank:
             _log.info("the checkpoint: %s", way)
         self._logged = way
 
     def _written(self, own: StoreContents, folder: Path, places: Places, descriptor: int) -> Sums:
-        """Writes this rank's rows; returns its parts, on rank 0 the parts of all ranks, which pass through files."""
+        """Writes this rank's rows; returns the written parts. Rank 0 reads and returns the parts of all ranks."""
         sharding, exchange = self._sharding, self._exchange
         share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
         self._beat_at = time.monotonic() + exchange.timeout / _BEATS

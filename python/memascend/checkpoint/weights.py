@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from memascend.checkpoint.files import Matched, Names
 
 
-# transformers' operations that stack the experts' matrices to one parameter, and that join such stacks to one.
+# transformers' operations: the first stacks the experts' matrices into one parameter; the second joins stacks into one.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
 class WeightTensor(Protocol):
-    """One tensor of weights. `dtype` applies to quantised tensors only; others keep the files' dtype."""
+    """One tensor of weights. `dtype` applies to quantised tensors only; other tensors keep the files' dtype."""
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Returns dtype and shape; None for a dtype that torch lacks."""
@@ -47,7 +47,7 @@ _Named = tuple[str, str, WeightTensor]
 
 @dataclass(frozen=True)
 class _MergedTensor:
-    """A parameter that a converter of transformers makes from tensors in files; it may make several from one."""
+    """A parameter that transformers' converter makes from tensors in files; it may make several parameters at once."""
 
     name: str
     layer: str  # the name under which transformers collects the parts
@@ -124,7 +124,7 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
     config = getattr(model, "config", None)
     found: dict[str, WeightTensor] = {}
     layers: dict[str, list[_Named]] = {}
-    # Sort naturally, so that experts come in the order of their numbers.
+    # Sort naturally, so that experts are in the order of their numbers.
     for key in sorted(sources, key=dot_natural_key):
         name, pattern = rename(key)
         if pattern is None:
@@ -200,7 +200,7 @@ class WeightFunction:
         self._function = function
 
     def has(self, name: str) -> bool:
-        """True: the function is called for every buffer that the model cannot compute."""
+        """Returns True: the function is called for every buffer that the model cannot compute."""
         del name
         return True
 
@@ -305,7 +305,7 @@ class WeightFiles:
     ) -> None:
         """Opens the file or folder `path`, or with `names` these files in the folder `path`.
 
-        `method`: the `quantization_config` of the weights; None: that of the config.json beside them, if any.
+        `method`: the `quantization_config` of the weights; None: the entry in the config.json beside them, if any.
 
         Raises:
             ConfigError: safetensors files are missing, or their quantisation is not supported.
@@ -366,7 +366,7 @@ class WeightFiles:
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
     def matched(self, names: Names) -> Matched:
-        """Matches the names as they are or, if that leaves fewer unmatched, as transformers converts them."""
+        """Matches the names as they are or, if that leaves fewer names unmatched, as transformers converts them."""
         found = names.matched(self._where)
         if not names.left(found):
             return found

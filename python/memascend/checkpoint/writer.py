@@ -53,7 +53,7 @@ def save(
     *,
     among_others: bool = False,
 ) -> None:
-    """Writes a checkpoint to a folder whose parent exists; replaces an earlier one at the end, or leaves it whole.
+    """Writes a checkpoint to a folder whose parent exists; replaces an earlier one only when the new one is complete.
 
     Args:
         folder: the folder of the checkpoint; its other files (a tokenizer, say) are kept.
@@ -150,7 +150,7 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
     """Writes the configurations that `from_pretrained` reads; returns the names of the files."""
     before = set(os.listdir(folder))  # noqa: PTH208
     config: Any = getattr(model, "config", None)
-    # Skip a wrapper (peft): its `config` is that of the model inside, whose class is another.
+    # Skip a wrapper (peft): its `config` belongs to the model inside, which has a different class.
     if callable(getattr(config, "save_pretrained", None)) and not hasattr(model, "get_base_model"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]

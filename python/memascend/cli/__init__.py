@@ -93,7 +93,7 @@ def _ran(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except argparse.ArgumentError as error:
-        # A command checks arguments that depend on each other, which argparse cannot; exits with code 2.
+        # The command itself rejected an argument that argparse could not check: `refuse` exits with code 2.
         options.refuse(str(error))
     except MemascendError as error:
         text = _in_own_words(str(error)) if options.command in {"train", "plan"} else str(error)
@@ -121,7 +121,7 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def _at_home(word: str) -> str:
-    """Returns a word with "~" replaced by the home folder: shells leave the "~" of "--storage=~/run"."""
+    """Returns a word with "~" replaced by the home folder: shells do not expand the "~" of "--storage=~/run"."""
     option, equals, value = word.partition("=")
     if equals and option.startswith("--"):
         return f"{option}={expanded(value)}"

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet: bool) -> int:
-    """Describes the store; one that cannot be opened, by the newest catalog in it that is whole (exit code 1)."""
+    """Describes the store. If it cannot be opened, describes its newest catalog that is whole; then exit code 1."""
     from memascend import storage
     from memascend.errors import StorageError
 
@@ -183,7 +183,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
 
 
 def _tell(commits: list[storage.Commit], seconds: float) -> None:
-    """Prints the state of the newest commit and of those before it; damages to stderr."""
+    """Prints the state of the newest commit and of earlier commits; damages to stderr."""
     newest, others = commits[0], commits[1:]
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9

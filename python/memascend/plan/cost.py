@@ -74,12 +74,12 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The work of the host's processors beside the model, in seconds of one processor."""
+    """The work of the host's processors besides the model's computation, in seconds of one processor."""
 
     update: float  # seconds for the arithmetic of all updates of a step
     check: float  # seconds for the checksum of one byte that is read or written
-    # The model computes on the same processors, all of them. Then work on one processor delays the model, whose threads
-    # wait for each other at the end of each operation.
+    # True if the model computes on the same processors, all of them. Then work on one processor delays the model, whose
+    # threads wait for each other at the end of each operation.
     shared: bool
     link: float | None = None  # bytes a second between host and device, each way; None: the host computes
     ram_tier_threads: int = 1  # threads that update the RAM tier; a single thread updates streamed state
@@ -108,13 +108,13 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
 class Phase:
     """A phase of a step. Its parts run at the same time, so the longest part determines the seconds."""
 
-    name: str  # names the computation and the update that runs beside it, as "backward and update"
+    name: str  # the computation, and the update that runs at the same time, for example "backward and update"
     parts: Mapping[str, float]  # seconds by kind: compute, PCIe, disk, update, network
-    tail: float = 0.0  # seconds of storage and update, for the first unit or the last gradient, that nothing overlaps
+    tail: float = 0.0  # seconds without overlap: storage and update of the first unit, or of the last gradient
 
     @property
     def seconds(self) -> float:
-        """The longest part; or the longest part other than disk and update, plus the tail, if that is more."""
+        """The larger of two times: the longest part; the tail plus the longest part other than disk and update."""
         before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
         return max(*self.parts.values(), before + self.tail)
 
@@ -142,7 +142,7 @@ def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Pha
 
 
 def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
-    """Returns the fastest way; "early", whose updates are valid for some gradients only, if there is no other."""
+    """Returns the fastest way; "early" only if there is no other, since its updates are not valid for all gradients."""
     return min(found, key=lambda way: (way == "early", seconds(found[way])))
 
 
@@ -155,11 +155,11 @@ class _Step:
         traffic = Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part, plan.spared)
         moved = traffic.by(way, evicted=plan.window < RESIDENT_WINDOW)
         # Bytes of values that a micro-batch reads, in its forward and in its backward; `_first` is for the micro-batch
-        # that computes beside the updates.
+        # that computes while updates run.
         self._values = plan.read_bytes.get("values, forward", 0), plan.read_bytes.get("values, backward", 0)
         self._first = moved.read.get("values, forward", 0), moved.read.get("values, backward", 0)
-        # Bytes of gradients that a backward spills; bytes that the forward of "next backward" reads for the last step's
-        # updates; and all other bytes that the updates read and write.
+        # `_spilled`: bytes of gradients that a backward spills. `_again`: bytes that the forward of "next backward"
+        # reads for the last step's updates. `_read`, `_written`: all other bytes that the updates read and write.
         self._spilled = moved.written.get("gradients", 0)
         self._again = moved.read.get(LAST_UPDATE, 0)
         self._read = sum(moved.read.values()) - sum(self._first) - self._again
@@ -198,7 +198,7 @@ class _Step:
         return [*parts, self._kept_backward("backwards" if others else "backward"), *self._at_step()]
 
     def next_backward(self) -> list[Phase]:
-        """Returns the phases if the next forward computes the updated values, and its backward makes the updates."""
+        """Returns the phases if the next step computes updated values in its forward, and updates in its backward."""
         first, others = self._divided
         which = "first " if others else ""
         disk = self._first[0] + self._again, 0
@@ -229,14 +229,14 @@ class _Step:
 
     @property
     def _divided(self) -> tuple[int, int]:
-        """Two numbers: of micro-batches that compute while updates run, and of other micro-batches."""
+        """The number of micro-batches that compute while updates run, and the number of other micro-batches."""
         others = self._rounds - 1
         return self._work.backwards - others, others
 
     def _kept_backward(self, name: str, *, added: int | None = None, count: int | None = None) -> Phase:
-        """Returns the phase of the backwards of `count` micro-batches that spill their gradients; None: of all.
+        """Returns the phase of the backwards of `count` micro-batches, which spill gradients; None: all micro-batches.
 
-        `added` of these backwards read spilled gradients and add to them; None: all but the first.
+        `added` of these backwards read spilled gradients and add to them; None: all backwards but the first.
         """
         rounds = self._rounds if count is None else count
         added = rounds - 1 if added is None else added
@@ -246,9 +246,9 @@ class _Step:
     def _forward(
         self, name: str, disk: tuple[int, int] | None = None, *, update: float = 0.0, count: int | None = None
     ) -> Phase:
-        """Returns the phase of the forwards of `count` micro-batches; None: of all.
+        """Returns the phase of the forwards of `count` micro-batches; None: all micro-batches.
 
-        `disk` has the bytes that these forwards read and write, without activations; None: they read values.
+        `disk` has the bytes that these forwards read and write, without activations; None: they read values only.
         """
         work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
         count = work.backwards if count is None else count
@@ -259,7 +259,7 @@ class _Step:
         return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
 
     def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
-        """Returns the phase of the backwards of `count` micro-batches; None: of all.
+        """Returns the phase of the backwards of `count` micro-batches; None: all micro-batches.
 
         `disk` has the bytes that these backwards read and write, without activations.
         """
@@ -275,7 +275,7 @@ class _Step:
         return self._apart(phase, self._drive.seconds((self._again or self._read) * self._first_part, 0))
 
     def _last_update(self, phase: Phase) -> Phase:
-        """Returns the phase with a tail: the gradient of the first unit comes last, and its update overlaps nothing."""
+        """Returns the phase with a tail: a backward computes the first unit last, so nothing overlaps its update."""
         part = self._first_part
         return self._apart(phase, self._drive.seconds(self._read * part, self._written * part))
 
@@ -325,7 +325,7 @@ class _Step:
 
 
 def _trained(unit: Unit) -> float:
-    """Returns about how many elements of a unit are trained, from its bytes."""
+    """Estimates the number of trained elements of a unit from its bytes."""
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
@@ -334,7 +334,7 @@ def _beside(phase: Phase, network: float) -> Phase:
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:
-    """Returns three numbers of bytes: values to the device in a forward, in a backward, and gradients from it."""
+    """Returns the bytes of values to the device in a forward, of values to it in a backward, of gradients from it."""
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)
     back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)

@@ -135,7 +135,7 @@ class TorchBytes:
 
     @property
     def total(self) -> int:
-        """The sum, as it is at the end of a backward."""
+        """The sum of values, state and gradients, which all exist at the end of a backward."""
         return self.values + self.state + self.gradients
 
 

@@ -48,7 +48,8 @@ _CARDS = (
     Gpu("V100 16 GB", 125, 16 * _GIB, _PCIE_3, bf16=False),
     Gpu("V100 32 GB", 125, 32 * _GIB, _PCIE_3, bf16=False),
     Gpu("RTX 2080 Ti", 53.8, 11 * _GIB, _PCIE_3, bf16=False),
-    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2; cards missing there: computed from cores and clocks
+    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2. Peaks of cards missing there are computed from cores and
+    # clocks.
     Gpu("RTX 3060", 25.5, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3060 Ti", 32.4, 8 * _GIB, _PCIE_4),
     Gpu("RTX 3070", 40.6, 8 * _GIB, _PCIE_4),
@@ -57,7 +58,8 @@ _CARDS = (
     Gpu("RTX 3080 Ti", 68.2, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
     Gpu("RTX 3090 Ti", 80, 24 * _GIB, _PCIE_4),
-    # NVIDIA Ada GPU Architecture, whitepaper V2; cards missing there: computed. The smaller cards have 8 lanes.
+    # NVIDIA Ada GPU Architecture, whitepaper V2. Peaks of cards missing there are computed from cores and clocks. The
+    # smaller cards have 8 lanes.
     Gpu("RTX 4060", 30.2, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 8 GB", 44.1, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 16 GB", 44.1, 16 * _GIB, _PCIE_4 / 2),
@@ -68,7 +70,8 @@ _CARDS = (
     Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4080 Super", 104.4, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
-    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1; cards missing there: computed from cores and clocks
+    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1. Peaks of cards missing there are computed from cores and
+    # clocks.
     Gpu("RTX 5060", 38.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 8 GB", 47.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 16 GB", 47.4, 16 * _GIB, _PCIE_5 / 2),
@@ -110,14 +113,14 @@ def short_name(name: str) -> str:
 
 # The GPUs by `short_name`.
 CARDS = {short_name(card.name): card for card in _CARDS}
-# For a name without a size of memory or a plug: the key of the card that it means. Drivers give some 8 and 16 GB cards
-# the same name; the smaller one is assumed, so that `plan` promises its owner nothing that does not fit.
+# Short name without a size of memory or a plug -> the key of the assumed card. Drivers give some 8 and 16 GB cards the
+# same name: the smaller one is assumed, so that `plan` promises its owner nothing that does not fit.
 USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
 # Terabytes written that consumer drives are warranted for, per terabyte of size; server drives: 2 to 10 times as much.
 ENDURANCE_PER_TB = 600
 # Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). These speeds are
-# somewhat below the sequential ones in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450
-# PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
+# somewhat below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron
+# 7450 PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
 DRIVES = {
     "gen3": Drive(read=3e9, write=2e9),
     "gen4": Drive(read=5e9, write=4e9),
@@ -133,9 +136,9 @@ _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|bla
 
 
 def gpu_here() -> Gpu | None:
-    """Returns the specification of this machine's GPU, by its driver's name; None without a GPU, or for an unknown one.
+    """Returns the specification of this machine's GPU, by the name that its driver reports.
 
-    Imports torch, which takes seconds, only if the machine has a GPU.
+    Returns None if there is no GPU, or if its name is unknown. Imports torch, which takes seconds, only with a GPU.
     """
     if not has_device_file():
         return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.storage import Sizes
 
 
-# Heap bytes of an arena beside its slots: for the arena itself, for each class, for each slot.
+# Heap bytes of an arena besides its slots: for the arena itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
@@ -72,8 +72,9 @@ def arena_bytes(classes: Mapping[int, int]) -> int:
     return memory.layout(classes).reserved + tables
 
 
-# The default length of the gradient log: each record is written whole once in this many steps. Of 12 bytes a parameter,
-# 3/4 byte is written per step. A log of twice the length would save 3/8 byte, and double its space and its replay.
+# The default length of the gradient log: each record is written whole once in this many steps. A record has 12 bytes
+# for each parameter, so a step writes 3/4 byte of them. Twice the length would save 3/8 byte, and double the log's
+# space and the time of its replay.
 _STEPS = 16
 # Without `log_steps=`, a log takes at most 1/2 of the free space.
 _SHARE = 2
@@ -88,7 +89,7 @@ class Log:
     nbytes: Callable[[Sequence[str], int], int]
     asked: int | None = None  # the steps that the user asked for; None: the default
     room: int | None = None  # free bytes for the log; None: unknown
-    shares: bool = True  # other files share the free space
+    shares: bool = True  # True if other files share the free space
 
     def wanted(self, names: Sequence[str]) -> int:
         """Returns how many steps of these records the log would keep with enough space."""
@@ -117,26 +118,27 @@ class Requirements:
     gradients: Literal["auto", "fused", "ssd", "ram"]
     gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
     whole_bytes: int = 0  # bytes for an optimizer that updates whole parameters
-    # Further bytes with which such an optimizer reads the next parameter, or writes the last, while it updates one.
+    # Further bytes with which an optimizer that updates whole parameters reads the next one, or writes the previous
+    # one, during an update.
     whole_next_bytes: int = 0
     # {bytes: count} of the chunks through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)
     activation_group: int = 0  # how many further chunks for activations are added at a time; 0: none are added
-    activation_groups: int = 0  # the number of such groups with which, by estimate, no activation goes to storage
+    activation_groups: int = 0  # the number of groups of further chunks in a plan without a given budget
     # The chunks, {bytes: count}, between a device that computes and storage, by owner; units and gradients are then in
     # the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
-    # When an update reads the values: "resident": if their unit was evicted (compact state); "read": always (32-bit
-    # values); "never": the state has a master of its own.
+    # When an update reads the values from storage. "resident": only if their unit was evicted (compact state). "read":
+    # always (32-bit values). "never": never, since the state has its own master.
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
-    # The parameters whose updates may be deferred to the next step, if gradients wait for the norm of all.
+    # The parameters whose updates may be deferred to the next step, if gradients wait for the norm of all gradients.
     deferrable: Collection[str] = ()
     # Returns the bytes behind the store for second places of the gradients of these parameters; None: no such places.
     places: Callable[[Collection[str]], int] | None = None
     # The parameters that the RAM tier updates only in memory, and writes at the end of the run.
     applied: Collection[str] = ()
-    # The options of the gradient log of the RAM tier; None: no log, as steps are not durable.
+    # The options of the gradient log of the RAM tier; None: no log, since steps are not durable.
     log: Log | None = None
 
     @property
@@ -199,8 +201,8 @@ _NOTHING = RamTier()
 def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[str]:
     """Returns the names of all records in the order in which the RAM tier takes them until its `room` is used up.
 
-    The first unit comes first, since nothing overlaps its fetch. Then come whole units at equal distances: while these
-    compute, storage reads the others. All other units follow. `needs` has the bytes of each record.
+    The first unit comes first, since nothing overlaps its fetch. Then come whole units at equal distances: while they
+    compute, storage reads the units between them. All other units follow. `needs` has the bytes of each record.
     """
     members = [[name for name in unit.parameters if name in needs] for unit in units]
     whole = [sum(needs[name] for name in names) for names in members]
@@ -237,7 +239,7 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
             left -= needs[name]
     names = [name for name in needs if name in chosen]
     by_unit = {unit.name: run.sum_records(chosen.intersection(unit.parameters))[0] for unit in run.units}
-    # A device computes with units in its own memory, and not in place.
+    # A device computes with units in its own memory, so modules use no unit in place in host memory.
     here = [] if run.staging is not None else run.units
     update, state = run.sum_records(name for name in names if name in run.gradient_bytes)
     logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
@@ -357,8 +359,8 @@ class MemoryPlanner:
             if wanted > 0:
                 gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
                 options.append((gain, bound, members, slots, wanted))
-        # Slots with the largest gain per byte come first (those of frozen units, which stay from step to step), then
-        # those of the largest class.
+        # Add slots with the largest gain per byte first (slots of frozen units, which stay from step to step); at equal
+        # gain, slots of the largest class.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
             each = bound + SLOT_BYTES if self.run.staging is None else whole_pages(bound)
             room = wanted if budget is None else (budget - split.units_peak) // each
@@ -379,7 +381,7 @@ class MemoryPlanner:
         return other.with_activations(split.activation_groups, self.run.group_bytes)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
-        """Returns the bytes of reads that `more` slots save a step, compared with `slots`, for units of one class."""
+        """Returns how many bytes less a step reads with `more` slots than with `slots`, of units of one class."""
 
         def total(count: int) -> int:
             ahead, back = count_reads(members, count)
@@ -431,22 +433,23 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
-        # The host's budget pays for chunks, the device's for units and gradients, so each is used up on its own.
+        # The host's budget pays for chunks, the device's budget for units and gradients: spend each budget separately.
         for step in steps:
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # The queue gets the rest, up to its comfortable length; in "ram" mode gradients have memory already.
+        # The queue gets the rest of the budget, up to its comfortable length. In "ram" mode the plan already has memory
+        # for all gradients.
         spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
-    # More chunks for updates come next.
+    # Add chunks for updates next.
     for chunks in range(comfortable.chunks, chosen.chunks, -1):
         more = planner.smallest(chosen.window, chunks, chosen.queue_bytes)
         if fits(more):
             chosen = more
             break
-    # Memory for the next whole parameter comes last.
+    # Add memory for the next whole parameter last.
     more = chosen.with_next(comfortable.whole_next_bytes)
     chosen = more if fits(more) else chosen
     if device_budget is not None and device_budget >= comfortable.device_peak:
@@ -454,14 +457,14 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# A plan lists the traffic of this many larger budgets, in equal steps up to the one that keeps all records in RAM.
+# A plan lists the traffic of this many larger budgets, in equal steps up to the budget that keeps all records in RAM.
 _PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
     """Divides the memory of a run; see [Note: order of the budget].
 
-    A budget that is not given is the smallest that keeps disk and compute busy.
+    Without `budget` or `device_budget`, takes the smallest budget that keeps disk and compute busy.
 
     Raises:
         BudgetError: a budget is too small; `smallest` is the smallest budget that works, to the byte.
@@ -534,7 +537,7 @@ def _require_room(
     """Returns the smallest budgets that work, on the host and on the device.
 
     Raises:
-        BudgetError: a given budget is smaller.
+        BudgetError: a given budget is smaller than the smallest that works.
     """
     smallest = min(step.host_peak for step in steps)
     if budget is not None and budget < smallest:
@@ -592,7 +595,7 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
 
 
 def _spared(run: Requirements, reads: Reads, ram_tier: RamTier) -> tuple[int, int] | None:
-    """Returns `Traffic.spared`: bytes of values whose updates stream, and how many a backward reads again."""
+    """Returns `Traffic.spared`: bytes of values whose updates stream, and the bytes of these that a backward reads."""
     streaming = run.gradient_bytes.keys() - set(ram_tier.names)
     if run.gradients != "ssd" or not streaming or not streaming <= set(run.deferrable):
         return None

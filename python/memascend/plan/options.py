@@ -31,7 +31,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", 
 # Words for `host_memory=`. AUTO: the memory that the machine can spare. DEFAULT, as without the option: the smallest
 # budget that keeps disk and compute busy.
 AUTO, DEFAULT = "auto", "default"
-# More steps would take too long to replay, and too much space.
+# A longer gradient log would take too long to replay, and too much space.
 _LOG_STEPS_MAX = 4096
 _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -227,7 +227,7 @@ class Options:
 
     @functools.cached_property
     def host_bytes(self) -> int | None:
-        """The budget of host memory in bytes; None: none was given. The first access resolves a percentage."""
+        """The budget of host memory in bytes; None: the user gave no size. The first access resolves a percentage."""
         if self.host_memory in (None, DEFAULT) or self.spare is not None:
             return None
         part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None

@@ -78,7 +78,10 @@ class Outline:
         return root
 
     def named_modules(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Outline]]:
-        """Yields this module and all below it with their names, each before its children; no module has two names."""
+        """Yields this module and all modules below it, with their names, each module before its children.
+
+        `remove_duplicate` changes nothing, since no module has two names.
+        """
         del remove_duplicate
         yield "", self
         for name, child in self.children.items():
@@ -90,7 +93,7 @@ class Outline:
         yield from self.children.items()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Sketch]]:
-        """Yields all parameters with their names; `remove_duplicate` yields a tied parameter only by its first name."""
+        """Yields all parameters with their names; with `remove_duplicate`, a tied parameter only by its first name."""
         met: set[int] = set()
         for name, module in self.named_modules():
             for last, parameter in module.own.items():

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from memascend.plan.table import Plan
 
 _GIB = 1 << 30
-# The part of RAM, or of a cgroup's limit, that stays free for the system and for programs that start later; and the
-# least bytes of that margin.
+# The margin: the part of RAM, or of a cgroup's limit, that stays free for the system and for programs that start later;
+# and its minimum in bytes.
 _MARGIN_PART, _MARGIN_MIN = 1 / 8, 2 * _GIB
 # The part of RAM that may be registered with CUDA: the system can neither move nor swap registered pages.
 _REGISTERED_PART = 0.8
@@ -61,7 +61,7 @@ class Spare:
     stored: int | None = None  # the budget in the store; commits keep it for later resumes
 
     def budget(self, *, on_host: bool) -> int:
-        """Returns the budget of one process, in whole GiB; 0 if less is left. `on_host`: the CPU computes the model."""
+        """Returns the budget of one process in whole GiB; 0 if less than 1 is left. `on_host`: the CPU computes."""
         if self.agreed is not None:
             return self.agreed
         machine = self.machine or HostMemory.here()
@@ -76,7 +76,7 @@ class Spare:
         return max(0, left) // _GIB * _GIB
 
     def fits(self, budget: int) -> bool:
-        """True if this machine has the memory free for the budget of an earlier process."""
+        """True if this machine has enough free memory for the budget of an earlier process."""
         machine = self.machine or HostMemory.here()
         return budget + IMPORTS + self.taken + (self.torch_bytes or 0) <= machine.available // self.processes
 
@@ -99,7 +99,7 @@ _FASTER = 0.9
 
 
 def faster(plan: Plan, free: int, seconds: float, waited: float) -> tuple[int, float] | None:
-    """Returns the largest budget up to `free` bytes and the seconds of a step with it; None if no step is faster.
+    """Returns the largest budget up to `free` bytes, and the seconds of a step with it; None if it is not much faster.
 
     A step took `seconds`; in `waited` of these seconds the training loop waited for the drive, so only these can be
     saved by moving fewer bytes.

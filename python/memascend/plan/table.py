@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 # When the updates of a step run. "fused": as gradients appear. The other ways are for gradients that wait for the norm
-# of all. "at once": in step(). "next forward": in the forward of the next step. "next backward": in the backward of the
-# next step, whose forward computes the new values without writing them. "early": as gradients appear; valid only if no
-# gradient is clipped.
+# of all gradients. "at once": in step(). "next forward": in the forward of the next step. "next backward": in the
+# backward of the next step, whose forward computes the new values without writing them. "early": as gradients appear;
+# valid only if no gradient is clipped.
 Way = Literal["fused", "at once", "next forward", "next backward", "early"]
 
 
@@ -42,7 +42,7 @@ class Traffic:
         read, (forward, backward) = dict(self.read), self.spared
         update = sum(read.get(kind, 0) for kind in ("values, update", "state", "gradients"))
         if way == "early":
-            # An early update has its gradient in memory, and stores it.
+            # An early update does not read its gradient, which is still in memory, but writes it to storage.
             read["gradients"] = 0
             read["values, update"] = read.get("values, update", 0) if evicted else 0
         else:
@@ -55,7 +55,7 @@ class Traffic:
     def repeated(self, times: int) -> Traffic:
         """Returns the traffic with `times` more backwards in the step, one after the other.
 
-        Each backward reads values and the sums of gradients, and writes the sums.
+        Each further backward reads values and the sums of gradients, and writes the sums.
         """
         read = {kind: nbytes * (1 + times * (kind in _OF_BACKWARDS)) for kind, nbytes in self.read.items()}
         sums = times * self.written.get("gradients", 0)
@@ -75,9 +75,9 @@ LAST_UPDATE = "last step's update, forward"
 
 
 def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
-    """Returns the bytes that a step writes with a gradient log of `steps` steps; `written` has them for `before`.
+    """Returns the bytes that a step writes with a gradient log of `steps` steps; zero steps mean no log.
 
-    `logged` is the bytes of values, state and gradients of the logged records. Zero steps mean no log.
+    `written` has the bytes with a log of `before` steps. `logged`: bytes of values, state, gradients of logged records.
     """
     found = dict(written)
     values, state, gradients = logged
@@ -99,7 +99,8 @@ OBJECT_BYTES = 10 << 10
 class MemorySplit:
     """One way to divide memory among its owners."""
 
-    window: int  # consecutive units in memory at once. 1: a unit is read when needed; 2: while the unit before computes
+    # Consecutive units in memory at once. 1: a unit is read when it is needed; 2: while the previous unit computes.
+    window: int
     chunks: int  # chunks through which state streams to its update
     queue_bytes: int  # bytes of gradients that may wait for their update
     classes: dict[int, int]  # the slots of the arena for units, {bytes: count}
@@ -173,8 +174,8 @@ class Plan(MemorySplit):
     ram_tier_part: float  # the share of trained values in the RAM tier
     without: Traffic  # a step's traffic with the budget `comfortable` and no RAM tier
     larger: dict[int, Traffic]  # a step's traffic by larger budgets, up to the budget that keeps all in RAM
-    # Records in the RAM tier of which each step writes gradients to the log, and not values and state: their names, and
-    # the bytes of their values, state and gradients.
+    # The names of records in the RAM tier whose gradients each step writes to the log, instead of values and state; and
+    # the bytes of these records' values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
     # Steps of gradients in the log. Each logged record is written whole once in `log_steps` steps; 0: in each step.
@@ -186,12 +187,12 @@ class Plan(MemorySplit):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of a step that the RAM tier of this budget saves."""
+        """How many bytes less a step moves with the RAM tier of this budget."""
         return max(0, self.without.total - self.moved_bytes)
 
     @property
     def object_bytes(self) -> int:
-        """About the bytes of Python's and torch's objects for all parameters, which do not count in the budget."""
+        """Estimated bytes of Python's and torch's objects for all parameters; the budget does not count them."""
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
     @property
@@ -215,11 +216,11 @@ class Plan(MemorySplit):
         )
 
     def by(self, way: Way) -> Plan:
-        """Returns the plan with the traffic of a step, for this and all larger budgets, whose updates run in `way`."""
+        """Returns the plan with the traffic of a step whose updates run in `way`, also for larger budgets."""
         return self._with(lambda traffic: traffic.by(way, evicted=self.window < RESIDENT_WINDOW))
 
     def repeated(self, times: int) -> Plan:
-        """Returns the plan with the traffic of a step, for this and larger budgets, with `times` more backwards.
+        """Returns the plan with the traffic of a step that has `times` more backwards, also for larger budgets.
 
         Call it before `by`, whose traffic cannot be repeated.
         """
@@ -233,7 +234,7 @@ class Plan(MemorySplit):
     def larger_budget(self, nbytes: int) -> int:
         """Returns a budget that works if the model uses more units at once than planned: memory for all units.
 
-        If the budget is that large already, user code keeps further memory, and `nbytes` are added.
+        If the budget already has memory for all units, user code must be keeping further memory: then adds `nbytes`.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes
@@ -250,7 +251,7 @@ class Plan(MemorySplit):
         return replace(self, classes=classes, host=host, budget=self.budget + nbytes)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
-        """Returns the plan with a log of another number of steps, which takes `nbytes`."""
+        """Returns the plan with a gradient log of `steps` steps, which takes `nbytes`."""
         if steps == self.log_steps:
             return self
         written = with_log(self.written_bytes, self.logged_bytes, steps, self.log_steps)
@@ -310,7 +311,7 @@ def _log_shown(plan: Plan) -> str:
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Returns one row for each group of similar units, in the order of the groups' first units.
 
-    Units of a group have the same size, and names that differ only in numbers; or they are neighbours.
+    Units of a group have the same size; and their names differ only in numbers, or the units are neighbours.
     """
     groups: dict[object, list[Unit]] = {}
     last: object = None

@@ -61,7 +61,7 @@ class UnitDraft:
         self.module = None
 
     def take_name(self, taken: set[str]) -> None:
-        """Makes the name unique: a module may be called "root" or "rest", as the drafts of those names are."""
+        """Makes the draft's name unique: a user's module may be called "root" or "rest", as special drafts are."""
         self.name = self.name or "root"
         while self.name in taken:
             self.name += "'"
@@ -69,7 +69,7 @@ class UnitDraft:
 
 
 class ModuleTree:
-    """The modules and parameters of a model by name; a shared one has the first of its names."""
+    """The modules and parameters of a model by name; a shared module or parameter has only the first of its names."""
 
     def __init__(self, model: nn.Module | Outline) -> None:
         self.model = model
@@ -83,7 +83,8 @@ class ModuleTree:
         owners: Counter[str] = Counter()
         for name, nbytes in self.raw.items():
             owners[self.owner(name)] += nbytes
-        # A module's call materializes all parameters that the module owns, so the arena needs at least these bytes.
+        # A module's call materializes all parameters that the module owns, so the arena needs at least the bytes of the
+        # module that owns most.
         self.largest_owner = max(owners.values())
         self.claimed: set[str] = set()
         # The parameters inside each module; one pass over the names fills the table for all modules.
@@ -102,7 +103,7 @@ class ModuleTree:
         return parameter.rpartition(".")[0]
 
     def below(self, module: str) -> list[str]:
-        """Returns the parameters inside a module that no draft has claimed."""
+        """Returns the parameters inside a module, except parameters that a draft has claimed."""
         return [name for name in self.under[module] if name not in self.claimed]
 
     def children(self, module: str) -> Iterator[str]:
@@ -151,7 +152,7 @@ def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
 def tied_bytes(model: nn.Module) -> int:
     """Returns the bytes of trained parameters that several modules share.
 
-    A micro-batch by layer keeps the gradients of such parameters for itself between two uses.
+    With micro-batches by layer, each micro-batch keeps its own gradient of such a parameter between two uses.
     """
     named = model.named_parameters(remove_duplicate=False)
     times = Counter(parameter for _, parameter in named if parameter.requires_grad)
@@ -170,7 +171,7 @@ def _bound_in(
             own.setdefault(id(tree.modules[draft.module]), {})[draft] = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         owner = tree.owner(name)
-        # A list of parameters is never called: the call of the module that owns the list materializes them.
+        # A list of parameters is never called: the call of the module that owns the list materializes the parameters.
         while owner and _is_one_of(modules[owner], "ParameterList", "ParameterDict"):
             owner = tree.owner(owner)
         own.setdefault(id(modules[owner]), {})[unit_of[id(parameter)]] = None
@@ -184,9 +185,11 @@ def _bound_in(
     return bound_in
 
 
-# Larger blocks are divided, unless a single module owns more parameters, which need a slot of that size anyway.
+# Blocks with more bytes than this are divided. If one module owns more, its bytes are the limit instead, since its
+# parameters need a slot of that size anyway.
 _BOUND_BYTES = 1 << 30
-# Leftovers of at most 1/16 of the largest block are pinned, up to 1/4 of the largest block together.
+# Leftovers, the parameters outside of blocks, are pinned if each has at most 1/16 of the bytes of the largest block,
+# and all of them together have at most 1/4.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -198,14 +201,14 @@ class Unit:
     name: str  # unique; the name of the module whose parameters the unit has, if it is one module
     parameters: tuple[str, ...]  # names as in `model.named_parameters()`, each tied parameter once
     nbytes: int  # bytes of all values, each parameter padded to whole pages
-    # The module whose call materializes the whole unit; None: the calls of modules inside materialize parts.
+    # The module whose call materializes the whole unit; None: calls of several modules each materialize a part.
     module: str | None
-    pinned: bool  # small, and materialized beside other units, so the unit is never evicted
-    # The units after which a tied unit is used once more: an embedding that is also the LM head is used again after the
-    # last block.
+    pinned: bool  # True for a small unit that is in use while other units are: it is never evicted
+    # The units after which this unit is used again, since it has tied parameters: an embedding that is also the LM head
+    # is used again after the last block.
     again: tuple[str, ...] = ()
-    # Other units that are materialized at the first use of this unit: a module's parameters stay materialized until its
-    # call returns, and the call uses other modules.
+    # Other units that are materialized at the first use of this unit: the parameters of an outer module stay
+    # materialized until its call returns, while inner modules compute.
     around: tuple[str, ...] = ()
     around_again: tuple[str, ...] = ()  # other units that are materialized at later uses of this unit
     frozen_bytes: int = 0  # the part of `nbytes` that no step changes
@@ -247,7 +250,8 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
     """Returns the names in the option `units`.
 
     Raises:
-        ConfigError: a name is no module, has no parameters of its own, or contains another name's module.
+        ConfigError: the model has no module of a name; or the module has no parameters, or only parameters that are
+            tied to earlier ones; or one named module contains another.
     """
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
@@ -271,7 +275,7 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 
 
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
-    """Yields the repeated blocks: similar children of the outermost module lists that have such children."""
+    """Yields the repeated blocks: similar children of a module list or Sequential, the outermost if several nest."""
     children = [child for child in tree.children(module) if tree.below(child)]
     repeated: set[str] = set()
     kind = tree.modules[module]
@@ -290,8 +294,8 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
 def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
     """Returns the children that are repeated blocks.
 
-    All children of a class are such blocks if two of them have the same parameter shapes, or if one has all shapes of
-    another and more, as among T5's blocks.
+    All children of a class are repeated blocks if two of them have the same parameter shapes, or if one child has all
+    shapes of another child and more, as among T5's blocks.
     """
     found: set[type] = set()
     seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
@@ -306,7 +310,10 @@ def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 
 
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
-    """Yields the parameters outside of blocks: whole modules up to `limit`, else what each module owns directly."""
+    """Yields drafts of the parameters outside of blocks.
+
+    A module of at most `limit` bytes is one draft; of a larger module, the parameters that it owns directly are one.
+    """
     left = tree.below(module)
     if not left:
         return
@@ -322,7 +329,7 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 
 
 def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
-    """Returns the smallest leftovers, for the pinned unit, as long as the sum of their bytes stays below a limit."""
+    """Returns the smallest leftovers, for the pinned unit: each at most 1/16 of `limit` bytes, all at most 1/4."""
     found, total = [], 0
     for draft in sorted(leftovers, key=lambda draft: draft.nbytes):
         total += draft.nbytes
@@ -333,7 +340,7 @@ def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
 
 
 def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
-    """Returns the draft; if it is larger than `bound`, its parts, of which small ones are put together."""
+    """Returns the draft alone, or its parts if it has more than `bound` bytes; small parts are put together."""
     if draft.nbytes <= bound:
         return [draft]
     parts: list[UnitDraft] = []
@@ -351,7 +358,7 @@ def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
 
 
 def _parts(tree: ModuleTree, draft: UnitDraft, bound: int) -> Iterator[UnitDraft]:
-    """Yields the draft as modules of at most `bound` bytes; parameters that one module owns stay together."""
+    """Divides the draft by module into drafts of at most `bound` bytes; the parameters of one owner stay together."""
     # A draft above the bound has the name of a module: it is the whole module, or the parameters that the module owns.
     inside = set(draft.parameters)
     direct = [name for name in draft.parameters if tree.owner(name) == draft.name]
@@ -419,8 +426,8 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
 def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
     """Returns the sets of units, by name, that are in memory at once with windows of `length` units.
 
-    Pinned units are in each set. A backward has the same windows as the forward, and a step begins with the unit with
-    which the previous step ended.
+    Pinned units are in each set. The windows of one forward are all windows of a run: a backward has the same, and a
+    step begins with the unit with which the previous step ended.
     """
     order, named = forward_order(units), {unit.name: unit for unit in units}
     pinned = {unit.name: unit for unit in units if unit.pinned}
@@ -440,7 +447,7 @@ def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
 
 
 def count_reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Counts how often a step reads each unit, in its forward and in its backward, if all share `slots` slots.
+    """Counts how often a step reads each unit, in its forward and in its backward, if all units share `slots` slots.
 
     Evictions choose the unit whose next use is farthest away, and a commit invalidates trained units. `order` is the
     order of the forward.

@@ -173,7 +173,8 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
     callbacks = trainer.callback_handler.callbacks
     for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
         print_in_words(printing)
-    # Insert both before the callbacks that report the log, so that its lines already have memascend's figures.
+    # Insert `callback` and the display before the callbacks that report the log, so that its lines already have
+    # memascend's figures.
     assert resume.display is not None
     callbacks[:0] = [callback, resume.display]
     resume.begin(optimizer, kept)
@@ -346,7 +347,7 @@ _STREAMS = (
 
 
 def prepare_optimizer(trainer: Any) -> dict[str, Any]:
-    """Replaces bitsandbytes' AdamW by torch's in the Trainer; returns the options of `offload()` that keep its format.
+    """Replaces bitsandbytes' AdamW by torch's; returns options of `offload()` that store state in the same format.
 
     Raises:
         ConfigError: `optim=` names an optimizer that cannot stream.
@@ -398,7 +399,7 @@ def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]
 
 
 def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Iterator[tuple[str, str | None, int]]:
-    """Yields file, position and step of each store at this rank's possible paths, at most the first `most` of them."""
+    """Yields file, position and step of each store at this rank's first `most` possible paths; None: at all paths."""
     places = [os.path.expanduser(path) for path in paths]  # noqa: PTH111
     possible = candidates(places, trainer.args.process_index, trainer.args.world_size) if places else []
     for place in possible[:most]:

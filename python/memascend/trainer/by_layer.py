@@ -1,4 +1,4 @@
-"""Computes the micro-batches of a Trainer's step by layer if all code that takes part was tested to be exact then.
+"""Computes the micro-batches of a Trainer's step by layer, if all code that takes part was tested to be exact by layer.
 
 By layer means that each unit computes all micro-batches before the next unit computes: each unit is read once per step.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Packages whose code was tested by layer.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
 # Modules and classes whose training_step() and compute_loss() were tested. TRL's other Trainers switch adapters or
-# checkpointing on and off in between.
+# checkpointing on and off within these methods.
 _TESTED = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
@@ -79,7 +79,7 @@ def _in_methods(trainer: Any) -> Iterator[str]:
     known = {name for kind in kinds if _is_known(kind) for name in vars(kind)}
     for kind in kinds:
         replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE
-        # Python itself adds names such as `__module__` to each class: only `_CALLS` of them count as overrides.
+        # Python itself adds names such as `__module__` to each class: of names with "__", only `_CALLS` are overrides.
         named = sorted(name for name in replaced if not name.startswith("__") or name in _CALLS)
         yield from (f"{kind.__name__} has a {name} of its own" for name in named)
     for name, value in vars(trainer).items():
@@ -131,7 +131,7 @@ class Room:
         self._device, self._tied = device, tied
         # The measured micro-batch: elements of its inputs, and bytes that its forward keeps for its backward.
         self._elements, self._kept = 0, 0
-        # Bytes allocated before the measured micro-batch, and their peak until the next one begins.
+        # Bytes allocated before the measured micro-batch, and the peak of bytes until the next micro-batch begins.
         self._before, self._peak = 0, 0
 
     def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
@@ -260,7 +260,7 @@ class Steps:
         with replaced(self._trainer.accelerator, "backward", self._begun):
             session = session_of(offloaded_optimizer(self._trainer.optimizer))
             # accumulate()'s own seeds would change the random numbers that dropout draws in the plain Trainer. Without
-            # seeds, it computes a model that draws random numbers one micro-batch after the other.
+            # seeds, accumulate() computes one micro-batch after the other if the model draws random numbers.
             results = session.accumulate(loss_of, self._samples, scale=1.0, by_layer=True, seeded=False)
             return [result for _, result in results]
 

@@ -96,7 +96,7 @@ class Callback(TrainerCallback):
         self._guard = model.register_load_state_dict_pre_hook(check)
 
     def attach(self, optimizer: Any) -> None:
-        """Takes figures and checkpoints from the session of a Trainer's optimizer; accelerate may have wrapped it."""
+        """Takes figures and checkpoints from the session of `optimizer`, which accelerate may have wrapped."""
         self._session = session_of(offloaded_optimizer(optimizer))
         self._before = counted_in(self._session.report())
 
@@ -109,7 +109,7 @@ class Callback(TrainerCallback):
             self.attach(others.get("optimizer"))
         assert self._session is not None
         if self._guard is not None:
-            # `load_best_model_at_end` loads weights other than the store's at the end of the training.
+            # Stop the check: `load_best_model_at_end` loads weights other than the store's at the end of the training.
             self._guard.remove()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
@@ -194,7 +194,7 @@ class Callback(TrainerCallback):
 
 def counted_in(report: Report) -> tuple[int, int, float]:
     """Returns the bytes that the training read, the bytes that it wrote, and its seconds of waiting."""
-    # offload() wrote the first values, before the training.
+    # Leave out the first values, which offload() wrote before the training.
     written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
     return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _log = logging.getLogger("memascend")
-# Rows of data sets and of embeddings that are compared.
+# How many rows of data sets and of embeddings are compared.
 _ROWS = 64
-# Characters; longer texts are compared by their digests.
+# The most characters of a text that is compared whole; of a longer text, a prefix and a digest are compared.
 _TEXT_MAX = 80
-# Levels of nested values that `_text()` follows.
+# How many levels of nested values `_text()` follows.
 _DEPTH_MAX = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Entries of a configuration, an adapter and an optimizer's group that name an origin, or that change no result.
@@ -179,7 +179,8 @@ def _text(value: Any, depth: int = 0) -> str:
     its class and attributes.
 
     Raises:
-        _IncomparableError: a value has neither, or values are nested too deeply.
+        _IncomparableError: the `str()` of a value has an address, and the value has no attributes; or values are
+            nested too deeply.
     """
     if depth > _DEPTH_MAX:
         raise _IncomparableError
@@ -242,7 +243,7 @@ _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
 
 
 def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
-    """Rejects a run that differs from the run of the position `kept`. Under a constant schedule it may be longer.
+    """Rejects a run that differs from the run of the position `kept`; under a constant schedule, `run` may be longer.
 
     Compares only entries that both descriptions have: another version of a library has more or fewer arguments.
 
@@ -294,7 +295,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
-    """Rejects arguments that changed after `memascend.trainer.offload()`, which made optimizer and store by them."""
+    """Rejects arguments that changed after `memascend.trainer.offload()`, which made optimizer and store from them."""
     now = arguments_of(trainer.args)
     changed = sorted(_changed(run["arguments"], now))
     if changed:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-# Bytes at each end of a tensor that enter the digest.
+# How many bytes at each end of a tensor the digest covers.
 _COMPARED_BYTES = 64 << 10
 _HASH_BYTES = 8
-# `dtype.kind` of numpy's arrays that torch can hold.
+# The values of `dtype.kind` of the numpy arrays that torch can hold.
 _NUMBERS = "biufc"
 
 

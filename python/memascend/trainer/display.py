@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # The remaining time is estimated from this many last steps.
 _RECENT = 10
 _TB = 10**12
-# Suffix of the names of tokens in a batch.
+# The suffix of the names under which a batch has tokens.
 _IDS = "input_ids"
-# GB/s; slower drives are shown with three decimals.
+# GB/s; lower speeds of the drive are shown with three decimals.
 _FAST = 0.1
 # The smallest share of a drive's life that is shown as a number.
 _LEAST_SHARE = 1e-4

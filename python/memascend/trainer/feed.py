@@ -21,8 +21,8 @@ class Feed:
 
     The Trainer's (accelerate's) loader reads from this object one batch ahead. `Feed` records random states twice: at
     the epoch's `iter()`, which decides the order and the workers' seeds, and before the newest fetch, which a random
-    collator depends on. A state is that of the process's generators and of the program's own generators, which data
-    set, collator and sampler hold (names that end in `_own`).
+    collator depends on. Each time, it records the states of the process's generators, and of the program's own
+    generators, which data set, collator and sampler hold (in names that end in `_own`).
     """
 
     def __init__(self, loader: Any) -> None:
@@ -31,12 +31,12 @@ class Feed:
         # States at the epoch's iter().
         self._begun: RandomNumbers | None = None
         self._begun_own: dict[str, Any] = {}
-        # States before the newest fetch; None before the first one.
+        # States before the newest fetch; None before the first fetch.
         self._before: RandomNumbers | None = None
         self._before_own: dict[str, Any] = {}
         # States of the program's generators in the commit, set by `go_on()`.
         self._now_own: dict[str, Any] = {}
-        # Batches fetched in this epoch, and the digest of the newest one.
+        # The number of batches fetched in this epoch, and the digest of the newest batch.
         self._fetched = 0
         self._digest = ""
         # Position to resume at: a result of `taken()`, and the number of batches that the Trainer had passed.
@@ -88,7 +88,7 @@ class Feed:
         self._resumed = (taken, passed)
 
     def go_on(self) -> None:
-        """Moves to the position that `resume()` set; does nothing without one.
+        """Moves to the position that `resume()` set; does nothing if no position is set.
 
         `Resume` calls it directly if the Trainer may end the epoch without another `iter()`.
         """
@@ -133,7 +133,7 @@ class Feed:
     # --- before the first batch ----------------------------------------------------------------------
 
     def _try(self, *, compares: bool) -> None:
-        """Rejects data whose random numbers a commit cannot store, as far as its first batch shows; tries it once.
+        """Rejects data whose random numbers a commit cannot store, as far as the first batch shows. Checks only once.
 
         With `compares`, makes the first batch twice and compares the two.
         """
@@ -204,7 +204,7 @@ class Feed:
             ConfigError: the batch differs, the data ends before it, or a generator is missing.
         """
         own = RandomNumbers.now()
-        # Earlier versions stored a list of states of loader and samplers: ignore it, since each epoch sets them anew.
+        # Earlier versions stored a list of states of loader and samplers: ignore it, since each epoch sets them again.
         self._begun_own = taken["begun_own"] if isinstance(taken["begun_own"], dict) else {}
         self._begun = RandomNumbers.of(taken["begun"])
         self._begun.restore()
@@ -220,7 +220,7 @@ class Feed:
         newest = self._next(iterator, fetched, fetched) if fetched else None
         own.restore()
         self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
-        # The program may have drawn between the newest fetch and the commit.
+        # The program may have drawn random numbers between the newest fetch and the commit.
         self._now_own = {**self._before_own, **taken.get("now_own", {})}
         if fetched and taken["digest"] not in (None, self._digest):
             raise ConfigError(
@@ -234,7 +234,7 @@ class Feed:
         """Sets states of the program's generators.
 
         With `are_all`, every generator must exist: collates a batch first if some are missing, since the program may
-        make them at the first use. Without it, skips missing generators.
+        make them at the first use. Otherwise skips missing generators.
         """
         found = self._generators()
         if are_all and not states.keys() <= found.keys() and not self._streams:

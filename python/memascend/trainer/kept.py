@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator, Sequence
 
-# Containers that JSON lacks, by the class name in their packed form.
+# Class name in the packed form -> class, for the containers that JSON lacks.
 _KINDS: dict[str, type[Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict
 }  # fmt: skip
-# Containers with more parts are compared by their length alone.
+# Containers with more parts are compared only by their length.
 _COMPARED_PARTS = 10_000
 # Packages whose own attributes `Watch` ignores: commits store those in `names.SUMS` and `names.AVERAGES`.
 _LIBRARIES = frozenset(
@@ -81,7 +81,7 @@ def _of_kind(kind: str, value: dict[str, Any]) -> Any:
     parts = [unpacked(part) for part in value["parts"]]
     if kind in ("dict", "Counter", "OrderedDict"):
         pairs = dict(parts)
-        # Make the Counter from a dict: it would count the pairs of a list.
+        # Make a Counter from a dict: Counter() of a list would count the pairs.
         return pairs if kind == "dict" else _KINDS[kind](pairs)
     return deque(parts, value["maxlen"]) if kind == "deque" else _KINDS[kind](parts)
 
@@ -110,7 +110,7 @@ def fill(home: dict[Any, Any], value: dict[Any, Any]) -> None:
 
 
 class Watch:
-    """Warns once of attributes that a subclass of a Trainer changed between its first two steps and `keep` lacks."""
+    """Warns once of a Trainer's attributes that `keep` lacks, and that changed from the first step to the second."""
 
     def __init__(self, trainer: Any, keep: Sequence[str]) -> None:
         self._trainer, self._keep = trainer, frozenset(keep)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # A ContextVar, so that other threads, and code after the block, load as usual.
 _inside = contextvars.ContextVar("_inside", default=False)
-# Held during a block: blocks of other threads wait before they replace methods of the same classes.
+# A thread holds this lock during a block, since blocks of other threads replace methods of the same classes.
 _turn = threading.RLock()
 
 
@@ -113,7 +113,7 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 
 def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
-    """Sets `dequantize` in a new HfQuantizer, so that transformers makes a plain model and looks for no kernels."""
+    """Sets `dequantize` in a new HfQuantizer: then transformers makes a plain model, and does not look for kernels."""
     own(quantizer, config, **named)
     method = getattr(config.quant_method, "value", config.quant_method)
     if not quantizer.pre_quantized:
@@ -145,7 +145,7 @@ def _load(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Notes the source of each parameter instead of reading it; transformers initialises parameters without one."""
+    """Notes each parameter's source instead of reading it; transformers initialises parameters that have no source."""
     if state_dict is not None or rest or named:
         # The caller gave the values, or loads an adapter: load as usual.
         return own(model, state_dict, checkpoint_files, load_config, *rest, **named)

@@ -26,7 +26,7 @@ _BYTES_MAX = 56 << 10
 _NUMBERS_MAX = 256
 # `encoded()` does not shorten lists of fewer entries.
 _SHORTEST = 16
-# The newest lines of the log in a position, which each step writes: 300 usually fit; 10,000 took 0.1 s.
+# The most lines of the log in a position, which each step writes. 300 lines usually fit; encoding 10,000 took 0.1 s.
 _LINES_MAX = 300
 # Fields of TrainerState that a position leaves out: the arguments set them, or the position has them elsewhere.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
@@ -239,7 +239,7 @@ def _scaler_after(scaler: Any) -> dict[str, Any] | None:
 def _summed(value: Any) -> Any:
     """Converts numbers by name to JSON.
 
-    Changes a list longer than `_NUMBERS_MAX`, in the Trainer too: its first entry becomes its sum, the others 0.
+    Changes a list longer than `_NUMBERS_MAX`, in the Trainer too: the first entry becomes the sum, all other entries 0.
     """
     if isinstance(value, dict):
         return {name: _summed(part) for name, part in value.items()}

@@ -59,8 +59,8 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
 def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Plans the reference; returns its options, and the budgets that remain for the trained model.
 
-    The reference gets the smallest budget that keeps disk and compute busy, and the trained model gets the rest: memory
-    there saves I/O of optimizer state, too. The reference's store is an unlinked file beside the trained model's store.
+    The reference gets the smallest budget that keeps disk and compute busy. The trained model gets the rest, since its
+    memory saves I/O of optimizer state, too. The reference's store is an unlinked file beside the trained model's.
     """
     # TRL computes the reference without gradients.
     model.requires_grad_(False)

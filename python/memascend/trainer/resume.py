@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from memascend.trainer.display import Display
 
 _log = logging.getLogger("memascend")
-# With fewer steps, their average time does not predict the next ones.
+# The average time of fewer steps than these does not predict the time of the next steps.
 _FEW_STEPS = 3
-# Passed to the Trainer's loop as `resume_from_checkpoint`, which the loop only tests for being set.
+# The value of `resume_from_checkpoint` for the Trainer's loop, which only tests whether it is set.
 _FROM_STORE = "the store"
 
 
@@ -124,7 +124,7 @@ class Resume:
         return self._written_before + counted_in(self._session.report())[1]
 
     def begin_late(self, begin: Callable[[], object]) -> None:
-        """Makes `train()` call `begin` after it has sharded the model; `begin` must call the method `begin()`."""
+        """Makes `train()` call a function after it has sharded the model; the function must call `self.begin()`."""
         self._late = begin
 
     def position(self) -> str:
@@ -162,7 +162,7 @@ class Resume:
         """Trains; resumes at the store's position even if `resume_from_checkpoint` is given.
 
         Raises:
-            UsageError: it was called before, or the checkpoint is of another training or position.
+            UsageError: `train()` was called before, or the checkpoint is of another training or position.
         """
         if self._trains:
             raise UsageError(
@@ -239,7 +239,7 @@ class Resume:
         return loader
 
     def _init_training_state(self, *given: Any, **named: Any) -> Any:
-        """Restores TrainerState at a resume; returns the first epoch and its batches to skip."""
+        """Restores TrainerState at a resume; returns the first epoch, and how many of its batches to skip."""
         found = self._own["_init_training_state"](*given, **named)
         if self._kept is None:
             return found
@@ -294,7 +294,7 @@ class Resume:
         if self._kept is not None:
             # Compare again: `run` has the schedule now.
             require_same(self._kept, self.run, self._trainer)
-            # The scheduler's constructor changed the learning rates.
+            # The scheduler's constructor changed the learning rates: restore them.
             self._restore_schedule()
             if schedule.steps_alone(scheduler):
                 # A commit stores the scheduler before the Trainer advances it; a checkpoint at that step, afterwards.
@@ -303,7 +303,7 @@ class Resume:
         return prepared
 
     def _restore_schedule(self) -> None:
-        """Sets the scheduler and the groups' options from the last commit; the Trainer advances them after it."""
+        """Sets the scheduler and the groups' options to those in the last commit; the Trainer advances them later."""
         assert self._optimizer is not None
         scheduler = self._trainer.lr_scheduler
         # Otherwise torch warns that the scheduler is advanced before the optimizer's first step.
@@ -316,7 +316,7 @@ class Resume:
     def begin_training(self) -> None:
         """Restores sums and callbacks. `OffloadCallback`, the first callback, calls it in `on_train_begin`."""
         if self._kept is not None:
-            # Leave the control: a restored order to stop would end the loop before the repeated step.
+            # Leave TrainerControl as it is: a restored order to stop would end the loop before the repeated step.
             self._figures.restore(self._known(), control=False)
             self._install()
 
@@ -328,7 +328,7 @@ class Resume:
     # --- an epoch -----------------------------------------------------------------------------------
 
     def _on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        """Fires the event of the resumed epoch with TrainerState as at its begin; mutes those of finished epochs."""
+        """Fires the resumed epoch's event with TrainerState of the epoch's start; mutes events of finished epochs."""
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         kept, own = self._kept, self._own["on_epoch_begin"]
         if kept is None:
@@ -344,7 +344,7 @@ class Resume:
             state.global_step, state.epoch = now
 
     def _run_epoch(self, **named: Any) -> None:
-        """Runs an epoch; skips epochs before the resumed one, and repeats the last committed step in that one."""
+        """Runs an epoch; skips epochs before the resumed epoch, in which it repeats the last committed step."""
         assert self._feed is not None
         self._epoch, self._passed, self._group = named["epoch"], 0, 0
         self._batches = named["steps_in_epoch"]
@@ -434,7 +434,7 @@ class Resume:
     def training_step(self, *given: Any, **named: Any) -> Any:
         """Returns the loss of a micro-batch; zero in the repeated step."""
         if self._repeats:
-            # As the Trainer's training_step() does: TRL's log() chooses its metrics by `model.training`.
+            # Set the mode, as the Trainer's training_step() does: TRL's log() chooses its metrics by `model.training`.
             self._trainer.model.train()
             return torch.zeros((), device=self._trainer.args.device)
         own = self._own["training_step"]
@@ -552,7 +552,7 @@ class Resume:
     def _load_best_model(self) -> None:
         """Loads the best checkpoint, tensor by tensor, in one commit whose position names the checkpoint."""
         if self._best is not None:
-            # The store already has its weights.
+            # The store already has the weights of the best checkpoint.
             return
         trainer, session = self._trainer, self._session
         best = str(trainer.state.best_model_checkpoint)

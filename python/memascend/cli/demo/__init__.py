@@ -78,7 +78,7 @@ class Side(Closing):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C must reach this process alone, which then kills the side.
+            # Ctrl-C must reach only the parent process, which then kills the child.
             start_new_session=True,
         )
 
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> int:
-    """Trains both sides by turns, kills and resumes the offloaded side halfway, and returns the exit code."""
+    """Trains both sides alternately, kills and resumes the offloaded side halfway, and returns the exit code."""
     count = memory.answer()["parameters"] / 1e6
     _say(
         f"A language model of {count:.1f} million parameters ({settings.layers} blocks of width {settings.width}, "

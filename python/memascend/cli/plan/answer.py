@@ -56,7 +56,7 @@ class Question:
     gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes
     processor: float | None = None  # this CPU's operations per second in products of matrices, if it computes
     # Measurements that replace `processor`: (plan, format of the state) -> seconds of a forward, seconds of a backward,
-    # other speeds.
+    # speeds of the host.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
     drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, neither named nor measured
@@ -64,7 +64,7 @@ class Question:
     free: int | None = None  # free bytes of storage; None: no storage is named
     machine: HostMemory | None = None  # the RAM of the machine that computes; None: not known
     machine_is: Source = "here"
-    # Bytes that may be written to storage in its life; None: the usual endurance of a drive just large enough.
+    # Bytes that may be written to storage in its life; None: the usual endurance of a drive that is just large enough.
     endurance: int | None = None
     is_usual: bool = True  # True for AdamW in the files' dtype, the defaults of `memascend train`
     ranks: int = 1  # processes that shard the model; drive, tokens and memory are those of one process
@@ -168,7 +168,7 @@ class Answer:
     in_memory: int  # bytes of the same training in memory, without activations: values, state, gradients
     host_bytes: int  # host memory of the process: memascend, Python, its libraries, and torch if the CPU computes
     device_bytes: int  # GPU memory: parameters, gradients and torch's memory; 0 without a GPU
-    # The phases of a step for each possible time of its updates, and the fastest of these; None: not known.
+    # `ways`: the phases of a step for each possible way of updating; `way`: the fastest way. None: not known.
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
     disk_bytes: int  # disk space: the store, and files of activations
@@ -320,7 +320,7 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
     return found
 
 
-# The bytes of a file from which `_removable()` names it, and the largest number of named files.
+# `_removable()` names files with at least this many bytes, and at most this many files.
 _LARGE, _LISTED = 1 << 30, 3
 
 
@@ -349,7 +349,7 @@ def _smaller(question: Question) -> str:
 
 
 def _elsewhere(question: Question) -> str:
-    """Suggests to move checkpointed activations of other micro-batches off the GPU; "" if that does not help."""
+    """Suggests moving checkpointed activations of other micro-batches off the GPU; "" if that does not help."""
     trace, more = question.trace, question.micro_batches - 1
     if not question.by_layer or question.carries or isinstance(trace, str) or not trace.recomputes:
         return ""
@@ -376,7 +376,7 @@ def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The seconds of a step under several budgets; of its drive alone if compute is not known."""
+    """The seconds of a step under several budgets; only the drive's seconds if the speed of compute is not known."""
 
     now: float  # with the plan's budget
     without: float  # without a RAM tier
@@ -451,9 +451,9 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 
 # The most sequences in a proposed step: larger steps change how a model learns.
 _SEQUENCES_MAX = 256
-# Micro-batches by layer are proposed if the other step has less than this share of their tokens per second.
+# A step by layer is proposed if the best other step has less than this share of its tokens per second.
 _MUCH_FASTER = 0.9
-# A larger step is proposed if it has more than this many times the tokens per second.
+# A larger step is proposed if it has more than this many times the tokens per second of the present step.
 _FASTER = 1.05
 
 
@@ -463,15 +463,15 @@ class Proposal:
 
     question: Question
     answer: Answer
-    by_layer: tuple[Question, Answer] | None  # a step of at most as many examples by layer, if it is much faster
+    by_layer: tuple[Question, Answer] | None  # a step by layer of at most as many examples; None: it is not much faster
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
     """Proposes the largest micro-batch that fits, and the fewest micro-batches a step that make compute the bound.
 
     If compute never becomes the bound, takes as many micro-batches as make a step faster. `now` is the answer to
-    `question`. Returns None if its run does not fit, is already bound by compute or has unknown seconds, or if no
-    larger step is faster.
+    `question`. Returns None if the run of `question` does not fit, is already bound by compute or has unknown seconds,
+    or if no larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None
@@ -499,9 +499,9 @@ def _doubled(most: int) -> list[int]:
 
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
-    """Returns the last of growing steps that is faster than `than` and the steps before it, or None.
+    """Returns the last step of `asked` that is faster than `than` and all earlier steps; None if no step is faster.
 
-    Stops at the first step that does not fit or that compute bounds.
+    The steps grow. Stops at the first step that does not fit or that compute bounds.
     """
     best: tuple[Question, Answer] | None = None
     for one in asked:
@@ -593,7 +593,7 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
 def _largest(question: Question) -> Question:
     """Returns the question with as many sequences in a micro-batch as fit: a power of two times its own number."""
     if question.measured is not None or isinstance(question.trace, str):
-        # The measurements hold for this micro-batch alone, or the model has no trace.
+        # The measurements hold only for a micro-batch of this size, or the model has no trace.
         return question
     counts = _doubled(_SEQUENCES_MAX // question.sequences)[1:]
     larger = [replace(question, sequences=question.sequences * count) for count in counts]

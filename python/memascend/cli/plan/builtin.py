@@ -28,7 +28,8 @@ KINDS = {
 }  # fmt: skip
 # Kinds with norms of queries and keys: for each head, or over all heads.
 _HEAD_NORMS, _WHOLE_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}, {"olmo2", "olmo3"}
-# Kinds that normalize the outputs of attention and feed-forward part; those of `_ONLY_POST_NORMS` not their inputs.
+# Kinds that normalize the outputs of attention and feed-forward part. The kinds in `_ONLY_POST_NORMS` do not normalize
+# the inputs.
 _ONLY_POST_NORMS = {"olmo2", "olmo3", "exaone4"}
 _POST_NORMS = _ONLY_POST_NORMS | {"gemma3_text", "glm4"}
 # The peak of a block's recomputed forward and its backward, in bytes per token and element of: the hidden state, the
@@ -60,7 +61,7 @@ class _Sizes:
         self.wide: int = config.get("moe_intermediate_size", config["intermediate_size"])
         self.layers: int = config["num_hidden_layers"]
         self.head: int = config["head_dim"]
-        # Widths of all heads together: of queries, and of keys (values have the same).
+        # Widths of all heads together: of queries, and of keys (values have the same width as keys).
         self.queries: int = self.head * config["num_attention_heads"]
         self.keys: int = self.head * config["num_key_value_heads"]
         self.vocabulary: int = config["vocab_size"]
@@ -180,7 +181,7 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
     words = 2 * sizes.vocabulary * sizes.hidden
     if batch.loss == "full":
         # The larger of two peaks: logits, log-softmax and gradient of the logits, in float32; or the gradient of the LM
-        # head, beside the 16-bit gradients of logits and hidden states.
+        # head, with the 16-bit gradients of logits and hidden states.
         logits, again_head = 12 * tokens * sizes.vocabulary, 0
         gradients = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
     else:
@@ -188,7 +189,7 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
         tile = tile_bytes(tokens, sizes.vocabulary, sizes.hidden, on_host=batch.on_host)
         logits, again_head = 0, head
         gradients = 3 * words + 8 * tokens * sizes.hidden + tile
-    # The gradients of all experts of a block, which exist at once, and the activations beside them.
+    # The gradients of all experts of a block, which exist at once, and the activations that exist at the same time.
     routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
         18 * sizes.hidden + sizes.chosen * (8 * sizes.hidden + 5 * sizes.wide)
     )

@@ -106,7 +106,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _untie_head(model: nn.Module) -> None:
-    """Gives the LM head its own weight: transformers ties it in new models, but not in loaded ones (Flan-T5)."""
+    """Gives the LM head its own weight, which transformers ties in new models, but not in loaded ones (Flan-T5)."""
     from memascend.checkpoint.files import Names
 
     head: Any = None
@@ -235,7 +235,7 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 
 
 def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of an attention with is_causal instead of a causal mask; others unchanged."""
+    """Replaces the causal mask in the arguments of an attention by is_causal; returns other arguments unchanged."""
     mask = kwargs.get("attn_mask")
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     if not isinstance(mask, torch.Tensor) or not _is_mask(mask) or "is_causal" not in names:
@@ -250,7 +250,7 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Returns the operations of a call, by torch's formulas; 0 for calls without a formula."""
     packet = function.overloadpacket
-    # torch 2.11 has no formula for attention on a CPU: use that of other devices.
+    # torch 2.11 has no formula for attention on a CPU: use the formula for other devices.
     operator = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
     count = flop_registry.get(packet) or flop_registry.get(operator)
     if count is None:
@@ -321,7 +321,7 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
 
 
 def _head(model: Any) -> Any:
-    """Returns the LM head of a decoder for a chunked loss; None if the model has none that fits."""
+    """Returns the LM head of a decoder for a chunked loss; None if the model has no such head."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None or getattr(model.config, "is_encoder_decoder", False) else find()
     weight = getattr(head, "weight", None)
@@ -383,7 +383,7 @@ def settle(model: nn.Module) -> None:
 
 def _checkpointing(model: nn.Module) -> str | None:
     """Returns the name of the method that turns activation checkpointing on, or None."""
-    # Newer versions of transformers call it activation_checkpointing_enable.
+    # Newer versions of transformers call the method activation_checkpointing_enable.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     return f"{name}_checkpointing_enable" if getattr(model, "supports_gradient_checkpointing", False) else None
 

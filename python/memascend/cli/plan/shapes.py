@@ -222,7 +222,7 @@ _HUB_NAMES = {
     "granite-8b": ("granite-3.3-8b",),
     "exaone4-32b": ("EXAONE-4.0-32B",),
 }
-# Tokens of the longest sequence for names whose model differs from its shape in them alone, by `_key()`.
+# `_key()` of a name -> tokens of the longest sequence, for models that differ from their shape in this number alone.
 _LONGEST = {"llama38b": 8192, "llama370b": 8192}
 _LONGEST_2507 = 262_144
 # Words of a name that change no shape.

@@ -36,7 +36,8 @@ def tile_bytes(tokens: int, words: int, width: int, *, on_host: bool, element: i
     buffer = element * rows * _TILE_WORDS
     if not on_host:
         return buffer
-    # In float32, the larger of: all copies of the tile's logits; the logits and a factor of their product.
+    # In float32, the larger of: all copies of the tile's logits; the logits with the larger factor of the product that
+    # computes them (hidden states or weights of the LM head).
     return buffer + 4 * max(_HOST_COPIES * rows * columns, rows * columns + width * max(rows, columns))
 
 
@@ -76,7 +77,8 @@ class Subject:
     by: str  # the source of the description, for readers
     parameters: int  # number of elements
     trained: int  # number of elements that are trained
-    # Bytes of the gradients of tied parameters: by layer, each micro-batch keeps its own until their last use.
+    # Bytes of the gradients of tied parameters. With micro-batches by layer, each micro-batch keeps its own gradients
+    # of these parameters until their last use.
     tied_bytes: int
     dtype: str  # dtype of the first parameter
     longest: int | None  # tokens of the longest sequence; None: not known

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
-# A larger budget is shown if a step then takes at most this share of its time.
+# A larger budget is shown if a step with it takes at most this share of the present time.
 _FASTER = 0.99
-# Ways of updates that depend on the norm of all gradients -> their names in the table, and the meaning of the time.
+# The ways of updates that depend on the norm of all gradients -> the name in the table, and the note on its seconds.
 _WAYS: dict[Way, tuple[str, str]] = {
     "next backward": (
         "updates in the next backward",
@@ -49,8 +49,8 @@ def brief(
 ) -> str:
     """Formats an answer in a few lines: whether the run fits, seconds, memory, a whole run, and the code to write.
 
-    `proposal`: a larger step that takes less time per token. `other`: a run that fits if the asked one does not.
-    `examples`: the number of examples in a whole run.
+    `proposal`: a larger step that takes less time per token. `other`: a run that fits, if the run of `question` does
+    not. `examples`: the number of examples in a whole run.
     """
     title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
@@ -220,7 +220,7 @@ def _options(question: Question, *without: str) -> list[str]:
 
 
 def _command(model: Path, question: Question) -> str | None:
-    """Returns the `memascend train` command of this run; None if the run needs several ranks or code of the user's."""
+    """Returns the `memascend train` command of this run; None if the run needs several ranks or user code."""
     options, trace = question.options, question.trace
     if question.ranks > 1 or isinstance(trace, str) or not question.is_usual:
         return None

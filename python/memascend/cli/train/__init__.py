@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(words=())
 
 
-# Loggers and warnings by which libraries report, at each start, other libraries and their own defaults.
+# Loggers and warnings of libraries that report, at each start, on other libraries or on their own defaults.
 _LOGGERS = ("bitsandbytes", "torch.utils._pytree")
 _WARNINGS = (r"`gradient_checkpointing` is deprecated", r"'pin_memory' argument is set as true but no accelerator")
 
@@ -35,8 +35,8 @@ def _silence() -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains. Exit code 0 once the output folder holds the model of the last step."""
-    # Otherwise TRL reports each run to Hugging Face, and `datasets` reports each file that it reads. TRL and `datasets`
-    # read these variables when they are imported.
+    # Without these variables, TRL reports each run to Hugging Face, and `datasets` reports each file that it reads.
+    # Both read the variables when they are imported.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     _silence()

@@ -66,7 +66,7 @@ class Command(NamedTuple):
     training: Any  # TRL's SFTConfig, DPOConfig, ...
     model: Any  # TRL's ModelConfig
     mixture: Any  # TRL's DatasetMixtureConfig
-    own: Any  # OFFLOAD, storage, eval, columns and dry_run
+    own: Any  # the options in `OFFLOAD`, and storage, eval, columns and dry_run
     finds_answers: bool  # True if --assistant_only_loss is not given: the loss covers the assistant's turns
     finds_packing: bool  # True if --packing is not given: texts are packed
 
@@ -111,7 +111,7 @@ def parse(words: Sequence[str]) -> Command:
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
     parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
-    # Parse --data without TRL, which accepts a single name; several files are one data set.
+    # Parse --data without TRL: its parser accepts only one name, and several files may be one data set.
     files = given.pop("dataset_name", None)
     if kind == "sft":
         config = {"assistant_only_loss": None, "packing": None, **config}
@@ -173,7 +173,7 @@ def _in_file(path: str) -> dict[str, Any]:
     return found
 
 
-# Similarity from which a folder is suggested for a path that does not exist, and for a name that may be the hub's.
+# The least similarity of a suggested folder to a path that does not exist, and to a name that may be the hub's.
 _NEAR, _VERY_NEAR = 0.7, 0.9
 _CONFIG = "config.json"
 _CONFIGS = (_CONFIG, "adapter_config.json")
@@ -222,7 +222,7 @@ def require_model(name: str, revision: str | None = None) -> None:
 
 
 def _model_folders(path: Path) -> list[str]:
-    """Returns folders of models near a wrong path: beside it, or in the folder above if its own folder is wrong."""
+    """Returns folders of models near a wrong path: in its parent folder, or one level higher if that is wrong, too."""
     above = path.parent if path.parent.is_dir() else path.parent.parent
     if not above.is_dir():
         return []

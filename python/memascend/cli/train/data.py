@@ -52,21 +52,21 @@ _TEXTS = ("text", "instruction", "input", "output", "system")
 _TEXTS_OR_TURNS = ("prompt", "completion", "chosen", "rejected")
 # Role of a message in the data -> role in chat templates.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-# Characters of a wrong value that an error shows.
+# The most characters of a wrong value that an error shows.
 _SHOWN_MAX = 60
 # ShareGPT's names of the roles.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
-    """Returns the examples of a command, or with `held_out` those for evaluation; decides how their loss is computed.
+    """Returns the examples for training, or with `held_out` for evaluation; decides how their loss is computed.
 
     Raises:
         ConfigError: a file or an example is wrong; the message names it.
     """
     script, own = command.script, command.own
     if command.mixture.datasets and not (held_out and own.eval):
-        # TRL draws the test split at random.
+        # TRL draws the test split at random: with the same seed, training and evaluation get disjoint examples.
         transformers.set_seed(command.training.seed)
         found = get_dataset(command.mixture)["test" if held_out else "train"]
         return _shaped(found, "datasets", command, tokenizer)
@@ -155,7 +155,7 @@ def _wrong_line(place: str, builder: str) -> str | None:
 
 
 def _wrong_json(place: str, text: str) -> str | None:
-    """Returns the first error in a JSON document or in JSON lines, with its line; None if there is none."""
+    """Returns the first error in a JSON document or in JSON lines, with its line; None if there is no error."""
     try:
         json.loads(text)
     except ValueError as wrong:
@@ -204,7 +204,8 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
             command.training.assistant_only_loss = not by_prefixes
     others = (*_OTHERS, *(["prompt"] if "chosen" in shape else ()))
     columns = {name: given.get(name, name) for name in (*shape, *others)}
-    # `datasets` caches the result under these arguments: the version keeps other versions from reusing it.
+    # `datasets` caches the result under these arguments. The version among them keeps other versions of memascend from
+    # reusing the result.
     convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, version("memascend"))
     return data.map(convert, with_indices=True, remove_columns=found)
 
@@ -296,7 +297,7 @@ def _marks_answers(tokenizer: Any) -> bool:
 def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
     """Returns the tokens of a conversation, with labels for the assistant's tokens and -100 for all others.
 
-    Finds the assistant's texts by rendering prefixes of the conversation, each of which must be a prefix of the text.
+    Finds the assistant's texts by rendering the first messages alone: the result must be a prefix of the whole text.
     """
     tools = json.loads(tools) if isinstance(tools, str) else tools
     render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)

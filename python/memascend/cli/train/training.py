@@ -80,7 +80,7 @@ def train(command: Command) -> int:
 
 
 def _spare(trainer: Any, kind: str, options: Options) -> Spare:
-    """Returns the memory that the machine can spare; on a CPU, without the memory that torch needs, if it is known."""
+    """Returns the memory that the machine can spare; on a CPU, less the memory that torch needs, if that is known."""
     if options.computes_on != "cpu":
         return Spare()
     try:
@@ -161,7 +161,7 @@ def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. A KeyboardInterrupt, so that it ends the process as cleanly as Ctrl-C."""
+    """SIGTERM was received. This is a KeyboardInterrupt, so that it ends the process as cleanly as Ctrl-C."""
 
     exit_code = 128 + signal.SIGTERM
 
@@ -174,8 +174,8 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
     """
     made: list[Any] = []
     before: Any = None
-    # With ranks, leave the default action: a rank that waits in a collective call runs no handler, so torchrun would
-    # wait for it in vain.
+    # With several ranks, keep SIGTERM's default action: a rank that waits in a collective call runs no handler, so
+    # torchrun would wait for that rank in vain.
     if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
         before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
     try:
@@ -194,7 +194,7 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
     # With another value of --existing, the command would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
     with contextlib.suppress(ConfigError, AttributeError):
-        # offloaded_optimizer() raises an error if the Trainer is not offloaded yet: `where` stays.
+        # offloaded_optimizer() raises an error if the Trainer is not offloaded yet: then `where` keeps its value.
         optimizer = offloaded_optimizer(trainer.optimizer)
         # close() may write for a while, and show its progress: print the message afterwards.
         optimizer.close()
@@ -260,7 +260,7 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
 
 
 def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
-    """Rejects data of which TRL dropped all examples; otherwise describes how many it dropped, or returns ""."""
+    """Rejects data of which TRL dropped all examples; otherwise describes how many it dropped; "" if it kept all."""
     if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
         # A stream has no length, and packing drops no examples.
         return ""
@@ -301,7 +301,7 @@ def _require_exact(trainer: Any) -> None:
     """Rejects models that are no causal decoders, and models whose attention would mix packed examples."""
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     config, name, source = model.config, type(model).__name__, inspect.getsource(sys.modules[type(model).__module__])
-    # Only the code of some models reads `config.is_decoder`; others have the entry without a meaning.
+    # Only the code of some models reads `config.is_decoder`; in the configs of other models it has no meaning.
     sees_all = "config.is_decoder" in source and not getattr(config, "is_decoder", True)
     decodes = name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     if sees_all or config.is_encoder_decoder or not (decodes or name.endswith("ForSequenceClassification")):
@@ -341,7 +341,7 @@ def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
     optimizer.close()
     if trainer.is_world_process_zero() and not is_there:
-        # The training is saved: a failure to plot, as without matplotlib, must not fail the command.
+        # The training is saved: a failure to plot, for example without matplotlib, must not fail the command.
         with contextlib.suppress(Exception):
             optimizer.report().plot(file.parent / _PICTURE)
             print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
