@@ -26,7 +26,8 @@ _LENGTHS = (128, 512)
 _WARM_STEPS = 2
 # The targets: the most that each ratio may be.
 _TARGETS = {"bytes": 1.05, "disk": 0.5, "compute": 1.05, "memory": 1.1}
-# Steps of `_AT` micro-batches have targets: the drive bounds steps of short micro-batches, compute steps of long ones.
+# The targets "disk" and "compute" are for steps of `_AT` micro-batches: the drive limits the speed of steps with short
+# micro-batches; computation limits the speed of steps with long micro-batches.
 _AT = 8
 _BYTES_CASES = {
     "bf16, default": ("bfloat16", {"gradients": "fused"}),
@@ -35,7 +36,7 @@ _BYTES_CASES = {
     "fp32, smallest": ("float32", {"gradients": "fused", "host_memory": "smallest"}),
     "bf16, clipped": ("bfloat16", {"max_grad_norm": 1.0}),
 }
-# The examples of a Trainer's step, and of a micro-batch.
+# The number of examples in a Trainer's step, and the numbers of examples in a micro-batch that are measured.
 _EXAMPLES, _SIZES = 16, (1, 4, 16)
 _MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd"}}
 
@@ -167,7 +168,7 @@ def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         }
         for trainer in ("SFT", "DPO")
         for size in _SIZES
-        # DPO's loss is not tested by layer; and with one micro-batch, both ways would be equal.
+        # No test covers DPO's loss by layer; and with one micro-batch, LAYERS and TURNS would do the same.
         for way in ((LAYERS, TURNS) if trainer == "SFT" and size < _EXAMPLES else (TURNS,))
     }  # fmt: skip
     rows = []
@@ -243,8 +244,8 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         one = ones[row["case"]]
         more = row["peak"] - one["peak"]
-        # The target: each further micro-batch may add the inputs of its blocks; more than one may add the sums of one
-        # unit's gradients.
+        # The target: each further micro-batch may add the inputs of its blocks. A step of several micro-batches may
+        # also add the sums of one unit's gradients.
         due = (row["count"] - 1) * row["saved"] + (row["largest"] if row["count"] > 1 else 0)
         away = "ssd" in row["case"]
         ratio = row["peak"] / one["peak"]
@@ -406,7 +407,8 @@ class _TrainersWorker:
         def text(count: int) -> str:
             return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
 
-        # DPO computes two sequences for each example, the prompt with either answer, so each has half the length.
+        # DPO computes two sequences for each example (the prompt with each of its two answers), so each sequence has
+        # half the length.
         length = work["length"] - 1 if work["trainer"] == "SFT" else work["length"] // 2 - 1
         half = length // 2
         texts = [text(length) for _ in range(_EXAMPLES)]
@@ -419,7 +421,7 @@ class _TrainersWorker:
         self.rows = Dataset.from_dict(rows)
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Trains; returns seconds, bytes and peak of `steps` steps, once memascend has detected what the loop does."""
+        """Trains, and measures `steps` steps after memascend has detected what the loop does: seconds, bytes, peak."""
         import trl
         from transformers import PrinterCallback, TrainerCallback
 
@@ -448,7 +450,7 @@ class _TrainersWorker:
                 f"{self.work['folder']}/model", args=config, train_dataset=self.rows, processing_class=self.tokenizer,
                 callbacks=[Clock()],
             )  # fmt: skip
-        # `Process.ask` would take the lines that PrinterCallback prints for the answer.
+        # `Process.ask` would mistake the lines printed by PrinterCallback for the answer.
         trainer.remove_callback(PrinterCallback)
         if self.work["way"] == TURNS and self.work["trainer"] == "SFT":
             trainer.add_callback(substeps())
@@ -456,7 +458,7 @@ class _TrainersWorker:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         trainer.train()
         optimizer.close()
-        # Leaves out the last step, which also writes what close() would write, and the warm-up steps.
+        # `times` leaves out the warm-up steps, and the last step, which also writes what close() would write.
         times = begun[_WARM_STEPS:-1]
         seconds = [after[0] - before[0] for before, after in itertools.pairwise(times)]
         moved = times[-1][1].since(times[0][1])

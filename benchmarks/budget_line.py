@@ -1,9 +1,9 @@
-"""Measures the bytes that a durable step moves at six budgets, from the default to all records in RAM, beside a line.
+"""Compares the bytes that a durable step moves at six budgets, from the default to all records in RAM, with a line.
 
-The line begins at the bytes that a step moves with the default budget. It falls by the bytes that each byte of the RAM
-tier saves: of a parameter kept in RAM, a step moves the gradient and a sixteenth of the state. Bytes are the kernel's
-counts for the process, over the steps in which each record in RAM is written whole once, so a busy machine does not
-change them.
+The line predicts the bytes. It begins at the bytes that a step moves with the default budget. It falls by the bytes
+that each byte of the RAM tier saves: of a parameter kept in RAM, a step moves the gradient and a sixteenth of the
+state. Bytes are the kernel's counts for the process, over the steps in which each record in RAM is written whole once,
+so a busy machine does not change them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, Any]:
-    """Measures the budget that keeps `part` fifths of the parameters in RAM; adds the line, and its distance."""
+    """Measures the budget that keeps `part` fifths of the parameters in RAM.
+
+    Adds the bytes that the line predicts, and how far the measured bytes are from them ("off").
+    """
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-line-") as folder:
         row = _trained(options, dtype, part, str(Path(folder, "run.store")))
     moved = _MOVED[dtype] * row["parameters"]

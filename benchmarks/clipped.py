@@ -1,10 +1,10 @@
-"""Measures steps that are clipped by the norm of all gradients, beside unclipped ones and torch's in memory.
+"""Measures steps that are clipped by the norm of all gradients, beside unclipped steps and steps of torch in memory.
 
-There are three tables. "habits" clips no step, each step, or every other step; with "auto" memascend begins updates
-before the norm is known, with "ssd" it waits for the norm. "memory" clips each step, beside the same training in
-memory. "first" compares the first steps of fresh processes with later ones. Each case trains in a process of its own;
-except for "first", the processes take turns. A large factor of the loss puts the norm of a step above the limit, a
-small factor puts it below.
+There are three tables. "habits" clips no step, each step, or every other step; with `gradients="auto"` memascend begins
+updates before the norm is known, with `gradients="ssd"` it waits for the norm. "memory" clips each step, beside the
+same training in memory. "first" compares the first steps of fresh processes with later ones. Each case trains in a
+process of its own; except for "first", the processes take turns. A large factor of the loss puts the norm of a step
+above the limit, a small factor puts it below.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.turns import Process, at_work, serve
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-# Decides by a step's number whether the step is clipped.
+# Each function decides by a step's number whether the step is clipped.
 _HABITS: dict[str, Callable[[int], bool]] = {
     "never": lambda _: False,
     "always": lambda _: True,
@@ -46,7 +46,8 @@ _BESIDE: dict[str, dict[str, Any]] = {
 _SMALL, _LARGE = 1e-3, 1e3
 # The steps in which "auto" detects what the loop does.
 _WARM_STEPS = 6
-# The table "first" shows `_FIRST` steps. All but the very first may take `_MOST_OF_LATER` times as long as later steps.
+# The table "first" shows `_FIRST` steps. The first step may take any time; each of the rest may take at most
+# `_MOST_OF_LATER` times as long as later steps.
 _FIRST, _MOST_OF_LATER = 6, 1.15
 _CONFIDENCE, _RESAMPLES = 0.95, 4000
 
@@ -244,7 +245,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the ratio of two runs' medians and its 95 % interval by the bootstrap: their rounds are not pairs."""
+    """Returns the ratio of two runs' medians and its 95 % interval, by the bootstrap since rounds do not form pairs."""
     chance = random.Random(0)  # noqa: S311 - no secret
     ratios = sorted(
         statistics.median(chance.choices(new, k=len(new))) / statistics.median(chance.choices(old, k=len(old)))
@@ -299,7 +300,7 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 def _judged(ratios: Sequence[float], most: float | None) -> str:
-    """Returns as text the median of the rounds' ratios, the verdict if `most` is its target, and its interval."""
+    """Returns a text with the median of `ratios`, its interval, and the verdict if there is a target (`most`)."""
     ratio = statistics.median(ratios)
     low, high, confidence = median_interval(ratios)
     verdict = "" if most is None else f"at most {most}: {'met' if ratio <= most else 'MISSED'}; "
@@ -329,7 +330,10 @@ def _of_later(cases: Mapping[str, Any]) -> list[str]:
 
 
 def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
-    """Returns a table of each case's ratios to an earlier run: of its seconds, and of its ratio to the first case."""
+    """Returns a table that divides the values of `cases` by those of an earlier run, `before`.
+
+    The values are the seconds of each case, and their ratio to the seconds of the first case.
+    """
     from memascend.text import table
 
     def parts(of: Mapping[str, Any], name: str) -> list[float]:
@@ -394,14 +398,14 @@ class _Worker:
         )
 
     def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
-        """Makes `steps` steps, after `uncounted` others; returns their seconds, bytes and peaks."""
+        """Makes `uncounted` warm-up steps, then measures `steps` steps; returns their seconds, bytes and peaks."""
         from benchmarks import counters
         from memascend.cli import process
 
         for _ in range(uncounted):
             self._step()
         if self.every_other and steps % 2 == 1:
-            # An even number has as many clipped steps as unclipped ones.
+            # An even number of steps has as many clipped steps as unclipped ones.
             steps += 1
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -434,7 +438,7 @@ class _Worker:
         self.done += 1
 
     def _update(self) -> float | None:
-        """Clips, steps and drops the gradients; returns the norm, or None if the case has no limit."""
+        """Clips the gradients, updates the parameters, drops the gradients; returns the norm, None without a limit."""
         import torch
 
         if self.memory is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Running totals at one moment; `since` returns the difference of two."""
+    """Running totals at one moment; `since` subtracts the totals of an earlier moment."""
 
     wall: float
     main_thread: float
@@ -29,7 +29,7 @@ class Counts:
     written: int
 
     def since(self, before: Counts) -> dict[str, float]:
-        """Returns each total, less its value in `before`."""
+        """Returns the difference of each total from its value in `before`."""
         return {name: value - getattr(before, name) for name, value in self.__dict__.items()}
 
 

@@ -38,7 +38,7 @@ from memascend.text import bytes_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Bytes of a store for each parameter: two slots with its value, the rest of its master weight, and its moments.
+# Bytes of a store for each parameter: two slots, each with its value, the rest of its master weight, and its moments.
 STORE_BYTES = 24
 # Bytes that training in memory holds for each parameter, without the gradient: value, fp32 master weight and moments.
 STATE_BYTES = 14
@@ -54,7 +54,10 @@ _COPY_BYTES = 256 << 20
 
 
 def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
-    """Returns the largest model of up to `parameters` parameters with Qwen2's proportions: width 48 to 96 per block."""
+    """Returns the config of the largest model of up to `parameters` parameters with Qwen2's proportions.
+
+    The width of the model is 48 to 96 times the number of its blocks.
+    """
     found: tuple[int, Qwen2Config] | None = None
     for width in range(64, 8192 + 1, 64):
         heads = width // 64
@@ -84,7 +87,7 @@ def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
 
 
 def recomputed(model: Any) -> None:
-    """Makes the backward recompute the model's blocks, by the method's new or old name in transformers."""
+    """Makes the backward recompute the model's blocks. The method has another name in old versions of transformers."""
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
@@ -149,7 +152,7 @@ class Run:
         """Makes a step; returns the seconds of its parts, and the loss."""
         at = [time.perf_counter()]
         loss = self.model(input_ids=tokens, labels=tokens).loss
-        # `item()` waits for the device, which works behind the host: the forward has ended only after it.
+        # The device lags behind the host. `item()` waits for it, so the forward has ended once `item()` returns.
         value = loss.item()
         at.append(time.perf_counter())
         loss.backward()
@@ -183,7 +186,7 @@ class Run:
 
 
 def longest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the longest length up to `limit` that fits, to an eighth: doubles from 512, then tries eighths."""
+    """Returns the longest length up to `limit` that fits: doubles from 512, and then adds eighths of the result."""
     best = 0
     length = min(512, limit)
     while length <= limit and fits(length):
@@ -212,7 +215,10 @@ def _timed(work: Callable[[], object], device: torch.device, rounds: int = 3) ->
 
 
 def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Returns the seconds of a forward and a backward without I/O, from models of one and two blocks on the device."""
+    """Returns the seconds of a forward and a backward without I/O.
+
+    They are extrapolated to all blocks from models of one block and of two blocks, which are whole on the device.
+    """
     found = []
     for blocks in (1, 2):
         torch.manual_seed(0)
@@ -252,7 +258,7 @@ def pcie(device: torch.device) -> dict[str, float]:
 
 
 def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: dict[str, float]) -> dict[str, float]:
-    """Returns a step's seconds of compute, of disk and of PCIe; "step" has its seconds if all overlap without loss."""
+    """Returns a step's seconds of compute, disk and PCIe; "step" has the seconds if all overlap without loss."""
     nothing = dict.fromkeys(seconds, 0.0)
     found = {
         "compute": sum(seconds.values()),
@@ -261,7 +267,8 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
     }
     if bus:
         ahead = plan.read_bytes.get("values, forward", 0) / bus["in"] / 1e9
-        # PCIe copies in both directions at once. Gradients are as large as the trained values.
+        # PCIe copies in both directions at once. The gradients that it copies to the host are as large as the trained
+        # values, so the bound takes their bytes from "values", which a step writes.
         back = max(
             plan.read_bytes.get("values, backward", 0) / bus["in"], plan.written_bytes.get("values", 0) / bus["out"]
         )
@@ -378,7 +385,7 @@ def shown(values: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes."""
+    """Measures the run, prints the results, and writes them to the folder of --write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")
     parser.add_argument("--store", metavar="B", help="size of the store; default: nine tenths of free space")

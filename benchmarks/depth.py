@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _left_by_block(left: dict[int, int], inputs: int) -> float:
-    """Returns the bytes that a forward leaves for each block, from two depths in RAM; `inputs` if there are not two."""
+    """Returns the bytes that a forward leaves for each block, from two depths in RAM; with one depth, `inputs`."""
     if len(left) > 1:
         first, last = min(left), max(left)
         return max(0.0, (left[last] - left[first]) / (last - first))
@@ -126,7 +126,8 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
     _close(optimizer)
     del small, optimizer
     gc.collect()
-    # Sets the threshold to the highest one that glibc chooses itself: it does so once a tensor of 32 MiB was freed.
+    # Sets malloc's mmap threshold to 32 MiB, the highest one that glibc chooses without this call: it chooses 32 MiB
+    # after a tensor of that size has been freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     baseline, at_rest = status("VmRSS"), status("RssAnon")
     made = _model(depth, width, start, dtype)

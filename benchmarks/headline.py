@@ -1,10 +1,10 @@
 """Measures README's regime on a CUDA machine: a model whose state is far larger than card and RAM, with large batches.
 
 The model is Qwen2.5 1.5B in bf16, with 24 GiB of the card, and host memory in proportion to 48 GiB for an 8 B model.
-The number of tokens brings the ratio of a step's computation to its drive time, by the plan, near the ratio of an 8 B
-model on an RTX 4090, in the largest micro-batches that fit; steps longer than `_LONGEST` are avoided. Each cell is a
-process of its own, which is killed when the time of `--seconds` is over. In-memory torch has the whole card; the other
-systems have `--card` bytes of it.
+`questions` chooses the number of tokens so that the planned ratio of a step's computation to its drive time is near the
+ratio of an 8 B model on an RTX 4090. It chooses the largest micro-batches that fit, and avoids steps longer than
+`_LONGEST`. Each cell is a process of its own, which is killed when the time of `--seconds` is over. In-memory torch has
+the whole card; the other systems have `--card` bytes of it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _PART = 0.85
 # The numbers of sequences in a micro-batch, and of micro-batches in a step, to choose from.
 _SEQUENCES = (1, 2, 4, *range(8, 257, 8))
 _MICRO_BATCHES = range(2, 33)
-# The system of our cells: TRL's Trainer, or a loop if TRL is missing. In both, the loss has no logits of all tokens.
+# The system of our cells: TRL's Trainer, or a loop if TRL is missing. Neither computes its loss from the logits of all
+# tokens at once.
 TRAINER = "memascend-trainer" if all(map(importlib.util.find_spec, ("trl", "datasets", "accelerate"))) else "memascend"
 # Steps of our cells. The warm-up steps fill the RAM tier, and memascend detects in them whether the loop clips.
 _WARM, _STEPS = 2, 4
@@ -87,7 +88,7 @@ def questions(
 ) -> tuple[float, dict[str, Question]]:
     """Returns the balance of README's row, and two questions for a clipped step: one after the other, and by layer.
 
-    If the folder `storage` is given, the log of gradients is as long as its free space allows.
+    If the folder `storage` is given, the gradient log is as long as the free space of the folder's disk allows.
     """
     row = _asked(f"{_ROW} {_CLIPPED}")
     wanted = _balance(row, answer(row))
@@ -118,7 +119,7 @@ def questions(
 
 
 def _computes(options: argparse.Namespace) -> str:
-    """Returns the options of `memascend plan` for the device: for a GPU with the memory that a step may fill."""
+    """Returns `memascend plan`'s options for the device. They give a GPU only the memory that a step may fill."""
     if options.device == "cpu":
         return "--device cpu"
     gpu = parse_gpu(options.gpu) if options.gpu else gpu_here()
@@ -132,7 +133,7 @@ def _card(options: argparse.Namespace) -> int:
 
 
 def _affordable(question: Question, budget: int) -> Question:
-    """Returns the question with this budget, or with the smallest one that works."""
+    """Returns the question with the budget `budget`, or with the smallest budget that works if `budget` is smaller."""
 
     def told(nbytes: int) -> Question:
         return replace(question, options=replace(question.options, host_memory=nbytes))
@@ -149,7 +150,7 @@ def _of(question: Question, sequences: int, count: int) -> Question:
 
 
 def _by_layer(turns: Question) -> Question | None:
-    """Returns the fastest step by layer that fits and has as many sequences; None if none fits.
+    """Returns the fastest step by layer that fits and has as many sequences as `turns`; None if no such step fits.
 
     Among steps that take at most 2 % more than the fastest, it has the largest micro-batches.
     """
@@ -259,7 +260,8 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
             "cells": {},
         }
         deepspeed = environment.found(options.deepspeed)
-        # Without DeepSpeed, its cells fail at once, so that the other cells share their time.
+        # If DeepSpeed is not installed, its cells fail at once. `able` leaves them out: only the other cells share the
+        # time.
         able = [name for name, cell in chosen.items() if deepspeed or not SYSTEMS[cell.system].deepspeed]
         for one, cell in chosen.items():
             left = until - time.monotonic()
@@ -312,7 +314,7 @@ def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[s
 
 
 def _steps(taken: dict[str, Any]) -> list[float]:
-    """Returns the seconds of the measured steps; of a run that was still trying two ways, those of the faster way."""
+    """Returns the seconds of the measured steps; if the run still tried two ways, only those of the faster way."""
     by_way: dict[str, list[float]] = {}
     for way, seconds in zip(taken["ways"], taken["seconds"]["step"], strict=True):
         by_way.setdefault(way, []).append(seconds)
@@ -428,7 +430,7 @@ def run(options: argparse.Namespace) -> int:
             (options.write / "headline.json").write_text(json.dumps(values, indent=1) + "\n")
             (options.write / "headline.txt").write_text(shown(values) + "\n")
 
-    # Only the first card is visible: a Trainer would use all of them.
+    # Makes only the first card visible, since a Trainer would use all visible cards.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     values = measured(options, tell)
     print(json.dumps(values, indent=1) if options.json else shown(values))

@@ -2,9 +2,9 @@
 
 Each model trains in a process of its own for each threshold. The processes take turns, so that a drift of the machine
 affects all of them alike. "ours" is the default of memascend (`rust/mem/src/heap.rs`), "none" leaves the heap alone
-(`MEMASCEND_MALLOC=system`). glibc's own variables set a number as the threshold from the beginning, so that the model
-is not made in the heap. The table has the median seconds of a step, and the bytes by which the peak of training exceeds
-the process's memory before the model was made.
+(`MEMASCEND_MALLOC=system`). A number is set as the threshold by glibc's own environment variables: it applies from the
+start of the process, so that the model is not made in the heap. The table has the median seconds of a step, and the
+bytes by which the peak of training exceeds the process's memory before the model was made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WARM_STEPS = 2
 
 
 def main() -> None:
-    """Measures every model with every threshold, and prints a table of each."""
+    """Measures every model with every threshold, and prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", nargs="+", choices=_SHAPES, default=["125M"])
     parser.add_argument("--thresholds", nargs="+", choices=_THRESHOLDS, default=list(_THRESHOLDS))
@@ -86,7 +86,7 @@ def _summary(made: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model; returns the seconds of each step, and the bytes that training added to the process at most."""
+    """Trains a model; returns the seconds of each step, and the most bytes that training added to the process."""
     import torch
     import transformers
 

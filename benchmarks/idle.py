@@ -139,7 +139,7 @@ def _counters(folder: Path) -> Path:
 
 
 def between(samples: list[list[float]]) -> list[dict[str, float]]:
-    """Returns for each two consecutive samples GB/s read and written, mean requests in flight, and idle seconds."""
+    """Returns for each pair of consecutive samples: GB/s read and written, mean requests in flight, idle seconds."""
     found = []
     for (at, read, written, out, queued), (until, *later) in itertools.pairwise(samples):
         seconds = until - at
@@ -177,7 +177,7 @@ def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], sa
 
 
 def _within(moments: list[dict[str, float]], begin: float, end: float) -> dict[str, float]:
-    """Returns means and idle seconds from `begin` to `end`. Each moment counts by its overlap with that span."""
+    """Returns means and idle seconds from `begin` to `end`; weights each moment by the part of it in that time."""
     seconds = end - begin
     parts = [(moment, max(0.0, min(end, moment["until"]) - max(begin, moment["at"]))) for moment in moments]
     mean = {name: sum(moment[name] * part for moment, part in parts) / seconds for name in ("read", "written", "queue")}

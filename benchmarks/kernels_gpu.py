@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels_gpu [--mebibytes N] [--json]
 
-The bandwidth is that of a plain copy in the same run. Rounds are interleaved. The table has medians of CUDA events,
-around work that was queued while the device was busy, as in a step.
+The table shows the bandwidth of each kernel, also as a fraction of the bandwidth of a plain copy in the same run.
+Rounds are interleaved. The seconds are medians from CUDA events, around work that was queued while the device was busy,
+as in a step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def seconds(cases: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
-    """Measures the check; returns rows of kernel, peer, GB/s, fraction of the bandwidth, and how many times faster."""
+    """Measures the check of gradients for infinity and NaN.
+
+    Returns rows: kernel, peer, GB/s, fraction of the copy's bandwidth, and the peer's seconds divided by the kernel's.
+    """
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         grad = torch.randn(nbytes // dtype.itemsize, device="cuda").mul_(0.01).to(dtype)

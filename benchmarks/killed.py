@@ -96,7 +96,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def largest(folder: Path, width: int) -> int:
-    """Returns the most layers with which a run fits on the disk; the first run is removed before the second begins."""
+    """Returns the most layers whose run fits on the disk: the first run is removed before the second begins."""
     block = 4 * width * width + 3 * 3 * width * width
     parameters = (shutil.disk_usage(folder).free - _KEPT_FREE) / _BYTES_A_PARAMETER - 2 * _VOCABULARY * width
     return max(1, int(parameters / block))

@@ -3,7 +3,7 @@
     python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 
 Each part runs in a process of its own, in a memory cgroup. The cgroup's limit is `--limit`, and does not include the
-memory that importing torch, transformers and memascend takes: each process is forked from one that has imported them,
+memory that importing torch, transformers and memascend takes: each process is forked from a parent that imported them,
 and copies the parent's pages before it enters the cgroup. The weights are three times the limit, the training state 21
 times. Needs root, for the cgroups.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # The bytes by which the budget exceeds the smallest one.
 _MORE_BYTES = 4 << 20
-# Linux 5.14 and later.
+# This advice of madvise() exists in Linux 5.14 and later.
 _MADV_POPULATE_WRITE = 23
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ LENGTH = 64
 
 
 def config(nbytes: int, width: int) -> Qwen2Config:
-    """Returns the configuration of a model with so many blocks that its weights have `nbytes` bytes or more."""
+    """Returns the configuration of a model with just enough blocks for weights of `nbytes` bytes or more."""
     heads, inner, vocabulary = 8, 11 * width // 4, 1024
     block = 2 * width * width + 2 * width * width // 4 + 3 * width * inner
     blocks = max(2, (nbytes // 2 - 2 * vocabulary * width) // block + 1)
@@ -76,7 +76,10 @@ def bodiless(made: Qwen2Config) -> Any:
 
 
 def write_shards(made: Qwen2Config, folder: Path, limit: int) -> int:
-    """Writes random weights as safetensors files with an index, as a large model has on Hugging Face; returns bytes."""
+    """Writes random weights as safetensors files with an index, like a large model's on Hugging Face.
+
+    Returns the bytes of all weights.
+    """
     folder.mkdir()
     dice = torch.Generator().manual_seed(0)
     parts: list[dict[str, torch.Tensor]] = [{}]
@@ -127,7 +130,7 @@ class Part:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         (self.folder / storage).mkdir(exist_ok=True)
         options |= {"storage": self.folder / storage, "gradients": "fused", "device": "cpu"}
-        # The limit is too small for the default budget, which keeps the disk busy.
+        # The default budget, which is large enough to keep the disk busy, would exceed the limit of the cgroup.
         options["host_memory"] = smallest_budget(self.model, optimizer, options) + _MORE_BYTES
         self.model, self.optimizer = memascend.offload(self.model, optimizer, **options)
 
@@ -162,12 +165,12 @@ class Part:
         self.train(10**6)
 
     def resumed(self) -> None:
-        """Resumes from the store of the killed process; saves the model by transformers."""
+        """Resumes from the store of the killed process; saves the model with transformers' `save_pretrained`."""
         self.begin("store", existing="resume")
         self.say("resumed at", self.optimizer.steps)
         self.train(LAST)
         self.evaluate("last")
-        # `save_pretrained` takes a state dict of the whole model.
+        # `save_pretrained` reads the state dict of the whole model, which is larger than the limit of the cgroup.
         self.model.save_pretrained(self.folder / "saved")
         self.optimizer.close()
 
@@ -311,7 +314,7 @@ def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
 
 
 def cgroups(given: Path | None) -> Path:
-    """Returns a cgroup in which others can be made: `given`, or a new one."""
+    """Returns the parent for the cgroups of the parts: `given`, or a new cgroup."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if given is None:
         given = (first if first.is_dir() else second) / f"memascend-{uuid.uuid4().hex[:8]}"
@@ -344,7 +347,8 @@ def main() -> None:
             folder = Path(name)
             nbytes = write_shards(made, folder / "shards", limit)
             gc.collect()
-            # Collections in the forked processes then skip the objects that exist here, and do not copy their pages.
+            # The garbage collector of the forked processes then skips the objects that exist here, so the kernel copies
+            # none of their pages.
             gc.freeze()
             for part in ("created", "resumed", "continued"):
                 found[part] = run(part, made, folder, parent, limit, kill=part == "created")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from benchmarks.reservation import Reservation
 
-# The units in memory at once: one is computed, the next one read, the last one written back.
+# The units in memory at once: one is computed, the next one is read, and the previous one is written back.
 _WINDOW = 3
 # Sizes of tensors in the lease benchmark.
 _LEASE_BYTES = (4 << 10, 1 << 20, 32 << 20)

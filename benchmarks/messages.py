@@ -2,7 +2,7 @@
 
 The ranks are gloo processes on the CPU that train a small model, with and without clipping. The table has the messages
 and bytes of a step, summed over all ranks (FSDP2's messages with shards and gradients are not counted); the seconds
-that a rank spends exchanging messages, with its waits for ranks that share the processors; and the sockets of a rank.
+that a rank spends exchanging messages, with its waits for other ranks on the same processors; the sockets of a rank.
 gloo sends two short notices with each message, which are not counted either.
 """
 

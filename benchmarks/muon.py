@@ -2,7 +2,7 @@
 
 Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. The bytes of Muon's
 parameters follow from the two offloaded cases, since the other parameters move as many bytes as under AdamW alone. "One
-matrix" has memory for one matrix with its state instead of two, so no matrix is read or written while one is computed.
+matrix" has memory for one matrix with its state, not for two: it reads or writes no matrix while it computes another.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Worker:
             self._step()
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Measures `steps` steps, after an uncounted one, during which the disk may still write for another case."""
+        """Measures `steps` steps after an uncounted step, during which the disk may still write for another case."""
         from benchmarks import counters
         from memascend.cli import process
 

@@ -23,7 +23,7 @@ from benchmarks.train.cell.workload import WORKLOADS, configuration
 from memascend.plan.spare import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
-# Multiples of the comfortable budget: itself, and a budget that keeps records in RAM.
+# Multiples of the comfortable budget: the comfortable budget, and three times as much, which keeps records in RAM.
 BUDGETS = (1.0, 3.0)
 
 
@@ -198,7 +198,7 @@ def _memory(said: int, was: int) -> tuple[str, str, str]:
 
 
 def _seconds(cell: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns predicted seconds, real seconds and their ratio; empty texts with `--memory`, which predicts none."""
+    """Returns predicted seconds, real seconds and their ratio; empty texts with `--memory`, which predicts no time."""
     said, was = cell["said_seconds"], cell["was_seconds"]
     if said is None:
         return "", "", ""

@@ -24,8 +24,9 @@ from benchmarks.turns import Process, serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Llama 3 8B, each side divided by the square root of 80. The drive must be slower, too: with a real drive's speed a
-# step would be so short that the processors had less time for each parameter than beside a GPU.
+# The shape of Llama 3 8B with its widths and vocabulary divided by the square root of 80. The drive must be slower,
+# too: with a real drive's speed a step would be so short that the processors would have less time for each parameter
+# than they have beside a GPU.
 _SHAPE = {
     "hidden_size": 448,
     "intermediate_size": 1600,
@@ -184,7 +185,8 @@ class _Worker:
 
         self.model, self.optimizer = model, optimizer
         read, write = (1e9 * speed for speed in told["drive"])
-        # The throttle limits reads and writes separately, so a mix of halves moves twice the slower limit.
+        # The throttle limits reads and writes separately, so a mix of as many reads as writes moves bytes at twice the
+        # slower limit.
         drive = Drive(read=read, write=write, mixed=2 * min(read, write))
         update, (check, copied), (bind, hand) = (
             measured_update()["fp32"],

@@ -1,7 +1,7 @@
 """Plans as `memascend plan` does, for training on this processor: measures compute, and the time offloading takes.
 
 The model itself computes on made-up values, forward and backward, as in training. If the model would take long, it is
-computed with fewer blocks, and the time of the others is extrapolated from two depths. Also measured: the update in
+computed with fewer blocks, and the time of all blocks is extrapolated from two depths. Also measured: the update in
 the format of `--state`, a checksum, a copy of a gradient, and the time that each parameter takes in Python. If torch
 computes on all cores, the plan adds these times to compute, since torch's threads wait for each other.
 """
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from memascend.cli.plan.subject import Trace
     from memascend.plan.table import Plan
 
-# For each depth of the model: the most passes after a first one, which maps memory and loads code, and the seconds
-# after which no further pass begins.
+# For each depth of the model: the most passes, and the seconds after which no further pass begins. The first pass does
+# not count: it maps memory and loads code.
 _PASSES, _SECONDS = 5, 10.0
-# The most bytes of made-up values. A model with more computes fewer blocks, from which the others are extrapolated.
+# The most bytes of made-up values. A larger model is computed with fewer blocks, from which the time of all blocks is
+# extrapolated.
 _VALUES_BYTES = 1 << 30
 _ELEMENTS = 4 << 20
 _TRIES = 3
@@ -69,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Prints a plan. The options are those of `memascend plan`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
-    # The measurement runs the model's own loss.
+    # The measurement runs the model's own loss, so the plan must assume this loss unless `--loss` says otherwise.
     parser.set_defaults(loss="full")
     options = parser.parse_args(words)
     return plans.print_answer(options, _with_processor(plans.ask(options)))
@@ -89,7 +90,7 @@ def _with_processor(question: Question) -> Question:
 
 
 def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, Host]:
-    """Returns a forward's seconds, a backward's, and the host's speeds, as `Question.measured` must."""
+    """Returns a forward's seconds, a backward's seconds, and the host's speeds; serves as `Question.measured`."""
     parameters = sum(len(unit.parameters) for unit in plan.units)
     handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
     forward = processor.forward_seconds + parameters * processor.bind_seconds
@@ -255,7 +256,7 @@ def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def update_seconds() -> dict[str, float]:
-    """Returns one thread's seconds for one element, by format, while all of torch's threads compete for memory."""
+    """Returns one thread's seconds to update one element, by format, while all threads of torch compete for memory."""
     threads = torch.get_num_threads()
     numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "threads": threads}
     master, first, second = (torch.rand(_ELEMENTS) for _ in range(3))

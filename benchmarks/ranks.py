@@ -2,9 +2,9 @@
 
 For each number of ranks, gloo processes on the CPU train the same model in four ways that take turns: with plain FSDP2
 in memory, with FSDP2's CPU offload, and with memascend, which reduces gradients in the order of ranks or with the
-backend's reduction. The tables have the bytes that a rank moves in a step, beside 1/W of the bytes of one process; the
-memory of a rank, beside its plan and the memory of one process; and the median seconds of a step. Only ratios of the
-seconds mean something: all ranks share the processors and the disk of one machine.
+backend's reduction. The tables have the bytes that a rank moves in a step, beside 1/W of the bytes of one process (W is
+the number of ranks); the memory of a rank, beside its plan and the memory of one process; and the median seconds of a
+step. Only ratios of the seconds mean something: all ranks share the processors and the disk of one machine.
 """
 
 from __future__ import annotations
@@ -148,7 +148,10 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
-    """Draws the most bytes that a rank moves in a step, beside 1/W of one rank's, and its memory, beside its plan."""
+    """Draws two pictures by number of ranks, each with the largest value of any rank.
+
+    They have the bytes of a step, beside 1/W of the bytes of one process; and the memory, beside its plan.
+    """
     plt = open_pyplot()
     counts = list(found)
     moved, held, planned = (

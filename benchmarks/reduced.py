@@ -118,7 +118,7 @@ def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numb
 
 
 def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
-    """Returns a call for each installed peer with 8-bit moments, which makes a step on float32 parameters."""
+    """Returns, for each installed peer with 8-bit moments, a call that makes a step on float32 parameters."""
     import torch
 
     peers: dict[str, Call] = {}

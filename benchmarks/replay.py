@@ -1,7 +1,7 @@
 """Measures the replay of the gradient log in a store that was not closed: updates a second, and bytes moved a second.
 
-A child process trains a model that is kept in RAM as a whole, and is killed. The replay then reads each record and its
-gradients from the log, updates the record, and writes it.
+A child process trains a model that is kept in RAM as a whole, and then kills itself. The replay then reads each record,
+and its gradients from the log, updates the record, and writes it.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def lines(
     series: Mapping[str, Sequence[tuple[float, float]]],
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draws curves through points as a PNG, from zero. `units` are the labels of the axes.
+    """Draws curves through points as a PNG, with axes from zero. `units` are the labels of the axes.
 
     Each curve has its name and its last value at its end.
 
@@ -136,7 +136,7 @@ def lines(
 def headline(
     path: Path, title: str, units: tuple[str, str], series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> None:
-    """Draws few curves from zero as a PNG with large letters: a telephone shows them as large as those of the page.
+    """Draws few curves from zero as a PNG. On a telephone, the letters of the picture are as large as the page's text.
 
     Each curve has its system's name and its last value at its end.
 

@@ -1,8 +1,8 @@
 """Trains a small language model with the moments of AdamW in several formats, and shows the losses at the end.
 
-Each run is a process of its own on one thread, in RAM: fp32, bf16, 8bit, bitsandbytes' own AdamW8bit, and as a warning
-bf16 with a second moment that is rounded to nearest. Offloaded runs are bit-identical to these (`tests/parity`). A run
-that has a file in the results is not repeated: remove the file to run it again.
+Each run is a process of its own on one thread, in RAM: fp32, bf16, 8bit, bitsandbytes' own AdamW8bit, and (as a
+warning) bf16 with a second moment that is rounded to nearest. Offloaded runs are bit-identical to these
+(`tests/parity`). A run that has a file in the results is not repeated: remove the file to run it again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _loss(model: Any, tokens: Any) -> Any:
 
 
 def _optimizers(model: Any, name: str) -> list[Any]:
-    """Returns the optimizers of a format: with 8 bits two, since bitsandbytes keeps some moments in fp32."""
+    """Returns the optimizers of a format. With 8 bits there are two, since bitsandbytes keeps some moments in fp32."""
     import torch
     from support.moments import MomentsInRam, exact_root
 
@@ -142,7 +142,7 @@ def _optimizers(model: Any, name: str) -> list[Any]:
     if name == "bf16":
         return [_reduced({names[id(p)]: p for p in model.parameters()}, name, numbers)]
     if name == "nearest":
-        # memascend has no kernel for a format that is only a warning, so a test's optimizer computes it.
+        # This format is only a warning, so memascend has no kernel for it. An optimizer of the tests computes it.
         groups, widths = [{"params": list(model.parameters()), **numbers}], dict.fromkeys(model.parameters(), "bf16")
         return [MomentsInRam(groups, widths=widths, keys={}, second=name)]
     plain = torch.optim.AdamW(kept, fused=True, **numbers)
@@ -150,7 +150,8 @@ def _optimizers(model: Any, name: str) -> list[Any]:
         return [plain, _reduced({names[id(p)]: p for p in others}, name, numbers)]
     import bitsandbytes
 
-    # torch's square root may be a library's, which errs by a unit in the last place; memascend's never does.
+    # torch may take its square root from a library, with errors of one unit in the last place. memascend's square root
+    # has no such errors.
     torch.Tensor.sqrt = exact_root  # type: ignore[method-assign, assignment]
     return [plain, bitsandbytes.optim.AdamW8bit(others, **numbers)]
 

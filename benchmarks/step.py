@@ -35,8 +35,8 @@ _HELD = {
 # Moments in fewer bits, compared with "fused".
 _STATES = {f"state {form}": {"gradients": "fused", "state": form} for form in ("bf16", "8bit")}
 _ALL = _CASES | _HELD | _STATES
-# The other cases are compared with torch's fused AdamW on fp32 master weights in memory, with no records kept in RAM,
-# or with fp32 moments.
+# The cases with which other cases are compared: torch's fused AdamW on fp32 master weights in memory; memascend with no
+# records kept in RAM; memascend with fp32 moments.
 _RAM, _NONE_HELD, _FP32 = "in RAM", "held 0%", "fused"
 _WARM_STEPS = 2
 # Bytes of a store for each bf16 parameter.
@@ -44,7 +44,7 @@ _SLOTS_BYTES = 26
 
 
 def main() -> None:
-    """Measures every workload and prints a table of each."""
+    """Measures every workload and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
@@ -145,7 +145,7 @@ class _Workload:
         return _Case(process, process.ask(begin=True))
 
     def _bandwidth(self, pattern: Any) -> float:
-        """Returns our GB/s for a pattern, on a file as large as a store, through as many buffers as an update has."""
+        """Returns the engine's GB/s for a pattern, on a file of a store's size, with an update's number of buffers."""
         from memascend import nvme
         from memascend.cli.storage import blocks, transfer
 
@@ -159,7 +159,7 @@ class _Workload:
 
 
 def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
-    """Returns medians over all turns, without each turn's first step: the disk has finished more writes before it."""
+    """Returns medians over all turns without their first steps, before which the disk had time to finish its writes."""
     parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
     for turn in case.turns:
         for part, taken in parts.items():

@@ -2,8 +2,8 @@
 
 Three Trainers train the same model in float32, each in a process of its own; the processes take turns. "one line" is
 `memascend.trainer.offload(trainer)`, which commits the Trainer's position with each step. "no position" is the same,
-but commits an empty position. "by hand" is `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`,
-which cannot resume. A step is the time from one `on_step_end` to the next, with the fetch of the batch.
+but commits an empty position. "by hand" is `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`; this
+Trainer cannot resume. A step is the time from one `on_step_end` to the next, with the fetch of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.turns import at_work
 
 _CASES = ("one line", "no position", "by hand")
-# The position is also measured with a log of each of these numbers of lines, `_TAKEN` times each.
+# The numbers of lines of the logs with which the position is also measured, `_TAKEN` times each.
 _LINES = (100, 1_000, 10_000)
 _TAKEN = 5
 _WARM_STEPS = 6

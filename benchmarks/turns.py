@@ -39,7 +39,10 @@ class Process:
 
 @contextmanager
 def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> Iterator[dict[str, Process]]:
-    """Yields the processes by case, and kills them at the end. Each starts after the one before answered `first`."""
+    """Yields the processes by case, and kills them at the end.
+
+    Each process starts after the previous process has answered the question `first`.
+    """
     processes: dict[str, Process] = {}
     try:
         for name, work in works.items():

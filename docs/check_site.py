@@ -1,4 +1,4 @@
-"""Checks the pages that make_site.py made: `python docs/check_site.py` prints each fault, and exits with 1 if any.
+"""Checks the pages that make_site.py made: `python docs/check_site.py` prints all faults, exits with 1 if it found any.
 
 Faults are raw markup, lost headings, dead links and anchors (also into the repository), pictures without alternative
 text or wider than their column, and files that a page fetches from other hosts.
@@ -16,12 +16,13 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# Pixels. A phone's column shows a drawing of this width at three quarters, and letters of 14 pixels at 11.
+# In pixels. The column of a phone shows a drawing of this width at three quarters of its size, so that letters of 14
+# pixels have 11 pixels there.
 WIDEST_DRAWING = 480
 
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-# Matches Markdown that a renderer left as it is: `_RAW` outside of code, `_FENCE` within code.
+# These match Markdown that a renderer left as it is: `_RAW` outside of code, `_FENCE` within code.
 _RAW = re.compile(r"```|~~~|`|\]\(|\*\*|^\||^#+ |^[-*+] |^:::|\{[:#.]", re.MULTILINE)
 _FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
 
@@ -36,7 +37,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.fetched: list[str] = []
         self.pictures: list[dict[str, str]] = []
-        # Headings from Markdown, without those that the API reference adds.
+        # The headings that come from Markdown, without the headings that the API reference adds.
         self.headings: list[str] = []
         self.code = ""
         self.prose = ""
@@ -110,7 +111,7 @@ def faults_of_text(page: Page, source: Path) -> list[str]:
 
 
 def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
-    """Returns faults: links to files, anchors and files of the repository that do not exist."""
+    """Returns faults: links whose target does not exist, on the site (a file or an anchor) or in the repository."""
     found = []
     for link in page.links:
         where = urlsplit(link)
@@ -128,7 +129,7 @@ def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
 
 
 def faults_of_pictures(page: Page) -> list[str]:
-    """Returns faults: pictures without alternative text, missing, too wide, or with a size of their own."""
+    """Returns faults: pictures that have no alternative text, have a size in the page, are missing, or are too wide."""
     found = []
     for picture in page.pictures:
         name = picture.get("src", "")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks/results"
 PAGES, SITE = ROOT / "target/pages", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# Match pictures of benchmarks, and other links of a page that leave the folder of the documents.
+# `_PICTURE` matches pictures of benchmarks, `_OUTSIDE` other links of a page that leave the folder of the documents.
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()\.\./benchmarks/results/([\w-]+\.png)\)")
 _OUTSIDE = re.compile(r"(\]\()\.\./([^)#]+)")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
@@ -54,7 +54,7 @@ def _in_code(pattern: re.Pattern[str], put: str, html: str) -> str:
 
 if __name__ == "__main__":
     copy_pages()
-    # --clean: the cache of an earlier build may have older docstrings.
+    # `--clean` drops the cache of an earlier build, which may have older docstrings.
     build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if subprocess.run(build, cwd=ROOT, check=False).returncode:
         sys.exit(1)

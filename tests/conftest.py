@@ -21,11 +21,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # threads sets its own number. OpenMP threads sleep while they wait: spinning, they would slow down the other workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A shell starts background jobs with SIGINT ignored, and child processes inherit that: restore Python's handler.
+# A shell starts background jobs with SIGINT ignored, and child processes inherit this: restore Python's handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Only `make test-gpu` sees a GPU: in other tests, calls without device= would compute on it.
+# Hides GPUs from all tests but those of `make test-gpu`: a call without device= would compute on a GPU.
 if os.environ.get("MEMASCEND_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -77,7 +77,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def threads_of_torch():
-    """Fails a test that changes torch's number of threads: later tests would compute other bits."""
+    """Fails a test that changes torch's number of threads: later tests would compute different bits."""
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     yield
@@ -100,7 +100,7 @@ def one_thread():
 
 @pytest.fixture
 def python():
-    """Returns a function that runs a program in a new interpreter and returns its output; a failure shows all of it."""
+    """Returns a function that runs a program in a new interpreter and returns its output; a failure shows it."""
 
     def run(program, *arguments, env=None, status=0, timeout=250):
         done = subprocess.run(

@@ -24,7 +24,7 @@ def gradient(numel: int) -> Any:
 
 
 def _pattern(numel: int, period: int, divisor: int) -> Any:
-    """Returns `numel` bf16 numbers that repeat a period around zero; allocates no temporary of that size."""
+    """Returns `numel` bf16 numbers that repeat a period around zero; allocates no other tensor of `numel` numbers."""
     import torch
 
     one = ((torch.arange(period) - period // 2) / divisor).bfloat16()

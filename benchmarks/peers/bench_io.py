@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PATTERNS = ("read", "write", "mixed")
-# The size and depth that were fastest on every measured disk.
+# The block size and the queue depth that were fastest on every measured disk.
 BLOCK_BYTES, DEPTH = MIB, 8
 Case = Callable[[], Speed]
 
@@ -171,8 +171,8 @@ class Bench:
         # One and a half times as many buffers as the queue is deep: `transfer` waits for tickets in order, and a late
         # ticket must not leave the device idle. fio refills any free place of its queue.
         count = depth + max(1, depth // 2)
-        # A region's end that is less than a huge page consists of small pages, which split requests: spare tensors
-        # cover it.
+        # If the end of a region is less than a huge page, it consists of small pages, which split requests. Spare
+        # tensors, which the case does not use, cover this end.
         spare = -(-(memory.limits()["huge_page"] or 0) // size)
 
         def case() -> Speed:
@@ -187,7 +187,7 @@ class Bench:
         return case
 
     def made(self, name: str, nbytes: int | None = None) -> Path:
-        """Returns a new file with every block written: the first access to a reserved block is slower."""
+        """Returns a new file with every block written: the first access to a block that is only reserved is slower."""
         path = self.folder / name
         with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
             transfer(volume, tensors, "write", volume.size)
@@ -258,7 +258,7 @@ def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     with Progress(what, rounds * len(cases), unit="measurements") as progress:
         for index in range(rounds):
-            # The order is shuffled, since a disk may still work for the case before.
+            # The order is shuffled, since a disk may still work for the previous case.
             for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
                 samples[name].append(cases[name]())
                 progress.add(1)
@@ -305,7 +305,9 @@ _WEIGHT_BYTES, _COUNT = 16 << 20, 16
 
 
 def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed]]:
-    """Returns cases that write weights, flush and read them: in a file each as ZeRO-Infinity does, and in one volume.
+    """Returns two cases that write weights, flush and read them.
+
+    One case has a file for each weight, as ZeRO-Infinity does; the other has one volume for all weights.
 
     The files leave the page cache before they are read: the weights of a model larger than memory would not be cached.
     """

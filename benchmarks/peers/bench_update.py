@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
-    # DeepSpeed has no state in fewer bits.
+    # DeepSpeed has no optimizer state of fewer than 32 bits.
     python = environment.found(options.deepspeed) if options.state in {"own", "fp32"} else None
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         begin = None if python is None else partial(Swapper, python, Path(folder) / "deepspeed")
@@ -207,7 +207,10 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], An
 def _fio_peers(
     folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Callable[[], float]]:
-    """Returns runs of fio with and without huge pages, if it is installed. A run returns seconds for a step's bytes."""
+    """Returns functions that run fio with and without huge pages, if fio is installed.
+
+    Each function moves the bytes of a step, and returns the seconds.
+    """
     if options.no_fio or shutil.which("fio") is None:
         return {}
 
@@ -230,7 +233,7 @@ def _result(
     """Returns the medians of all seconds, and the medians of each round's ratios to the update."""
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
     if "error" in told.get("other", ()):
-        # A system that computes other results is no baseline.
+        # A system whose results differ from ours is no baseline.
         seconds.pop("other", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
@@ -250,7 +253,7 @@ def _result(
 
 
 def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
-    """Does a step's I/O without its arithmetic: reads each chunk, and writes state and values to the other slot."""
+    """Does a step's I/O without its arithmetic: reads chunks from `slot`; writes state and values to the other slot."""
     chunks, state, values = subject.chunks, subject.state, subject.values
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()

@@ -84,7 +84,7 @@ class Peer(Closing):
         """Sends an order; returns the answer.
 
         Raises:
-            ConfigError: the process ended instead.
+            ConfigError: the process ended without an answer.
         """
         assert self._process.stdin is not None
         try:
@@ -98,7 +98,7 @@ class Peer(Closing):
         return answer
 
     def last_words(self) -> str:
-        """Returns the last line of output that names an error; the last line, if none does."""
+        """Returns the last line of output that names an error; the last line, if no line names one."""
         errors = [line for line in self._said if "Error" in line.partition(":")[0] and not line.startswith(" ")]
         return (errors or self._said or ["it printed nothing"])[-1]
 

@@ -16,7 +16,7 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Passes over the file in one measurement. With more than one, the start of I/O takes a smaller part of the seconds.
+# Passes over the file in one measurement. The start of I/O is a smaller part of the seconds than with a single pass.
 PASSES = 2
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -30,7 +30,8 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
         mounted = False
         try:
             before = _HUGE_PAGES.read_text()
-            # fio aligns its buffers, rounds up to 4 MiB, and aborts if it gets too few pages.
+            # fio aligns its buffers and rounds their size up to 4 MiB, so it needs more pages than `nbytes` has. It
+            # aborts if it gets too few.
             _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
         except OSError:
             yield None

@@ -17,7 +17,7 @@ from memascend.cli import process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
-    """Makes a step for each line of standard input, until it ends."""
+    """Makes a step for each line of standard input, until standard input ends."""
     import deepspeed
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam

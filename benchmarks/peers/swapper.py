@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
     import torch
 
-# The numbers of swap buffers to try. A parameter's Adam state and gradient take four. The pipeline also reads those of
-# the next parameter and writes those of the previous one. With eight buffers the swapper was seen to fail.
+# The numbers of swap buffers to try. A parameter's Adam state and gradient take four buffers. The pipeline also reads
+# the state and gradient of the next parameter, and writes those of the previous parameter. With eight buffers the
+# swapper was seen to fail.
 _BUFFERS = range(9, 17)
-# The largest mean difference of the sample, relative to its mean magnitude. The same arithmetic rounds a few values to
-# a neighbour in bf16; a missing step makes ten times this difference or more.
+# The largest permitted mean difference of the swapper's sample from ours, relative to our sample's mean magnitude. Even
+# with the same arithmetic, a few values are rounded to a neighbour in bf16. A missing step makes ten times this
+# difference or more.
 DIFFERENCE_MAX = 1e-4
 
 
@@ -56,7 +58,10 @@ class Swapper(Closing):
         return float(self._last["seconds"])
 
     def compared(self, sample: torch.Tensor) -> dict[str, Any]:
-        """Returns the swapper's memory; an error if its parameters differ from `sample`, ours after as many steps."""
+        """Returns the swapper's memory, or an error if its parameters differ from ours.
+
+        `sample` has the first values of our parameters after as many steps.
+        """
         import torch
 
         theirs = torch.tensor(self._last["sample"])

@@ -1,4 +1,4 @@
-"""Replaces each of the paper's four parts by its predecessor; reports the cost in host memory and seconds.
+"""Replaces each of the MemAscend paper's four parts by its predecessor; reports the cost in host memory and seconds.
 
 Each part is measured alone, at the size of a workload; the product has no options for this.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]
 
-# The units in memory at once: one is computed, the next one read, the last one written back.
+# The units in memory at once: one is computed, the next is read, and the previous is written back.
 _WINDOW = 3
 _ROUNDS = 3
 _VALUE_BYTES = 2
@@ -73,7 +73,7 @@ def ablation(work: Workload, storage: Path) -> list[Cost]:
 
 
 def _pinning(instead: str, nbytes: int, other: int) -> Cost:
-    """Measures the seconds in which a region of each size is made."""
+    """Measures how long it takes to make a region of each size."""
 
     def made(size: int) -> Callable[[], object]:
         return lambda: memory.Region(size, owner="ablation").close()
@@ -90,7 +90,10 @@ def _pinning(instead: str, nbytes: int, other: int) -> Cost:
 
 
 def _check(work: Workload) -> Cost:
-    """Measures both checks on gradients as large as the model; the bytes are those that a check adds to memory."""
+    """Measures our overflow check and torch's operations, on a gradient for each parameter of the model.
+
+    The bytes are those that a check adds to memory.
+    """
     import torch
 
     gradient = torch.zeros(work.parameters, dtype=getattr(torch, work.dtype))

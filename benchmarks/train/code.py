@@ -24,7 +24,7 @@ _SOURCES = (
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
-# The files in these folders that decide no measurement, since they only compare and print.
+# The files in the folders of `_SOURCES` that decide no measurement, since they only compare and print.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "Curve", "draw", "points"]
 
-# Place on the axis, system, value, least and most. Least and most of the steps for seconds, otherwise the value itself.
+# The place on the axis, the system, the value, and the least and the most value. For seconds, the least and the most
+# are those of the steps; otherwise both equal the value.
 Row = tuple[float, str, float, float, float]
 
 

@@ -56,9 +56,12 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """Returns the largest relative difference of a step that both have; infinite if the losses prove nothing."""
+    """Returns the largest relative difference of `losses` from `reference`, over the steps that both lists have.
+
+    Returns infinity if the losses prove nothing.
+    """
     pairs = list(zip(losses, reference, strict=False))
-    # If the losses do not fall, a system that does not train has the same.
+    # If the losses do not fall, a system that does not train has the same losses.
     if len(pairs) < 2 or not _falls([expected for _, expected in pairs]):
         return math.inf
     differences = [abs(found - expected) / abs(expected) for found, expected in pairs]
@@ -107,8 +110,8 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
 def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
     """Adds to each cell how many times as fast memascend is, and its memory as a fraction of the peer's.
 
-    A peer's cell is compared with memascend at its default, a cell of memascend with ZeRO-Infinity, with its fewest
-    buffers.
+    A peer's cell is compared with the cell of memascend's default. A cell of memascend is compared with the cell of
+    ZeRO-Infinity, which has the fewest buffers that work.
     """
     good = {system: result for system, result in found.items() if "error" not in result}
     for system, result in good.items():
@@ -116,7 +119,7 @@ def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
         ours, theirs = (result, good.get("zero-infinity")) if mine else (good.get("memascend"), result)
         if ours is not None and theirs is not None:
             result["ours_faster"] = theirs["seconds"]["step"] / ours["seconds"]["step"]
-            # The memory of a process does not include memory that a driver pins, so the machine's is compared.
+            # The memory of a process does not include memory that a driver pins, so the machine's memory is compared.
             pinned = theirs["machine_added_bytes"] and ours["machine_added_bytes"]
             of = "machine_added_bytes" if pinned else "added_bytes"
             result["ours_of_memory"] = ours[of] / theirs[of]

@@ -40,7 +40,7 @@ class Launcher:
         storage: a folder on the disk to measure.
         deepspeed: an interpreter that has DeepSpeed; None: the error of DeepSpeed's cells says how to get one.
         seconds: the longest that a cell may take.
-        within: the seconds after which a cell that has measured a step makes no further one; None: it makes all steps.
+        within: the seconds after which a cell that has measured a step makes no more steps; None: it makes all steps.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Launcher:
             work: the workload to train.
             system: a name of `SYSTEMS`.
             steps: the number of measured steps.
-            warm: the number of steps before them.
+            warm: the number of steps before the measured steps.
             settings: settings that override those of the system.
             limit: the limit of the cell's cgroup in bytes.
             seconds: the longest that the cell may take, instead of the launcher's `seconds`.
@@ -147,7 +147,7 @@ def _end(cell: subprocess.Popen[str]) -> None:
 
 
 def _last_words(said: str, status: int) -> str:
-    """Returns the last line that names an error, after which peers may print more; the last line if none does."""
+    """Returns the last line that names an error, since peers may print more lines after it; else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("File ")]
     return (errors or lines or [f"exit status {status}"])[-1][:_ERROR_CHARACTERS]

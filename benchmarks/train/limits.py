@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 
 _MIB = 1 << 20
-# The steps that a try must complete. Optimizers create their state in the first one.
+# The steps that a try must complete. Optimizers create their state in the first step.
 _STEPS = 3
 # The most seconds of a try. If memory is slightly too small, the kernel drops pages of programs and reads them again
 # and again, which does not count as training. With enough memory, no system needs half of this time on two cores.
 _STEPS_SECONDS, _REACH_SECONDS = 180, 600
-# The first limit to try. The search doubles it until it works, and then halves the interval.
+# The first limit to try. The search doubles the limit until a try works, and then halves the interval.
 _START_BYTES = 1 << 30
 _LENGTHS = tuple(128 << power for power in range(10))
 _BATCHES = tuple(1 << power for power in range(10))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-# The facts of a machine that decide a measurement, beside the code.
+# The facts of a machine that, in addition to the code, decide a measurement.
 _PLACE = ("processor", "cores", "memory_bytes", "kernel", "torch")
 # A step with more tokens times parameters than this takes seconds, so half as many steps are measured.
 _LONG = 5e10
@@ -62,7 +62,7 @@ class Bench:
         return self.get(f"{work.name}--{system}{named}", asked, measure)
 
     def settings(self, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-        """Returns a system's settings for a model, found by trial; {"error": ...} if it runs with none."""
+        """Returns a system's settings for a model, found by trial; {"error": ...} if no settings work."""
         return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Results:
 
     Args:
         folder: the folder, which is made if it does not exist.
-        again: True: `get` measures also answers that have a file.
+        again: True: `get` also measures an answer that has a file.
         measures: False: `get` measures nothing, and returns an error for an answer without a file.
     """
 
@@ -48,7 +48,7 @@ class Results:
                     f"{path} is no result of this benchmark: remove it or name another --results"
                 ) from error
         answer = measure() if self.measures else {"error": "not measured yet", "missing": True}
-        # An answer that lacks an environment or a permission is not written, so that a later run measures it.
+        # A "missing" answer, for lack of an environment or a permission, is not written: a later run may measure it.
         if not answer.get("missing"):
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"asked": asked, "answer": answer}, indent=1) + "\n")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["least", "most"]
 
-# `least` gives up after this number of sizes, each twice the one before.
+# `least` gives up after this number of sizes, each twice the previous size.
 _DOUBLINGS_MAX = 6
 
 
@@ -38,7 +38,7 @@ def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) 
 
 
 def most(works: Callable[[int], bool], sizes: Iterable[int]) -> int | None:
-    """Returns the last of ascending sizes before the first that does not work; None if the first does not work."""
+    """Returns the largest of ascending sizes up to which all sizes work; None if the first size does not work."""
     best = None
     for size in sizes:
         if not works(size):

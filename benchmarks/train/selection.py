@@ -31,7 +31,8 @@ FULL: Cells = {
     # The state is larger than the memory of most machines, so in-memory torch is left out, and losses are not compared.
     "1.5B-1x128": ("memascend-meta", "zero-infinity"),
 }
-# The model whose state does not fit into memory, and the systems whose smallest memory cgroup is searched for it.
+# The model whose state does not fit into memory, and the systems for which the benchmark searches the smallest memory
+# cgroup that can train the model.
 LIMITS: Cells = {
     "500M-1x128": ("memascend-smallest", "torch", "zero-infinity", "zero-infinity-params-in-ram", "zero-offload"),
 }

@@ -113,7 +113,7 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
         for name, cells in judged.items()
     }
     whole = [name for name, own in measured.items() if len(own) == len(_DRAWN)]
-    # The smallest models first.
+    # The smallest models come first.
     judged = {name: judged[name] for name in sorted(whole or judged, key=lambda name: float(name.split("M-")[0]))}
     systems = [system for system in _DRAWN if all(system in measured[name] for name in judged)]
     drawn: list[Path] = []

@@ -30,7 +30,7 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
         bench: runs the trials, and keeps their results.
         work: the workload. The settings depend on the recomputation of blocks, but not on batch and length.
         system: a name of `SYSTEMS`.
-        lean: True: the model is never in memory as a whole while it is made, which takes other buffers.
+        lean: True: the model is never in memory as a whole while it is made, which needs another number of buffers.
     """
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
@@ -60,7 +60,7 @@ def _fewest(
 ) -> dict[str, Any]:
     """Returns the settings `others` and the first number of buffers `name` with which DeepSpeed makes two steps.
 
-    A setting of `_BUFFERS_MAX` in `others` is for the trials alone, and left out of the result.
+    A setting of `_BUFFERS_MAX` in `others` is for the trials alone: the result leaves it out.
     """
     answer: dict[str, Any] = {"error": "nothing was tried"}
     for count in range(first, _BUFFERS_MAX + 1):

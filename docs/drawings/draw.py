@@ -1,4 +1,4 @@
-"""Draws the pictures of how-it-works.md: `python docs/drawings/draw.py` writes the SVG files beside it."""
+"""Draws the pictures of how-it-works.md: `python docs/drawings/draw.py` writes the SVG files into docs/drawings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ INK, PAPER = "#24292f", "#ffffff"
 # Colours with one meaning in all drawings.
 STORAGE, HOST, DEVICE, OLD, NEW = "#dbe9f6", "#e6f4e6", "#fdeeda", "#d0d7de", "#7fb77f"
 FONT = 'font-family="sans-serif" font-size="14"'
-# Pixels: little wider than a phone's column, so that letters stay legible there.
+# In pixels: only a little wider than a phone's column, so that letters stay legible there.
 WIDTH = 440
 
 
@@ -90,7 +90,7 @@ def places() -> Drawing:
 
 
 def step() -> Drawing:
-    """Draws one step along time."""
+    """Draws the parts of one step from left to right in time."""
     made = Drawing(WIDTH, 398, "One step in time: forward, backward with updates beside it, commit")
     for y, words in ((55, "model"), (99, "reads"), (227, "model"), (271, "reads"), (315, "updates")):
         made.words(8, y, words)
@@ -113,7 +113,7 @@ def step() -> Drawing:
 
 
 def commit() -> Drawing:
-    """Draws the two slots of each extent before, in and after a commit."""
+    """Draws the two slots of each extent before, during and after a commit."""
     made = Drawing(WIDTH, 230, "Two slots for each extent; the root says which one is valid")
     for column, (title, below, first, second, valid) in enumerate(
         (

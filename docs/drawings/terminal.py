@@ -1,8 +1,9 @@
-"""Records a killed and resumed `memascend train`: `python docs/drawings/terminal.py` writes terminal.svg beside it.
+"""Records a killed and resumed `memascend train`: `python docs/drawings/terminal.py` writes docs/drawings/terminal.svg.
 
-Trains the model of examples/small_model.py in a shell on a pseudo-terminal, kills it with SIGKILL within a step, and
-types the same command again. The drawing shows the terminal's lines, without those that `_shown()` leaves out, and
-waits at most a second for each. Requires the packages of `memascend train`.
+Trains the model of examples/small_model.py in a shell on a pseudo-terminal, kills the training with SIGKILL within a
+step, and types the same command again. The drawing is an animation of the terminal's lines, except for the lines that
+`_shown()` leaves out. The pause before a line is as long as in the recording, but at most a second. Requires the
+packages of `memascend train`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logging_steps: {LOGGED}
 disable_tqdm: true
 """
 COMMAND = "memascend train --config tune.yaml"
-# The last step before the kill, and the share of the next step's time after which it is killed.
+# The last whole step before the kill, and the share of the next step's time after which the kill follows.
 KILLED_AFTER, KILLED_AT = 6, 0.5
 TITLE = f"memascend train is killed by kill -9 within step {KILLED_AFTER + 1}; the same command resumes at that step"
 # How the line with the totals begins; the drawing leaves it out.
@@ -44,14 +45,14 @@ TOTALS = f"memascend: {STEPS - KILLED_AFTER} steps in "
 PROMPT = "$ "
 # Seconds to wait for a line.
 PATIENCE = 600.0
-# The rows of the headers that the drawing shows: of the first start, and of the second.
+# The rows of memascend's header that the drawing shows, after the first start and after the second start.
 ROWS = (("model", "RAM"), ("steps",))
 
-# Pixels. The width is `check_site.WIDEST_DRAWING`, so that a phone shows the letters at three quarters of their size.
+# In pixels. The width is `check_site.WIDEST_DRAWING`: a phone shows the letters at three quarters of their size.
 WIDTH, MARGIN, BAR, LINE, SIZE = 480, 12, 28, 18, 14
-# Characters of a line.
+# The most characters of a line.
 COLUMNS = 54
-# Seconds between two lines.
+# The least and the most seconds between two lines of the drawing.
 SHORTEST, LONGEST = 0.12, 1.0
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 GROUND, EDGE, INK, QUIET = "#161b22", "#57606a", "#e6edf3", "#9da7b3"
@@ -70,7 +71,7 @@ class Shell:
         if self._pid == 0:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            # OMP_NUM_THREADS=1: on a busy machine, threads would wait for each other.
+            # OMP_NUM_THREADS is 1 because, on a busy machine, several threads would wait for each other.
             told = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], told)  # noqa: S606
         # Set 500 columns, so that only draw() breaks lines.

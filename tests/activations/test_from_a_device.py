@@ -33,7 +33,7 @@ def small(monkeypatch):
     monkeypatch.setattr(decision, "ACTIVATION_GROUPS", GROUPS)
 
 
-# A simulated device computes nothing: its results are whatever its memory contains, NaN too.
+# A simulated device computes nothing: its results are the arbitrary contents of its memory, and may be NaN.
 ANYTHING = {"gradients": "ssd", "nonfinite": "commit"}
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", **ANYTHING)
 
@@ -108,7 +108,7 @@ def test_what_is_kept_is_gone_from_the_device(tmp_path, where, reentrant):
         x = rows()
         loss = model(x).square().mean()
         gc.collect()
-        # This test holds the first input; the last `_COMING` inputs may still be in copy from the device.
+        # This test holds the first input; the copies of the last `_COMING` inputs from the device may still be running.
         lives = [ref() is not None for ref in model.inputs]
         assert lives[1 : BLOCKS - activations._COMING] == [False] * (BLOCKS - activations._COMING - 1)
         loss.backward()

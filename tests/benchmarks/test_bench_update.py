@@ -76,7 +76,7 @@ def test_an_update_of_each_state_moves_its_bytes(state, moved, capsys, tmp_path,
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--state", state, "--json"]
     bench_update.main(words)
     report = json.loads(capsys.readouterr().out)
-    # An update moves whole blocks of 4 KiB, so a little more than these bytes.
+    # An update moves whole blocks of 4 KiB, so it moves a little more than `moved` bytes for each parameter.
     assert report["bytes"] / report["parameters"] == pytest.approx(moved, rel=0.01)
     assert report["update_seconds"] > 0
     assert report["pure_seconds"] > 0

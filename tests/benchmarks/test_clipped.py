@@ -28,7 +28,7 @@ def test_runs_that_differ_are_told_apart_from_runs_that_spread():
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (1.11, "MISSED")])
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, length):
-    """In all cases the rounds get slower alike, so a verdict must compare rounds in pairs."""
+    """In all cases the rounds get slower by the same factors, so a verdict must compare rounds in pairs."""
     settings = {"table": "memory", "parameters": "500M", "batch": 4, "length": length, "threads": 1}
     names = ("torch in memory, clipped", "unclipped", "clipped by max_grad_norm", "clipped by clip_grad_norm_")
     cases = {

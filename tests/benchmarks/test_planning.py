@@ -27,7 +27,7 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
-    """All 12 blocks take equally long, beside a constant part; the slower the blocks, the fewer are measured."""
+    """Besides a constant part, all 12 blocks take equally long; the slower the blocks, the fewer are measured."""
     model, depths = describe(config, None)[0], []
 
     def passed(_, depth, *__):

@@ -51,7 +51,7 @@ def made(dtype=torch.bfloat16, optimizer=torch.optim.AdamW, seed=0, **options):
     torch.manual_seed(seed)
     model = Mixed().to(dtype)
     model.conv.to(memory_format=torch.channels_last)
-    if optimizer is torch.optim.Adafactor:  # torch's Adafactor divides by the number of elements
+    if optimizer is torch.optim.Adafactor:  # torch's Adafactor divides by the number of elements, here 0
         del model.none
         model.none = torch.zeros(1)
     return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
@@ -108,7 +108,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
             gradients="ram",
             host_memory="64MiB",
             checkpoint=tmp_path / "saved",
-            # The checkpoint's seed replaces this one.
+            # The checkpoint's seed replaces this seed.
             **{**offload, "seed": 0},
         )
     with optimizer:
@@ -124,7 +124,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
 
 
 class Turned(torch.nn.Module):
-    """A module with a transposed and a permuted parameter, whose strides are those of no memory format."""
+    """A module with a transposed and a permuted parameter; their strides match no memory format."""
 
     def __init__(self):
         super().__init__()
@@ -462,7 +462,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
 
 
 def killed_at_random_moments(folder, kills):
-    """Kills children that save, and verifies the checkpoint after each. It forks, so it runs in its own interpreter."""
+    """Kills children that save, and verifies the checkpoint after each kill. Forks: run it in its own interpreter."""
 
     def save(begun):
         model, optimizer = made()
@@ -498,7 +498,7 @@ getattr(test_checkpoint, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
 
 @pytest.fixture
 def elsewhere(loaded, tmp_path):
-    """Returns a function that runs a function of this file in a new interpreter; the result is its last two words."""
+    """Returns a function that runs a function of this file in a new interpreter and returns its last two words."""
 
     def call(function, folder, argument, timeout=250):
         words = Path(__file__).parent.parent, function.__name__, folder, argument
@@ -560,7 +560,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
     values_bytes = values["embed.weight"].nbytes
     for step in ("save", "load"):
         grown, held = map(int, elsewhere(grows, tmp_path, step))
-        # The arena holds the largest unit's values; six times as much optimizer state streams through little more.
+        # The arena has room for the values of the largest unit. The optimizer state, six times as many bytes, streams
+        # through small buffers.
         assert values_bytes <= held
         assert grown - held < 32 << 20 < values_bytes, (grown, held)
         if step == "save":

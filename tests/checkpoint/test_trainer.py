@@ -25,7 +25,7 @@ from memascend.trainer.reference import offload_both
 STEPS = 6
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
-# These tests allow warnings of libraries, and the warning of a resume that it keeps the stored options.
+# These tests allow warnings of libraries, and the warning that a resumed run keeps its stored options.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
@@ -96,7 +96,7 @@ def ended(first, tmp_path):
 @pytest.mark.parametrize("existing", ["replace", "resume"])
 def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, ended, undisturbed, existing):
     output = ended
-    # Pretends that training waited for the drive for half of the time, which only the first log reports.
+    # Pretends that training waited for the drive for half of the time. Only the first log line reports such waits.
     monkeypatch.setattr(Report, "waited", 0.5)
     # The Trainer must not write the weights again by the model's `save_pretrained()`.
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
@@ -133,7 +133,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
 def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, ended, undisturbed):
     model, optimizer = begun(tmp_path, existing="replace", checkpoint=ended / "checkpoint-4")
     optimizer.close()
-    # The store has taken no step since, but its id differs from the one in the checkpoint.
+    # The run has taken no step since the checkpoint, but the store's id differs from the id in the checkpoint.
     model, optimizer = begun(tmp_path, existing="resume", seed=9)
     with optimizer:
         run = trainer(model, optimizer, ended, Callback())
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
 
 
 class Plain(torch.nn.Module):
-    """A plain module, which is no model of transformers."""
+    """A module that is not a model of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ def vectors(count):
 
 
 def adapted():
-    """Returns a model with adapters; its checkpoints have the files of peft, and beside them those of memascend."""
+    """Returns a model with adapters; its checkpoints have the files of peft and the files of memascend."""
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(built()[0], peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 

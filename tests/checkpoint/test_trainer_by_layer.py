@@ -105,7 +105,7 @@ def with_wrapped_forward(trainer):
     block(trainer).forward = functools.wraps(forward)(lambda x: 2 * forward(x))
 
 
-# Changes to the Trainer. accelerate sets such a scaler for fp16; a disabled one does not scale losses.
+# Changes to the Trainer. accelerate sets a scaler for fp16; the disabled scaler of the case "scaler" scales no losses.
 CHANGES = {
     "checkpointed": lambda trainer: trainer.model.gradient_checkpointing_enable(),
     "hook": lambda trainer: block(trainer).register_forward_hook(lambda *_: None),
@@ -140,7 +140,7 @@ CASES = {
     "function": (Trainer, qwen2, "compute_loss_func is a function of yours"),
     "attention": (Trainer, qwen2, "an attention or a loss of yours"),
 }
-# Cases that are compared with a plain run. In all others the Trainer itself computes each micro-batch.
+# Cases that are compared with a plain run. In all other cases the Trainer itself computes each micro-batch.
 COMPARED = [*(name for name in CASES if CASES[name][2] is None), "dropout", "loss"]
 
 
@@ -196,7 +196,7 @@ def said(caplog):
 
 @pytest.fixture
 def heard(caplog, monkeypatch):
-    """Returns the log. Writes deferred updates always in one pass, so that the bytes read do not depend on timing."""
+    """Returns the log. Has updates always deferred to the same pass, so that the bytes read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     caplog.set_level(logging.INFO, "memascend")
     return caplog
@@ -204,7 +204,7 @@ def heard(caplog, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Returns a function that simulates a GPU with so many free bytes; a micro-batch peaks at 100 and keeps 30."""
+    """Returns a function that simulates a GPU with `allocatable` bytes; a micro-batch peaks at 100 and keeps 30."""
 
     def have(allocatable):
         allocated = iter([10, 40])

@@ -118,7 +118,7 @@ def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
 
 @pytest.mark.parametrize("kind", ["drawn", "list"])
 def test_a_forecast_disturbs_nothing(tmp_path, kind):
-    """forecast() draws no random numbers, from the process or through the data: the training's bits would change."""
+    """forecast() draws no random numbers, neither from the process nor through the data: training must not change."""
     dice = random.Random(1)
     trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
     trainer.create_optimizer()
@@ -162,7 +162,7 @@ def test_figures_in_bytes_are_for_the_history_and_not_printed(tmp_path, capsys):
     trainer = started(tmp_path, printed, reported, end=4)
     (line,) = (line for line in trainer.state.log_history if "loss" in line)
     assert line.keys() >= set(FIGURES)
-    # Callbacks after the printing one get the figures, too.
+    # Callbacks after the printing callback get the figures, too.
     assert [set(FIGURES) <= logs.keys() for logs in seen] == [True]
     assert len(printed.logs) == 1
     assert not printed.logs[0].keys() & set(FIGURES)

@@ -43,7 +43,7 @@ def trained(folder, *callbacks, **options):
     return trainer, [event for event in events.seen if event[0] not in ("init_end", "prediction_step")]
 
 
-# By step: the epoch after it. An epoch has 25 batches.
+# By step: the epoch that the Trainer reports after this step. An epoch has 25 batches.
 AFTER = {2: 8 / 25, 7: 1.0, 9: 1 + 8 / 25}
 BEFORE = ("step_begin", "substep_end", "pre_optimizer_step", "epoch_begin")
 
@@ -281,7 +281,7 @@ def checkpointed(function):
 
 
 def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):
-    """Changes activation checkpointing, and adds arguments of a newer library, one of them an object without a text."""
+    """Changes activation checkpointing, and adds two arguments, as a newer library may: one is a plain `object()`."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     own = transformers.TrainingArguments.to_dict

@@ -39,7 +39,7 @@ def has_transformers():
 
 @pytest.fixture
 def start(has_transformers):
-    """Returns a function that runs the program with options of the Trainer; it returns the last line, the digest."""
+    """Returns a function that runs the program with options of the Trainer, and returns its last line, the digest."""
 
     def run(*words, ends=0, **options):
         variables = {**environment(), "TRAINED_OPTIONS": json.dumps(options), "ENDS_BY": str(-ends)}
@@ -57,7 +57,7 @@ def start(has_transformers):
     return run
 
 
-# Points and steps at which the process is ended: every third one by Ctrl-C, all others by a kill.
+# Points and steps at which the tests end the process: every third time by Ctrl-C, otherwise by a kill.
 MOMENTS = [("creation", 0), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 10)]
 MORE = [
     ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("end of the step", 7), ("after the commit", 13),
@@ -123,7 +123,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Chained(transformers.Trainer):
-    """A Trainer with its own scheduler, which computes each learning rate from the one before."""
+    """A Trainer with its own scheduler, which computes each learning rate from the previous rate."""
 
     def create_scheduler(self, _steps=0, optimizer=None, **_):
         if self.lr_scheduler is None:
@@ -188,7 +188,7 @@ def streamed(*given, **options):
 
 
 def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
-    """The model is loaded from a folder, in another dtype than the files have; a later start may add loading()."""
+    """Each start loads a float32 model from bfloat16 files; a later start may do so inside loading()."""
     folder = tmp_path / "model"
     model().bfloat16().save_pretrained(folder)
     load = partial(transformers.Qwen2ForCausalLM.from_pretrained, folder, dtype=torch.float32)

@@ -63,7 +63,7 @@ def logits(model):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
-    """The model starts on meta, from files with the hub's names; the files are in parts, as those of large models."""
+    """The model starts on meta, from files with the hub's names; as for large models, there are several files."""
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     torch.manual_seed(3)
@@ -273,7 +273,7 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
     with optimizer:
         same_values(model.state_dict(), wanted)
         optimizer.save(tmp_path / "saved")
-    # The saved checkpoint is that of a model without quantization.
+    # save() writes the checkpoint of a model without quantization.
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     same_values(again.state_dict(), wanted)
@@ -288,7 +288,10 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
 
 
 def test_blocks_that_end_in_the_midst_are_those_of_the_config(tmp_path, monkeypatch):
-    """DeepSeek has such matrices, of 576 rows; transformers cannot dequantise them. The test reads one in parts."""
+    """DeepSeek has matrices of 576 rows, whose last blocks are cut off; transformers cannot dequantise them.
+
+    The test reads a matrix in several parts.
+    """
     monkeypatch.setattr("memascend.checkpoint.quantized._PART", 320 * 50)
     codes = torch.randn(192, 320).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)

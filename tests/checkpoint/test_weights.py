@@ -119,7 +119,8 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
     model = bodiless()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
-    # One case keeps records in RAM: placeholders share a tensor, and a step's write to one must not count for another.
+    # The case "function" keeps records in RAM. Placeholders share a tensor: when a step writes to one placeholder, this
+    # must not count as a write to another placeholder.
     budget = "64MiB" if how == "function" else None
     model, offloaded = memascend.offload(
         model, optimizer, storage=tmp_path / "run", weights=weights, host_memory=budget

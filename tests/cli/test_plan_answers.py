@@ -40,7 +40,7 @@ def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     weights, attention = products(256, 128)
     # The recomputation skips each block's last product, whose result autograd does not save, and the LM head.
     last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
-    # The rotary position table is one more product, of some thousand operations.
+    # The rotary position table is one more product, of a few thousand operations.
     assert found.forward == pytest.approx(weights + attention, rel=0.01)
     again = weights - last + attention if recomputes else 0
     assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
@@ -371,7 +371,7 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
     ("words", "option"),
     [
         ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 8192"),
-        # The checkpoints of many micro-batches fit in files; the next case also needs smaller micro-batches.
+        # Only files have room for the checkpoints of many micro-batches; the next case needs smaller ones, too.
         ("llama-8b --gpu 4090 --host-memory 48GiB --tokens 4096 --accumulation-steps 64", "--activations ssd"),
         (
             "llama-8b --gpu 4090 --host-memory 48GiB --tokens 65536 --length 2048 --accumulation-steps 64",

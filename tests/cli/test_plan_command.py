@@ -170,7 +170,7 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
     path = written(tmp_path, "T5")
     tied = parameters_of(path)
     head = 2048 * 128
-    # Flan-T5's config unties the head like this: `from_pretrained` obeys it, but `from_config` ties the head anyway.
+    # Flan-T5's config unties the head by this entry. `from_pretrained` obeys it; `from_config` ties the head anyway.
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "tie_word_embeddings": False}))
     assert parameters_of(path) == tied + head
@@ -183,7 +183,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
     said = re.search(
         r"--host-memory (\S+) is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
     )
-    # The error prints both sizes in binary units, such that they differ, and the size that it names works as printed.
+    # The error prints both sizes in binary units, with enough digits that they differ. The printed smallest size works.
     assert said[1] != said[2]
     assert smallest <= parse_bytes(said[2]) < 1.01 * smallest
     assert told(capsys, config, "--host-memory", said[2])["plan"]["host_peak"] <= parse_bytes(said[2])
@@ -218,7 +218,7 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
 
 
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
-    """Host memory does not grow with the model's depth; a device budget is kept, or rejected with one that works."""
+    """Host memory does not grow with the model's depth; a device budget is kept, or an error names one that works."""
     path = written(tmp_path, "Qwen2")
     deep = {**json.loads(path.read_text()), "num_hidden_layers": 24}
     (tmp_path / "deep.json").write_text(json.dumps(deep))

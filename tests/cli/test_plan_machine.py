@@ -23,7 +23,8 @@ from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
-# Parameters as the model cards count them: tied weights once, and of multimodal models only the language model.
+# The numbers of parameters in the model cards: tied weights count once, and only the language model of a multimodal
+# model counts.
 PARAMETERS = {
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
@@ -132,7 +133,8 @@ def test_a_name_has_its_own_longest_sequence(name, longest):
     assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
-# In order: a model with another vocabulary, one of another size, a quantised one, and one whose shape plan lacks.
+# Names near the name of a known shape: of a model with a different vocabulary, of a different size, of a quantised
+# model, and of a model whose shape plan lacks.
 @pytest.mark.parametrize(
     ("name", "near"),
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),

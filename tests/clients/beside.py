@@ -33,7 +33,7 @@ def door(model, optimizer):
 
 
 def results(trainer, storage=None, **options):
-    """Trains; returns the losses and norms that `trainer` logs, and its weights. Offloads it if `storage` is given."""
+    """Trains, offloaded if `storage` is given; returns the losses and norms that `trainer` logs, and its weights."""
     optimizer = storage and memascend.trainer.offload(trainer, storage=storage, **options)
     with optimizer or contextlib.nullcontext():
         trainer.train()

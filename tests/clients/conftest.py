@@ -1,4 +1,4 @@
-"""Ignores tests whose client libraries are not installed; the Makefile has an environment for each group of them."""
+"""Ignores tests whose client libraries are missing; the Makefile has an environment for each group of libraries."""
 
 import importlib.util
 

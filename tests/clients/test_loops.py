@@ -82,7 +82,7 @@ AVERAGES = {
 }
 
 
-# `gradients` is the option of offload(); with `before`, the average is made before the model is offloaded.
+# `gradients` is the option of offload(). If `before` is true, the test makes the average and then offloads the model.
 @pytest.mark.parametrize(
     ("dtype", "gradients", "before"), [(torch.float32, "fused", True), (torch.bfloat16, "ssd", False)], ids=str
 )

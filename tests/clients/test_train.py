@@ -84,7 +84,7 @@ def words(folder, *more, rows="rows.jsonl"):
 
 
 def trainer_of(folder, *more, kind="sft", **data):
-    """Returns TRL's Trainer as the command makes it."""
+    """Returns the Trainer of TRL that `memascend train` makes for these options."""
     return _made(parse([kind, *words(folder, *more, **data)]), dt.datetime(2024, 7, 26, tzinfo=dt.UTC))[0]
 
 
@@ -141,7 +141,7 @@ def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_pat
         (
             {"instruction": "What is it?", "input": "a test", "output": "yes", "system": "It is."},
             SAID.format("What is it?\n\na test", "yes"),
-            # TRL's labels cover all text after the prompt, the last newline too.
+            # TRL's labels cover all text after the prompt, including the last newline.
             ["yes<|im_end|>\n"],
         ),
         ({"prompt": "What is it?", "completion": "no"}, "What is it?no<|im_end|>", ["no<|im_end|>"]),
@@ -234,7 +234,7 @@ MAMBA = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_laye
     ("kind", "config", "more", "message"),
     [
         ("MambaForCausalLM", MAMBA, ("--packing",), "MambaForCausalLM would mix examples that share a sequence"),
-        # BERT's attention sees the tokens that it would predict.
+        # BERT's attention sees the tokens that the model would have to predict.
         ("BertForMaskedLM", BERT, (), "cannot be trained|no causal decoder"),
         ("BertLMHeadModel", BERT, (), "no causal decoder"),
     ],

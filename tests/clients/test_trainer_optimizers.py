@@ -54,7 +54,7 @@ def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, 
         found = results(made(tmp_path, optim), tmp_path / "run.store")
     assert f"optim='{optim}' is torch's AdamW" in caplog.text
     assert same_results(expected, found)
-    # The store records `optim`, so a Trainer with another `optim` is rejected.
+    # The store records `optim`, so offload() rejects a Trainer with a different `optim`.
     with pytest.raises(memascend.ConfigError, match=f"optim {optim} -> adamw_torch"):
         memascend.trainer.offload(made(tmp_path, "adamw_torch"), storage=tmp_path / "run.store")
 

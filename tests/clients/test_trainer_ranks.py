@@ -43,7 +43,7 @@ class Killed(transformers.TrainerCallback):
 def trained(kind, folder, killed, options):
     """Returns a Trainer of transformers for "plain", and TRL's SFTTrainer for "supervised"."""
     if kind == "plain":
-        # The model has no dropout, since each rank draws its own.
+        # The model has no dropout, since each rank draws random numbers of its own.
         return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
     from clients.test_train_killed import SHARED, supervised, texts
 
@@ -86,7 +86,7 @@ def results(folder):
     """Returns the weights, the last checkpoint's state, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    # Other values depend on the number of ranks: token counts, times, means over the batches of an evaluation.
+    # The log's other values depend on the number of ranks: token counts, times, means over an evaluation's batches.
     compared = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
     log = json.loads((folder / "log.json").read_text())
     return figures, [{name: line[name] for name in compared if name in line} for line in log]

@@ -10,8 +10,8 @@ import torch
 def deterministic():
     """Makes torch use deterministic kernels only, and raise for an operation that has none.
 
-    With `warn_only=True` torch would compute with another kernel; attention's backwards, too, are deterministic only
-    with `warn_only=False`.
+    With `warn_only=True`, torch would compute with a kernel that is not deterministic, and attention would have a
+    backward that is not deterministic.
     """
     torch.use_deterministic_algorithms(True, warn_only=False)
     try:

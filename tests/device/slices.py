@@ -82,7 +82,7 @@ def with_devices():
 
 
 def ended(command, env, log, limit):
-    """Runs a command in its own session, which is killed after `limit` seconds; returns its status, None if killed."""
+    """Runs a command in a new session; returns its exit status, or None if it was killed after `limit` seconds."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

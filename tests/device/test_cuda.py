@@ -40,7 +40,10 @@ def test_the_chunks_are_registered(tmp_path, device):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
-    """Each step's stream uses units that the stream before it loaded; slots are rewritten only after both streams."""
+    """Each step has a new stream, which uses units that the last step's stream loaded.
+
+    The run rewrites a slot only after both streams have used it.
+    """
     model, optimizer = begun(tmp_path, device, gradients=gradients, device_memory="1GiB")
     found = []
     with optimizer:
@@ -68,7 +71,7 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
 
 
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):
-    """materialized() puts the parameters in host memory, as not all may fit the device; afterwards they are back."""
+    """materialized() puts the parameters in host memory, as not all may fit the device, and then back on the device."""
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         first = step(model, optimizer, data[0])
@@ -137,7 +140,7 @@ def test_other_code_is_captured_while_units_come(tmp_path, device, data, expecte
         for index in range(3):
             found.append(step(model, optimizer, data[index]))
             graph = torch.cuda.CUDAGraph()
-            # Meanwhile the first units of the next step are prefetched.
+            # During the capture, the library prefetches the first units of the next step.
             with torch.cuda.graph(graph):
                 y = x
                 for _ in range(200):

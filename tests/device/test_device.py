@@ -38,7 +38,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
         assert parameter.device == device
         assert parameter.get_device() == device.index
         assert parameter.is_cpu is False
-        # Trainer makes this call.
+        # A Trainer makes this call, which must change nothing.
         assert model.to(device) is model
         assert parameter.to(device) is parameter
         with pytest.raises(memascend.UsageError, match="cannot be moved"):
@@ -57,7 +57,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
 
 
 def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
-    """Only the index grows with the number of blocks; the queue depends on the largest parameter, which is equal."""
+    """Only the index grows with the number of blocks; the queue depends on the largest parameter, equal in both."""
     plans = []
     for blocks in (4, 16):
         model = chain(blocks, bias=True)
@@ -109,8 +109,8 @@ def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant
 def test_no_memory_for_the_units(tmp_path, device):
     """offload() raises an error that names device_memory, and changes nothing."""
     torch.manual_seed(1)
-    # Larger than the blocks of torch's allocator (2 MiB for requests below 1 MiB, 20 MiB below 10 MiB): in an allocated
-    # block a small model could find room despite the limit.
+    # The layers are larger than the blocks of torch's allocator (2 MiB for requests below 1 MiB, 20 MiB below 10 MiB):
+    # a small model could find room in a block that torch had allocated before the limit.
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(2)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.cuda.empty_cache()
@@ -162,7 +162,7 @@ def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_a_stream_that_is_being_captured(tmp_path, device, data, gradients, monkeypatch):
-    """During a capture a forward, backward, step() or read of a weight raises; without it the same step then works."""
+    """During a capture, a forward, backward, step() or read of a weight raises; after it the same step works."""
     model, optimizer = begun(tmp_path, device, gradients=gradients)
 
     def captured(call):

@@ -140,15 +140,15 @@ def check(case, device, gradients, folder, ram_tier=None):
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])
 
 
-# Loops that name the CPU.
+# Cases whose loops contain the name of the CPU and so cannot run on a device.
 OF_THE_CPU = ("autocast", "grad-scaler", "grad-scaler-clip")
-# Cases of the other zoos that run by layer, each for a difficulty of its own.
+# Cases of `OTHERS_BY_LAYER` that run here, each for a different difficulty.
 CHOSEN = (
     *("by-layer-checkpointed", "by-layer-checkpointed-reentrant", "by-layer-idle-experts", "by-layer-t5"),
     *("by-layer-lora", "by-layer-qwen2-tied-bf16", "by-layer-repeated-layers-bf16", "by-layer-frozen"),
 )
 WHOLE = [case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS] if case.name not in OF_THE_CPU]
-# `OnHost` has no state formats of fewer bits.
+# `OnHost` cannot keep its state in formats of 16 or 8 bits.
 BY_LAYER = [case for case in ALL_BY_LAYER if "state" not in case.options]
 
 

@@ -94,7 +94,7 @@ def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_threads_that_check(there, arena, updates, tmp_path, threads):
-    """Any number of checkers gives the same units; wait() raises for damage, before the unit is computed with."""
+    """Any number of checkers gives the same units; wait() raises if a unit is damaged, before any code can use it."""
     checkers = engine.Checkers(threads)
     assert checkers.threads == threads
     parts_of = partial(updates.parts, checkers=checkers)

@@ -28,10 +28,11 @@ TIMEOUT = 8.0
 
 
 def agrees(_):
-    """Exchanges values between all ranks, and adds integers exactly, also integers that do not fit into a `Word`."""
+    """Exchanges values between all ranks, and adds integers exactly, even if they do not fit into a `Word`."""
     exchange, (rank, count) = Exchange(TIMEOUT), position()
     assert exchange.tell("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
-    # The first sum fits into a `Word`. The second number fits, but not its sum; the third number does not fit.
+    # The first sum fits into a `Word`. The second number fits, but its sum over the ranks does not. The third number
+    # does not fit.
     for number in (1 << 700, 6 * 10**458, 1 << 7000):
         sums, more = exchange.add([rank, number]), exchange.add([-1])
         exchange.tell("the same", None)
@@ -52,8 +53,8 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
     """All other ranks name rank 3, which is late or absent, although they arrive at different times themselves."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     began = time.monotonic()
-    # Rank 0 has waited for half of the timeout when rank 6 arrives. If rank 3 is only late, every message arrives in
-    # the end, and all ranks raise nevertheless.
+    # Rank 0 has waited for half of the timeout when rank 6 arrives. All ranks raise even if rank 3 is only late and
+    # every message arrives in the end.
     time.sleep(TIMEOUT * ((2.5 if hangs else 0.83) if rank == 3 else rank / 12))
     if rank == 3 and hangs:
         return
@@ -81,13 +82,13 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apa
             agreement.commit(lambda _, agree: agree() or 1)
             assert agreement.number == 1
     finally:
-        # `close` waits until the last message is sent; without the wait this process might end earlier.
+        # `close` waits until this rank's last message is sent. Otherwise this process might end before that.
         exchange.close()
 
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
-    """Gloo's `wait` raises for a message that has arrived if the connection closes before `wait` returns."""
+    """If a connection closes, gloo's `wait` may raise although the message has arrived: the message must count."""
     text = control_plane._padded('[1, "said", null, "first", [], 0.0]')
 
     class Work:
@@ -117,9 +118,9 @@ SECONDS = 60.0
 
 
 class Words:
-    """Stands in for torch's store; it has notes of ranks that left.
+    """Stands in for torch's store; it has notes of the ranks that left, and each note blames other ranks.
 
-    `said`: by rank, the ranks that its note blames. `late`: ranks whose notes are missing at the first `check`.
+    `said`: by rank that left, the ranks that it blames. `late`: ranks whose notes are missing at the first `check`.
     """
 
     def __init__(self, said, late=()):
@@ -138,7 +139,7 @@ class Words:
 
 @pytest.fixture
 def rank_0_of_5(monkeypatch):
-    """Returns a function that makes the `Meeting` of rank 0 with four other ranks on a given store."""
+    """Returns a function that makes rank 0's `Meeting` with four other ranks, for the store that it is given."""
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 5)
     monkeypatch.setattr(groups, "meet", lambda *_: "keys/0")
@@ -170,7 +171,7 @@ def rank_0_of_5(monkeypatch):
 )
 def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, named):
     assert rank_0_of_5(Words(said)).at_fault(missing) == named
-    # A note may arrive shortly after the connection of its rank is closed.
+    # The note of a rank may arrive shortly after the rank's connection is closed.
     assert rank_0_of_5(Words(said, late=said)).at_fault(missing) == named
 
 
@@ -197,7 +198,10 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 
 @ranks(3)
 def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
-    """Rank 1 leaves once rank 0 has its message; rank 2 never gets the message, and leaves before `tell("second")`."""
+    """Rank 1 leaves once rank 0 has rank 1's message.
+
+    Rank 2 never gets this message, and leaves, too. Both leave before rank 0 calls `tell("second")`.
+    """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if rank == 0:
         assert exchange.tell("first", rank) == [0, 1, 2]
@@ -221,7 +225,7 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
         _await(folder, *(["heard"] if rank == 1 else []))
     exchange.close()
     Path(folder, f"left-{rank}").touch()
-    # All processes stay alive until rank 0 is done: the other ranks only notice that connections close.
+    # All processes stay alive until rank 0 is done: a rank notices another rank's leaving only by closed connections.
     _await(folder, "left-0")
 
 
@@ -235,7 +239,7 @@ def _await(folder, *names):
 @pytest.mark.parametrize("kind", ["gather", "move"])
 @ranks(4)
 def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folder, kind):
-    """All ranks name rank 3, which left. Rank 1 is no neighbour of rank 3 in gloo's ring: other ranks notify it.
+    """All ranks name rank 3, which left. Rank 1 is no neighbour of rank 3 in gloo's ring: other ranks notify rank 1.
 
     No process ends before all ranks have closed their groups.
     """
@@ -263,7 +267,7 @@ def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folde
 
 
 def meet_all(store, ranks, count=3, seconds=SECONDS):
-    """Calls `rendezvous.meet` for each of `ranks`, one started after the other; returns each rank's prefix or error."""
+    """Starts `rendezvous.meet` for one of `ranks` after the other, in threads; returns each rank's prefix or error."""
     found = {}
 
     def run(rank):

@@ -22,7 +22,8 @@ GPUS, PAGE = ((DOCS / name).read_text() for name in ("gpus.md", "hosts.md"))
 NAMES = ("start", "train", "addresses", "slurm", "drives", "replicas", "restarts", "fewer", "checkpoint")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
-# A `sitecustomize` for hosts without a GPU: accelerate needs --use_cpu here, which the page's command lacks.
+# A `sitecustomize` for hosts without a GPU, where accelerate needs --use_cpu. The page's command is for GPUs and lacks
+# this option.
 AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
@@ -84,7 +85,7 @@ def saved(hosts):
 
 
 def begun_at(output):
-    """Returns the step at which the last start in `output` begins."""
+    """Returns the first step of the last start of the program that `output` shows."""
     return int(re.findall(r"begins at step (\d+)", output)[-1])
 
 
@@ -99,7 +100,7 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     running = start(hosts, "start")
     running[0].wait_for("step 7\n")
     os.kill(hosts.ranks(1)[3], signal.SIGKILL)
-    # torchrun then ends rank 2, too, which is on the same host, perhaps before rank 2 answers.
+    # torchrun then ends rank 2 on the same host, too. If rank 2 had not answered yet, the error also names it.
     assert re.search("RankError: (rank 2, )?rank 3 ", end(running, 1))
     assert begun_at(end(start(hosts, "fewer"))) >= 7
     assert saved(hosts) == alone
@@ -115,7 +116,7 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    # Each of four ranks takes a batch of 8, and one process accumulates four: both steps have the same examples.
+    # Each of four ranks takes a batch of 8, and one process accumulates four batches: a step has the same examples.
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(32)]
     write_rows(folder / "rows.jsonl", rows)
     (folder / "fsdp.json").write_text(re.search(r"`([^`]*)` into `fsdp\.json`", GPUS)[1])
@@ -167,7 +168,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
 
 
 def lose_drive(hosts, name):
-    """Starts a block's run, kills its second host, and then removes the store on that host's second drive."""
+    """Starts the run of block `name`, kills the second host, and then removes the store on this host's second drive."""
     running = start(hosts, name)
     running[0].wait_for("step 7\n")
     hosts.kill(1)

@@ -49,7 +49,7 @@ def chosen(shards, each):
     [
         # Rank 1's store was filled but not verified: its commit of the run has the number 0.
         (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
-        # The second replica took no part in the last step.
+        # The second replica, ranks 2 and 3, took no part in the last step.
         (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),
         # All ranks were killed when only ranks 0 and 3 had written the root of commit 3.
         (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
@@ -71,7 +71,7 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 
 
 def stores(count, *each, said=None):
-    """Returns the `Stores` of `count` ranks; None in `each`: no store. `said`: each one's `describe_store`."""
+    """Returns the `Stores` of `count` ranks. `each` has their stores, or None; `said` describes each store."""
     seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
@@ -95,12 +95,12 @@ ZEROS = {**store(4), "there": False, "filled": True}
     ("old", "outlived"),
     [
         (stores(4, *[store(4, 9, 8)] * 4), [4]),
-        # Rank 3 was one commit ahead.
+        # Rank 3 had made one more commit than the other ranks.
         (stores(4, *[store(4, 9, 8)] * 3, store(4, 10, 9)), [4]),
         # The stores of the other ranks were removed, or are being replaced.
         (stores(4, None, None, store(4, 9, 8), None), [4]),
         (stores(4, store(4), ZEROS, store(4, 9, 8), None), [4]),
-        # The stores have another commit of the run, as a copy may, or belong to another run.
+        # The old stores have a different commit than the new stores name (a copy may), or are of a different run.
         (stores(4, *[store(4, 8, 7)] * 4), []),
         (stores(4, *[store(2, 9, 8)] * 4), []),
     ],
@@ -119,11 +119,11 @@ def test_stores_of_which_one_is_missing_stand_for_none(last):
 
 
 def test_stores_stand_for_all_that_those_had_outlived():
-    """The run had one process, then two ranks, then three; a store of the two ranks is missing."""
+    """The run had one process, then two ranks, then three. One of the two ranks' stores is missing."""
     two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
     three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
     assert sorted(superseded_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
-    # The store of the single process has a newer step: no other store replaced it.
+    # If the store of the single process has a newer step than the others name, no other store has replaced it.
     assert list(superseded_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
 
 
@@ -152,7 +152,7 @@ HOST = socket.gethostname()
 
 
 class Talk:
-    """The shared part of an exchange between threads, which stand in for ranks."""
+    """The shared part of all `Talker`s: here threads, which stand in for ranks, exchange values."""
 
     def __init__(self, size):
         self.said = [None] * size
@@ -197,7 +197,7 @@ class Talker:
 class Life:
     """Opens the stores of all ranks in a folder, commits up to step `until` and closes the stores.
 
-    By rank, `began` has the step at which the store was opened, and `errors` the error.
+    By rank, `began` has the step at which the store was opened, and `errors` the error that the rank raised.
     """
 
     def __init__(self, folder, until, *, size=2, existing="resume", **given):
@@ -240,7 +240,7 @@ def named(folder, rank):
 
 
 def refused(folder, words, **options):
-    """Requires that opening the stores fails on all ranks with `words` in the error, and that no file changes."""
+    """Requires that no rank can open its store, that each rank's error has `words`, and that no file changes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
     life = Life(folder, 9, **options)
@@ -293,7 +293,8 @@ def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path)
     # Once the other rank has committed a step, an unfinished store is rejected instead of filled.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
     refused(tmp_path, "rank 1: holds no store, and others do")
-    # An unfinished store is also rejected if rank 0's is that of a single process, whose commits have no number.
+    # An unfinished store of rank 1 is also rejected if rank 0's store is from a run of a single process, whose commits
+    # have no number.
     values = torch.ones(5)
     one = Store.create(tmp_path / "rank-0", [Record(name="rows", values=values, state={})], existing="replace")
     with one as store, Engine(store) as updates:
@@ -311,7 +312,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
-        # Commits as rank 1 of 2 does.
+        # Commits to the store as rank 1 of 2 does.
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.tell = lambda _, said, **__: [said]
@@ -328,7 +329,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
 
 def forked(tmp_path, steps):
-    """Continues a run twice from step 3; returns a folder with rank 0's store of one run, and rank 1's of the other."""
+    """Continues a run twice from step 3; returns a folder with rank 0's store of one run and rank 1's of the other."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     Life(one, 3)
@@ -428,7 +429,7 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     for existing in ("refuse", "resume", "previous", "replace"):
         there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
         refused(tmp_path, there, paths=paths, others=others, existing=existing)
-    # Files that were never filled do not keep the ranks from a new run.
+    # Files that were never filled do not keep the ranks from beginning a new run.
     for rank in range(2):
         file = hosts[rank] / f"rank-{rank}"
         file.unlink()

@@ -1,4 +1,4 @@
-"""Tests checkpoints that several ranks write and start from, which equal one process's; also torch's checkpoints."""
+"""Tests checkpoints that several ranks write and start from (they equal one process's), and torch's checkpoints."""
 
 import errno
 import json
@@ -95,7 +95,7 @@ def train_and_save(folder, name, case, source, count):
     # The second save replaces the first one's checkpoint.
     optimizer.save(f"{folder}/{name}")
     if several:
-        # Only rank 0 sees this folder, as if the others were on another host: they send their rows.
+        # Only rank 0 sees this folder, as if the other ranks were on another host: they send their rows to rank 0.
         optimizer.save(f"{folder}/hidden/{name}")
     optimizer.close()
 
@@ -107,7 +107,7 @@ def train_all(folder, cases, source):
 
 
 def same_checkpoints(one, other):
-    """Requires that two checkpoints differ in their store's id alone; True if `one` has a checksum for each rank."""
+    """Requires that checkpoints differ only in the store's id; True if `one` has tensors that several ranks wrote."""
     assert files(one) == files(other), one
     manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
     for folder, manifest in zip((one, other), manifests, strict=True):
@@ -193,7 +193,7 @@ def full(*_):
 
 
 def require_planned(folder):
-    """Requires that `planned` predicts, without ranks, the plan of rank 0, which has the most rows."""
+    """Requires that `planned`, called without a process group, predicts the plan of rank 0, which has the most rows."""
     trained = model(torch.bfloat16)
     options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
     bare = model(torch.bfloat16, "meta")
@@ -201,7 +201,8 @@ def require_planned(folder):
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
     assert distributed.get_rank() or optimizer.plan.to_dict() == alone.plan.to_dict()
     optimizer.close()
-    # Rank 0's rows at 2 bytes an element: gathered for the forward, the blocks again for the backward, and gradients.
+    # The traffic of rank 0's rows, at 2 bytes an element: the forward gathers all parameters, the backward gathers the
+    # blocks again, and the gradients are reduced.
     embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
     assert alone.network.total == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
 
@@ -212,7 +213,8 @@ def every(folder):
     return require_own_states_and_sums(folder)
 
 
-# Cases by number of ranks: the parameters' dtype, the optimizer, the start, the steps, and the format of the state.
+# Cases by number of ranks: the parameters' dtype, the optimizer, the source of the first values (see `options_of`), the
+# number of steps, and the format of the state.
 MORE = [
     *((dtype, kind, start, 2, None) for dtype in ("bfloat16", "float32")
       for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))),
@@ -265,7 +267,7 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
 
 
 class Uneven(Scaled):
-    """`Scaled` with fewer rows than ranks in a layer, without a frozen block, and with a scalar buffer."""
+    """`Scaled` with a layer of fewer rows than ranks, without the frozen block, and with a scalar buffer."""
 
     def __init__(self):
         super().__init__(narrow=1, device=None)
@@ -297,12 +299,12 @@ def begun_from(folder, store, made):
 
 
 def write_and_read(folder):
-    """Has torch write a sharded model, in parts and as one file; returns the tensors of a run with that file."""
+    """Has torch write a sharded model in parts, and as one file; returns the tensors of a run from the one file."""
     made = shard(uneven())
     state = {name: one for name, one in made.state_dict().items() if name != "head.weight"}
     parts = HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True)
     torch_checkpoints.save(state, storage_writer=parts)
-    # torch's consolidation fails on integers, and writes tensors without dimensions wrongly.
+    # torch's consolidation fails on integers, and writes tensors without dimensions wrongly: leave out this buffer.
     del state["seen"]
     joined = HuggingFaceStorageWriter(f"{folder}/whole", save_distributed=True, enable_consolidation=True)
     torch_checkpoints.save(state, storage_writer=joined)
@@ -327,7 +329,7 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
             begun_from(tmp_path / folder, tmp_path / "refused.store", uneven("meta"))
         assert not (tmp_path / "refused.store").exists()
 
-    # Each error names a conversion, which is applied below it.
+    # Each error names a conversion. The lines after `refused` apply this conversion.
     refused("parts", "parts that ranks wrote.*HuggingFaceStorageReader")
     plain = uneven().apply(lambda module: [nn.init.zeros_(one) for one in module.parameters(recurse=False)])
     state = {name: one for name, one in plain.state_dict().items() if name != "head.weight"}
@@ -378,7 +380,7 @@ def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
     saved = whole(trained)
     step(trained, optimizer)
     require_refusals(trained, optimizer)
-    # Loads into the rows, as training loops do: the run has the saved values again.
+    # Loads the checkpoint into this rank's rows, as training loops do: the run has the saved values again.
     with memascend.materialized(trained, modify=True):
         into = torch_states.get_model_state_dict(trained)
         torch_checkpoints.load({"model": into}, checkpoint_id=f"{folder}/torchs")

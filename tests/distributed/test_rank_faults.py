@@ -28,7 +28,8 @@ from memascend.errors import RankError
 pytestmark = pytest.mark.timeout(900)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# By the point at which a rank dies, in step 3 or in close() after step 5: the last step that all ranks have.
+# By the point at which a rank dies: the last step that all ranks have committed. The rank dies in step 3; for "close",
+# in close() after step 5.
 COMMON = {
     "begin": 2, "between": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3,
     "close": 5,
@@ -57,7 +58,7 @@ def survived(ranks, faulty=1, seconds=60.0):
         assert rank["seconds"] < seconds, rank
 
 
-# In the first case rank 0 has written its root; the next opening of all stores drops that commit.
+# In the first case rank 0 has already written its root for step 3; the next opening of all stores drops this commit.
 POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.cycle(GIVEN), strict=False))]
 
 
@@ -82,7 +83,7 @@ def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, po
 
 @pytest.mark.parametrize("fault", ["raise", "hang"])
 def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, fault):
-    """The other threads of a rank that hangs keep running."""
+    """A rank hangs in its main thread alone: its other threads keep running."""
     first, second, third = lives(tmp_path, 3, fault=fault, point="begin", timeout=6.0)
     assert second["error"].startswith("ValueError")
     for rank in (first, third):
@@ -93,7 +94,7 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
 @pytest.mark.parametrize("point", ["before groups", "in groups"])
 @pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_before_all_can_talk_is_named(tmp_path, fault, point):
-    # gloo waits until its timeout; then the other ranks look for each other in torch's store.
+    # gloo waits until its timeout; then the remaining ranks look for each other in torch's store.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
     survived(ranks, seconds=30.0)
     assert all("rank 1 is gone" in ranks[rank]["error"] for rank in (0, 2))
@@ -149,7 +150,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
     newest = max(heads, key=lambda at: int.from_bytes(content[at + 16 : at + 24], "little"))
     content[newest - 4096] ^= 1
     store.write_bytes(content)
-    # Two restarts fail in the same way: the first one changes nothing.
+    # Two restarts fail in the same way, because the first one changes nothing.
     for _ in range(2):
         assert [rank["error"].split(":")[0] for rank in run(steps=4)] == ["ConfigError", "CorruptionError"]
         assert store.read_bytes() == content
@@ -179,7 +180,7 @@ def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
 
 # --- one of two ranks fails -------------------------------------------------------------------
 
-# Micro-batches of a step on both ranks together, and the number of steps.
+# The number of micro-batches in a step, on both ranks together, and the number of steps.
 MICROS, STEPS = 6, 4
 SMALL = {"timeout": 30.0, "dtype": torch.float32, "gradients": "ssd"}
 
@@ -250,7 +251,7 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
 
 
 def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
-    """Rank 2, which neither sends nor is filled, raises the error, too."""
+    """Rank 2 neither sends records nor fills its store; it must raise the error, too."""
     monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
     exchange = SimpleNamespace(
         rank=2, size=3, tell=lambda *_: [{"records": 0}, None, None], everyone=lambda own: [own, "other", own]
@@ -283,7 +284,7 @@ def test_any_shape_and_mode_has_them(tmp_path, shape, given, rounds, dtype, kind
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
-    """Each shape has four micro-batches a step; only ranks without a store are filled from another replica's."""
+    """Each mesh has four micro-batches a step. Only ranks without a store fill theirs from another replica's store."""
     left = {
         (1, 2): ["rank-0-of-2", "rank-1-of-2"],
         (1, 4): [f"rank-{rank}-of-4" for rank in range(4)],
@@ -300,7 +301,10 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
-    """A rank that is killed before it has verified its filled store fills it again: its commit has no number yet."""
+    """A rank that is killed before it has verified its refilled store refills it again.
+
+    Until then, the store's commit has no number.
+    """
     meshed(tmp_path, 2, 2)
     shutil.rmtree(tmp_path / "run/rank-1-of-2")
     assert meshed(tmp_path, 2, 2, steps=3, fault=signal.SIGKILL, point="filled")[1] is None
@@ -354,7 +358,7 @@ LATE_SECONDS = 8.0
 RUNS = [((3, 2), {"gradients": "ssd", "max_grad_norm": 0.5}), ((2, 3), {"gradients": "ram"})]
 IN_A_STEP = [point for point in COMMON if point != "close"]
 OPENING = ("before groups", "in groups")
-# By kind: a rank's fault, and the points at which it may happen.
+# By kind: a rank's fault, and the points at which this fault may happen.
 FAULTS = {
     "killed": (signal.SIGKILL, (*IN_A_STEP, *OPENING, "time")),
     "stopped": (signal.SIGSTOP, [*IN_A_STEP, *OPENING]),
@@ -383,9 +387,9 @@ class Drill:
         return ranks
 
     def faulty(self, kind, victim):
-        """Resumes the run with a fault of rank `victim`, whom all others must name in time.
+        """Resumes the run with a fault of rank `victim`; the errors of all other ranks must name it in time.
 
-        Returns the ranks that have lost their stores: `victim` for faults during a fill, else none.
+        Returns the ranks that have lost their stores: `victim` for faults during a fill, otherwise no rank.
         """
         lost = {self.lose(victim)} if "filled" in kind else set()
         fault, points = FAULTS[kind]
@@ -395,7 +399,7 @@ class Drill:
         return lost
 
     def flipped(self, victim):
-        """Damages `victim`'s store, which each restart must report, and removes it; returns ranks without a store."""
+        """Damages `victim`'s store, which each restart must report, and removes it; returns ranks that lack a store."""
         with engine.Store.open(self.store(victim)) as store:
             names = [one["name"] for one in store.each_record() if one["shape"][0]]
             content = bytes(store.read(self.dice.choice(names))[0].view(torch.uint8).flatten().tolist())
@@ -408,7 +412,7 @@ class Drill:
 
     def require_named(self, ranks, victim):
         for number, rank in enumerate(ranks):
-            # The fault may happen after the last step, or never: then no rank has an error.
+            # The fault may come too late for the last step, or never happen: then no rank has an error.
             if number != victim and rank["error"]:
                 assert rank["error"].startswith(("RankError", "ConfigError")), rank
                 assert set(rank["ranks"]) <= {victim}, rank
@@ -423,7 +427,7 @@ class Drill:
         return rank
 
     def whole(self, lost):
-        """Resumes the run; requires that exactly the stores of the ranks `lost` are filled, and one process's bits."""
+        """Resumes the run; requires one process's bits, and that only the stores of the ranks `lost` are refilled."""
         ranks = self.live()
         assert {number for number, words in enumerate(filled(ranks)) if words} == lost
         require_same(ranks, ranks[0]["opened"], self.done, RANKS, max_grad_norm=self.given.get("max_grad_norm"))
@@ -442,7 +446,7 @@ def drill(folder, seed, kinds):
         elif kind == "flipped":
             run.whole(run.flipped(victim))
         else:
-            # A host with two of the ranks loses the stores of both.
+            # A host has two of the ranks, and loses both stores.
             run.whole({run.lose(rank) for rank in (victim, victim ^ 1)})
 
 

@@ -267,7 +267,7 @@ def test_an_alias_on_one_rank_is_refused_on_all(folder):
 
 
 def flat_views(trained):
-    """Makes all gradients views of one buffer, which has this rank's rows of them; returns the buffer."""
+    """Makes all gradients views of one buffer, which has this rank's rows of all gradients; returns the buffer."""
     parameters = list(trained.parameters())
     flat = torch.zeros(sum(one.to_local().numel() for one in parameters))
     begin = 0
@@ -329,7 +329,7 @@ def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-# Micro-batches of a step, on all ranks together.
+# The number of micro-batches in a step, on all ranks together.
 MICRO_BATCHES = 2
 
 
@@ -349,7 +349,7 @@ def local(one):
 
 @torch.no_grad()
 def write(optimizer, parameters, do):
-    """Changes this rank's rows of parameters; those of an offloaded optimizer inside `optimizer.edit`."""
+    """Calls `do` to change this rank's rows of parameters; for an offloaded run, inside `optimizer.edit`."""
     if isinstance(optimizer, memascend.OffloadedOptimizer):
         with optimizer.edit(parameters) as values:
             do(values)
@@ -363,7 +363,7 @@ def within(trained, do, *, modify=True):
 
 
 def replaced(trained, factor, *, alike=True):
-    """Replaces all parameters by multiples of themselves; if not `alike`, by whole tensors instead of sharded ones."""
+    """Replaces all parameters by multiples of themselves; if not `alike`, by tensors of zeros that are not sharded."""
     for module in trained.modules():
         for short, one in list(module.named_parameters(recurse=False)):
             values = one.detach() * factor if alike else torch.zeros(one.shape)
@@ -371,7 +371,7 @@ def replaced(trained, factor, *, alike=True):
 
 
 def require_the_doors(trained, optimizer):
-    """Requires that writes outside `edit` and `materialized` fail, and that an edit that fails on a rank is undone."""
+    """Requires errors for writes outside `edit` and `materialized`, and that a failed edit of a rank is undone."""
     weight, before = trained[0].weight, whole(trained)
     rank = distributed.get_rank()
     with torch.no_grad():
@@ -416,11 +416,11 @@ def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit
 
 @torch.no_grad()
 def change_in_place(trained, rank, *, offloads):
-    """Changes weights by torch's ways to write in place; an offloaded model computes with them inside the block."""
+    """Changes weights by torch's ways to write in place; an offloaded model computes with the changes in the block."""
     kept = trained.embed.weight.detach()
     with memascend.materialized(trained, modify=True) if offloads else contextlib.nullcontext():
         named = dict(trained.named_parameters())
-        # The embedding is the head, too. A factor of 1 leaves the bias's bits unchanged.
+        # The head shares the embedding's weight. The factor 1 leaves the bits of the bias unchanged.
         named["embed.weight"].mul_(2)
         named["narrow.2.bias"].mul_(1)
         named["narrow.0.weight"].data.add_(0.25)
@@ -429,13 +429,13 @@ def change_in_place(trained, rank, *, offloads):
         # In memory, a forward without a backward would leave parameters gathered.
         inside = loss_of(trained, 7, rank) if offloads else None
         del named
-    # A view that was taken of a sharded weight before the change reads the new values.
+    # `kept`, a view that was taken of a sharded weight before the change, reads the new values.
     assert torch.equal(kept.full_tensor(), trained.embed.weight.full_tensor())
     assert inside is None or loss_of(trained, 7, rank).item() == inside.item()
 
 
 def loop(folder, options):
-    """Trains with all these reads and writes between steps; returns losses, values that were read, and final values."""
+    """Trains, with many kinds of reads and writes between steps; returns losses, the values read, and final values."""
     trained, optimizer = made(folder, **options)
     rank, found = distributed.get_rank(), []
     named = dict(trained.named_parameters())
@@ -510,7 +510,7 @@ def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, 4])
 def test_they_are_in_every_mode(tmp_path, count):
-    """With four ranks, one has no rows of some weights. `reduction="native"` adds as the reference in memory does."""
+    """With four ranks, one rank has no rows of some weights. `reduction="native"` adds as FSDP2 in memory does."""
     cases = [{"gradients": "ssd"}, {"gradients": "fused"}, {"gradients": "ram", "durability": "none"}]
     cases += [{"gradients": "ssd", "host_memory": "1GiB", "log_steps": 3}]
     on_ranks(count, loops, tmp_path, [{**case, "reduction": "native"} for case in cases])
@@ -520,7 +520,7 @@ def test_they_are_in_every_mode(tmp_path, count):
 
 
 def faults(folder):
-    """Rank 1 raises inside `materialized()`, and rank 0's error names it; finally rank 1 is killed inside."""
+    """Rank 1 raises inside `materialized()`, and rank 0's error names rank 1; finally rank 1 is killed inside."""
     rank = distributed.get_rank()
     trained, optimizer = offloaded(f"{folder}/faults/", of="odd", gradients="ssd", timeout=10.0)
     step(trained, optimizer, MICRO_BATCHES)

@@ -1,4 +1,4 @@
-"""Tests training on several ranks, and resuming on another number: bits of one process, or of FSDP2 in memory."""
+"""Tests training on several ranks, and resuming on more or fewer: bits of one process, or of FSDP2 in memory."""
 
 import os
 import signal
@@ -46,12 +46,12 @@ def train_all(folder, cases, kind="plain", mean=False):
 
 
 def require_same(folder, dtype, options, rounds, kind, *, mean):
-    """Trains; requires the losses, values and norms of one process. `mean`: only FSDP2 divides the sum of gradients."""
+    """Trains; requires one process's losses, values and norms. With `mean`, FSDP2 divides gradients, not the loop."""
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
     rank, count = position()
-    # FSDP2 divides gradients by the number of ranks. This rounds unless the number is a power of two; for all other
-    # numbers, FSDP2 only adds, and the loss is divided.
+    # FSDP2 divides gradients by the number of ranks, which rounds unless the number is a power of two. For any other
+    # number, the test has FSDP2 only add, and divides the loss instead.
     parts = 1 if mean else rounds
     if count & (count - 1):
         parts = rounds * count
@@ -93,7 +93,7 @@ RUNS = {
     "checkpointed": ((2,), "checkpointed", False, [CASES[1], CASES[0]]),
     # A plain model, which offload() shards.
     "undivided": ((2, 3), "undivided", False, [CASES[1], ("float32", {"units": ["1"]}, 1)]),
-    # In the last case, records are kept in RAM, whose gradients may be stored in another way until step().
+    # In the last case, records are kept in RAM; their gradients may wait for step() in a different place.
     "means": ((2, 4), "plain", True, [*CASES, ("bfloat16", {"host_memory": "1GiB"}, 2)]),
 }
 
@@ -112,7 +112,7 @@ SCHEDULED, SCHEDULED_MICRO_BATCHES = 6, 2
 
 
 def begun(storage, *, swapped=False, **options):
-    """Begins or resumes a run with two parameter groups, biases and the rest; `swapped`: in the other order."""
+    """Begins or resumes a run with two groups: biases, and all other parameters; `swapped` exchanges them."""
     trained = model(torch.float32, "odd")
     if distributed.is_initialized():
         shard(trained)
@@ -143,7 +143,7 @@ def train_scheduled(folder, until):
 
 
 def require_refusals(folder):
-    """Requires errors for swapped groups, for another scheduler, and for a loop that calls `scheduler.step()`."""
+    """Requires errors for swapped groups, a different scheduler, and a loop that calls `scheduler.step()` itself."""
     with pytest.raises(memascend.ConfigError, match="was in group"):
         begun(f"{folder}/runs/", swapped=True, existing="resume")
     trained, optimizer = begun(f"{folder}/runs/", existing="resume")
@@ -207,7 +207,7 @@ class Experts(nn.Module):
 def trained_experts(store=None, *, dtype=torch.float32, policy=None, used=3, fused=True, is_one=False, **options):
     """Trains three steps and returns all values: in memory by FSDP2 if `store` is None, else offloaded.
 
-    If `policy` is None, FSDP2 takes no mean. `is_one`: a single process adds up the batches of three ranks.
+    If `policy` is None, FSDP2 adds gradients without a mean. `is_one`: a single process trains on all ranks' batches.
     """
     torch.manual_seed(0)
     model = Experts().to(dtype)
@@ -240,7 +240,10 @@ def by_policies(folder):
 
 
 def doubles_of_three(folder):
-    """Torch's fused kernel rounds the end of a tensor differently, and shards end elsewhere: FSDP2 is its reference."""
+    """For torch's fused kernel, the reference is FSDP2 in memory, not one process.
+
+    The kernel rounds the end of a tensor differently, and a shard ends elsewhere than the whole tensor.
+    """
     one = trained_experts(dtype=torch.float64, fused=False, is_one=True)
     assert all(map(same_bits, trained_experts(f"{folder}/in-order", dtype=torch.float64, fused=False), one))
     fused = trained_experts(f"{folder}/fused", dtype=torch.float64, reduction="native")
@@ -255,7 +258,7 @@ def test_ranks_have_the_bits_of_fsdp2_in_memory_and_float64_those_of_one_process
 
 @ranks(2)
 def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
-    """Each rank's forward uses another expert, which is a unit or not: `step()` rejects that, and the run goes on."""
+    """Each rank's forward uses a different expert, which is a unit or not: `step()` raises, and the run continues."""
     rank, tokens = distributed.get_rank(), torch.zeros(2, 3, dtype=torch.long)
     for each in (True, False):
         torch.manual_seed(0)
@@ -324,7 +327,7 @@ def train(folder, name, until, plain, options):
     began, user_state = optimizer.steps, optimizer.user_state
     values = rank_models.train(model, optimizer, until, MICRO_BATCHES)
     if "log_steps" in options:
-        # Leaves the run as a kill would: the last updates of the RAM tier are in the log alone.
+        # Leaves the run open, as a kill would: only the gradient log has the last updates of the RAM tier.
         LEFT_OPEN.append(optimizer)
     else:
         optimizer.close()
@@ -342,7 +345,7 @@ def stores(count):
 
 
 def train_whole(folder, until, options):
-    """Trains in one process without a stop and returns the values; also takes the first step of the run to resume."""
+    """Trains in one process without a stop; returns the values. Also takes the first step of a second run."""
     whole = train(folder, "whole", until, True, options)[2]
     train(folder, "run", 1, True, options)
     return whole
@@ -386,7 +389,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
     ids=str,
 )
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
-    """With `log_steps`, each run ends before it writes the RAM tier's records, and the next one replays the log."""
+    """With `log_steps`, each run ends before it writes the RAM tier's records, and the next run replays the log."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 
@@ -410,7 +413,7 @@ def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypat
 
 
 def gone(folder, point, until, options):
-    """Resumes with another number of ranks, of which some fail at `point`, see `_break_at`.
+    """Resumes the run with a different number of ranks, some of which fail at `point`, see `_break_at`.
 
     Returns this rank's error, and the stores that exist afterwards.
     """
@@ -423,7 +426,7 @@ def gone(folder, point, until, options):
 
 
 def _break_at(point, rank):
-    """Makes ranks fail at a point of the change: "read", "first root", "root", "none" or "half"."""
+    """Makes ranks fail at `point` while their number changes: "read", "first root", "root", "none" or "half"."""
     tell, remove = Exchange.tell, Earlier.remove
 
     def told(self, about, said, **given):
@@ -437,7 +440,7 @@ def _break_at(point, rank):
 
     def removed(self):
         if point == "half" and rank == 0:
-            # Rank 0 has removed the stores that it reads.
+            # Rank 0 removes the stores that it has read; all ranks are killed before another rank removes its stores.
             remove(self)
         distributed.barrier()
         _die()
@@ -446,11 +449,12 @@ def _break_at(point, rank):
         # Rank 1 cannot read its part of the earlier stores.
         EarlierValues._read = failing
     elif point == "root" or (point == "first root" and rank == 1):
-        # "first root": rank 1 is killed before it writes the first root of its new store; the others may have written
-        # theirs. "root": all ranks are killed, and only rank 0 has written its root.
+        # "first root": rank 1 is killed before it writes the first root of its new store; other ranks may have written
+        # their roots. "root": all ranks are killed, and only rank 0 has written its root.
         Exchange.tell = told
     elif point in ("none", "half"):
-        # All ranks are killed once all have committed: before the old stores are removed, or when only rank 0 did so.
+        # All ranks are killed once all have committed: "none" before any rank has removed its old stores, "half" when
+        # only rank 0 has.
         Earlier.remove = removed
 
 
@@ -465,7 +469,7 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     for path in paths:
         path.parent.mkdir()
     filled(paths[0], records).close()
-    # Leaves a store like a process that is killed before its first commit.
+    # The child leaves a store as a process does that is killed before its first commit.
     in_child(lambda: LEFT_OPEN.append(Store.create(paths[1], records)))
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
@@ -507,11 +511,12 @@ def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
     first, *others = counts
     on_ranks(first, train, tmp_path, "run", 1, False, {})
     for count in others:
-        # A rank that is not killed itself raises an error because the others are.
+        # A rank that is not killed raises an error because other ranks are killed.
         on_ranks(count, gone, tmp_path, point, 2, {"timeout": 20.0}, ends=(0, -9))
     for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
         assert began == 1
         assert all(map(same_bits, values, whole))
-        # Stores that were never filled stay, because damage looks the same; a warning says that you may remove them.
+        # Stores that were never filled stay, because a damaged store looks the same; a warning says that you may remove
+        # them.
         unfilled = {file for count in others if point == "root" and count != last for file in stores(count)}
         assert set(left) - unfilled == set(stores(last))

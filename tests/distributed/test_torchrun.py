@@ -1,4 +1,4 @@
-"""Tests ranks as users start them: examples/fsdp.py, a loop of accelerate, and ranks on a GPU; bits of one process.
+"""Tests ranks as users start them (examples/fsdp.py, a loop of accelerate, ranks on a GPU): the bits of one process.
 
 usage: test_torchrun.py FOLDER, by `accelerate launch`; or test_torchrun.py STORE BACKEND, by torchrun on a GPU
 """
@@ -36,7 +36,7 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
     os.kill(int(children[-1]), signal.SIGKILL)
     status, output = running.ended()
     assert status == 0, output
-    # The restart resumed instead of beginning anew: rank 0 takes step 0 once.
+    # The restart resumed the run and did not begin anew: rank 0 takes step 0 only once.
     assert output.count("rank 0, step 0:") == 1
     assert files(tmp_path / "ranks-saved") == files(tmp_path / "one-saved")
 
@@ -94,7 +94,7 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     assert all(map(same_bits, saved.parameters(), trained.parameters()))
 
 
-# --- a GPU: one rank with NCCL, and two ranks on one GPU with gloo -------------------------------------
+# --- on a GPU: one rank with NCCL, or two ranks that share the GPU with gloo ---------------------------
 
 
 def trained(store, backend=None):

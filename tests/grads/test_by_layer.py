@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: the bits of one after the other, bytes moved, errors, fallbacks, waiting parts."""
+"""Tests micro-batches by layer: bits as if run one after the other, bytes moved, errors, fallbacks, waiting parts."""
 
 import _thread
 import contextlib
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
 
 class Experts(Stack):
-    """Micro-batches skip different blocks and begin at different ones, so they share no order of blocks."""
+    """A model in which micro-batches skip different blocks and begin at different blocks: they share no order."""
 
     def forward(self, x):
         start = int(x.detach().sum().abs() * 1e4) % len(self.blocks)
@@ -47,7 +47,7 @@ class Experts(Stack):
 
 
 class Summed(Stack):
-    """Autograd gives the parameters `one` and `other` one gradient in the same memory."""
+    """A model for which autograd gives the parameters `one` and `other` the same tensor as gradient."""
 
     def __init__(self):
         super().__init__()
@@ -150,8 +150,8 @@ def require_no_more(several, one):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("dropout", torch.float32), ("checkpointed", torch.bfloat16)])
 def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind, dtype):
-    # The default budget of a model of four blocks has no room for all of it; its queue has room for the gradients of
-    # one block.
+    # The default budget of a model of four blocks has no room for the whole model. The budget's queue has room for the
+    # gradients of one block.
     one, four = (
         moved_bytes(
             tmp_path,
@@ -187,7 +187,7 @@ def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
 
 
 def begun(folder, make=Stack, steps=1, **options):
-    """Returns a run after `steps` steps: only the first goes one after the other, so later calls go by layer."""
+    """Returns a run after `steps` steps; only the first step runs micro-batches in turn, so later ones go by layer."""
     model, optimizer = offloaded(folder / "run.store", make(), **options)
     for _ in range(steps):
         accumulate(model, optimizer, rows())
@@ -229,7 +229,7 @@ def arriving(model, arrive):
 
 
 def interrupted_run(folder, kind, interrupt, attempts, **options):
-    """Trains; `interrupt` makes a first attempt at each step fail. Returns the final state, and how many failed."""
+    """Trains; `interrupt` fails a first attempt at each step. Returns the final state and the number of failures."""
     folder.mkdir()
     model, optimizer = begun(folder, MAKES[kind], **options)
     failed = 0
@@ -302,7 +302,7 @@ def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempt
             try:
                 timer.start()
                 optimizer.accumulate(loss_of, batches, scale=1 / COUNT, by_layer=True)
-                # The interrupt may arrive until here.
+                # The interrupt may arrive at any time before this line has ended.
                 timer.join()
                 time.sleep(0.01)
             except KeyboardInterrupt:
@@ -375,7 +375,7 @@ def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(by_laye
 
 
 def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
-    """Each parameter's hook multiplies by its own count, so the order of micro-batches shows in the bits."""
+    """Each hook multiplies gradients by the number of its calls, so the order of micro-batches shows in the bits."""
 
     def make():
         model = Stack()
@@ -446,7 +446,7 @@ def test_a_thread_that_the_system_does_not_have_fails_the_call(by_layer, monkeyp
 
 
 class Measured:
-    """Records peaks: bytes of sums and parts (`all`), of waiting parts, and errors of `nbytes` (`uncounted`)."""
+    """Records peaks: bytes of sums and parts (`all`), of waiting parts (`waiting`), and bytes that `nbytes` misses."""
 
     def __init__(self, monkeypatch):
         self.all = self.waiting = self.uncounted = self.limit = 0

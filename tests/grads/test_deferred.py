@@ -90,7 +90,7 @@ def way(request, monkeypatch):
 
 
 def both(tmp_path, **options):
-    """Requires that a run with deferred updates has the bits of one without; returns its report."""
+    """Requires that a run with deferred updates has the bits of a run without them; returns the first run's report."""
     at_once = run(tmp_path / "ram", "ram", **options)
     left = run(tmp_path / "ssd", "ssd", **options)
     assert at_once[2].deferred == 0
@@ -123,7 +123,7 @@ def test_bits_are_those_of_updates_at_once(tmp_path, options):
 
 
 class Blocks(nn.Module):
-    """A model with tied weights, checkpoints, a block that is called twice, and one that is seldom used."""
+    """A model with tied weights, checkpoints, a block that is called twice, and a block that is seldom used."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -159,7 +159,7 @@ def test_blocks_of_every_kind(tmp_path, reentrant):
 
 
 def habits(model, optimizer, index):
-    """Reads or changes state whose update is deferred, before each step in another way."""
+    """Reads or changes state whose update is deferred, in a different way before each step."""
     optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
     if index == 1:
         with torch.no_grad():
@@ -202,7 +202,7 @@ def fuses(_, optimizer, index):
     optimizer.param_groups[0]["momentum"] = 0.0 if index == 3 else 0.9
 
 
-# The state machine of training tests more of such calls, in other orders.
+# The state machine of training tests more calls like these, in random orders.
 HABITS = {
     "reads and changes": {"loop": gathered, "before": habits},
     "arithmetic on gradients": {"between": divides},
@@ -319,7 +319,7 @@ MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
 def scaled(folder, gradients, scales, between=nothing, **options):
-    """Runs one step for each factor of `scales`, by which it multiplies the loss."""
+    """Runs one step for each factor in `scales`, with the loss multiplied by the factor."""
 
     def loop(model, optimizer, index):
         walk(model, optimizer, index, scales[index])
@@ -329,7 +329,7 @@ def scaled(folder, gradients, scales, between=nothing, **options):
 
 
 def both_early(tmp_path, scales, between=nothing, **options):
-    """Requires that a run with early updates has the bits of one without; returns its report."""
+    """Requires that a run with early updates has the bits of a run without them; returns the early run's report."""
     waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
     early = scaled(tmp_path / "auto", "auto", scales, between, **options)
     require_same(waits, early)
@@ -384,8 +384,8 @@ def more(model, optimizer, index):
 
 OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
 FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
-# Factors of the loss, a call between backward() and step(), options; the number of steps that begin early, and of those
-# the number that step() makes anew.
+# By case: factors of the loss, a call between backward() and step(), options, the number of steps whose updates begin
+# early, and how many of these steps discard the early updates and make them anew.
 RUNS = {
     # The first step waits: no earlier step shows whether the loop clips.
     "never": (NEVER, nothing, {}, 5, 0),
@@ -398,7 +398,7 @@ RUNS = {
     "overflow": (OVERFLOWS, nothing, {"make": lambda: stack(torch.float16)}, 4, 2),
     "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
     "hook": (NEVER, hooks, {}, 3, 1),
-    # Only the third step is not clipped, so the fourth begins early, and is made anew.
+    # Only the third step is not clipped, so the updates of the fourth step begin early, and step() makes them anew.
     "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
     "hardly clipped": (FALLS, clips(1.0), {"max_grad_norm": None}, 5, 0),
     "not clipped": (FALLS, clips(1e3), {"max_grad_norm": None}, 5, 0),
@@ -415,7 +415,7 @@ def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, e
 
 
 def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
-    """step() rejects wrong options also after early updates, but not options that are right again when it runs."""
+    """step() rejects wrong options also after early updates, but not if the caller has corrected them before step()."""
     model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0)
     with optimizer:
         for index in range(3):

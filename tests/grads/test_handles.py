@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def process_hooks():
-    """Installs the hooks through which torch accepts gradient handles in lists, as while a model is offloaded."""
+    """Installs the hooks through which torch accepts gradient handles in lists, as offload() does."""
     hooks = ProcessHooks()
     yield
     hooks.release()
@@ -91,7 +91,7 @@ def handle_of(tensor):
 
 
 def assert_same(handle, expected):
-    """Requires that a step would use `expected`: by replay and, if the gradient has factors, by factors."""
+    """Requires that a step would use `expected`, computed by replay and, if the gradient has factors, by factors."""
     got = handle.gradient.materialize()
     assert got.dtype == expected.dtype
     assert got.stride() == expected.stride()
@@ -123,7 +123,7 @@ def test_a_sum_that_was_computed_elsewhere_has_its_arithmetic():
 
 
 class Lazy(KeptInMemory):
-    """An engine that keeps the tensor that `spill` gets, as the real one does until it is written."""
+    """An engine that keeps the tensor that `spill` gets, as the real engine does until it has written the tensor."""
 
     def spill(self, _, gradient, **__):
         self.waiting = gradient
@@ -322,7 +322,7 @@ SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]
 
 
 def everything(dtype):
-    """Returns all numbers of a 16-bit dtype, or a sample of fp32, without NaN, whose bits mean nothing."""
+    """Returns all numbers of a 16-bit dtype, or a sample of fp32; leaves out NaN, whose bits mean nothing."""
     if dtype == torch.float32:
         numbers = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(1))
         numbers = numbers.to(torch.int32).view(dtype)

@@ -196,7 +196,7 @@ def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, 
 
 
 class Drawn(torch.utils.data.IterableDataset):
-    """A data set of 12 examples, whose length is 4 (`says`) or unknown."""
+    """A data set of 12 examples, which reports the length 4 if `says` is true, and otherwise has no length."""
 
     def __init__(self, *, says):
         super().__init__()

@@ -28,7 +28,7 @@ def begun(tmp_path, gradients, **options):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_path, kind, value, gradients):
-    """Clipping by a NaN norm makes all gradients NaN; by an infinite norm, infinite elements NaN, and all others 0."""
+    """A NaN norm makes all gradients NaN. An infinite norm makes infinite elements NaN, and all other elements 0."""
     plain, model = chain(3, True), chain(3, True)
     theirs = OPTIMIZERS[kind](plain.parameters())
     options = {"gradients": gradients, "max_grad_norm": 1.0, "nonfinite": "commit", "storage": tmp_path / "store"}
@@ -52,7 +52,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
 def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value):
-    """The state machine of training tests that such a step changes no value."""
+    """The state machine of training tests that a step with a gradient that is not finite changes no value."""
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         model[1].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(1), value))
@@ -117,7 +117,7 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         before = values(model)
-        # The hook raises after the last layer's gradients have arrived, and before any other.
+        # The hook raises after the last layer's gradients have arrived, and before the gradients of any other layer.
         middle = model[1](model[0](batch(1)))
         middle.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -159,7 +159,7 @@ def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
 
 
 def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
-    """The engine has already used the gradients that the caller replaces; `zero_grad` drops their updates."""
+    """The engine has already used the gradients that the caller replaces; `zero_grad` drops the staged updates."""
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         before = values(model)

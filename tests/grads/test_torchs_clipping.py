@@ -157,7 +157,7 @@ def changes_its_norm(p):
     torch._foreach_norm([p.grad], 2.0)[0].zero_()
 
 
-# Changes to the gradient of a parameter; the state machine of training tests others.
+# Changes to the gradient of a parameter; the state machine of training tests other changes.
 CHANGES = {
     "multiplied": lambda p: p.grad.mul_(3.0),
     "a number is added": lambda p: p.grad.add_(0.01),
@@ -182,7 +182,7 @@ def test_a_gradient_that_changes_after_it_arrived_has_its_new_norm(tmp_path, cha
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_autocast_around_the_backward_changes_no_norm(tmp_path, foreach, device):
-    """On a GPU, lists of tensors have kernels of their own, and autocast gives norms another dtype."""
+    """On a GPU, torch has special kernels for lists of tensors, and autocast changes the dtype of norms."""
     model, optimizer = offloaded(tmp_path, torch.bfloat16, device=device)
     with optimizer:
         for index in range(STEPS):
@@ -225,7 +225,7 @@ def traffic(folder, loop, limit, **options):
 
 @pytest.fixture
 def one_way(monkeypatch):
-    """Deferred updates are always written in the next forward, so no timing decides which bytes are read."""
+    """Has every deferred update written in the next forward, so that timing does not decide which bytes are read."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 

@@ -16,7 +16,7 @@ from memascend.kernels.scalars import checked_scalars
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
-# Long enough for several threads and non-temporal stores, and no multiple of a vector's or chunk's length.
+# So many elements that kernels use several threads and non-temporal stores; no multiple of a vector or chunk length.
 LONG = (1 << 20) + 12345
 
 

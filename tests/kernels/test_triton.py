@@ -32,7 +32,7 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     full = {name: "constexpr" if name in constants else signature[name] for name in names}
     source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=attributes)
-    # Each launch has these options; test_every_launch_decides_about_fusion checks the second one.
+    # Each launch has these options; test_every_launch_decides_about_fusion checks that it sets the second option.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = binary.asm["ptx"]
@@ -107,7 +107,7 @@ def test_adamw_compiles(dtype, out, l2, capability):
     assert "div.rn.f32" in ptx
     assert "sqrt.rn.f32" in ptx
     assert out is None or f"cvt.rn.{out.replace('fp', 'f')}" in ptx
-    # The formula has two fused multiply-adds, and L2 weight decay a third; the compiler must not fuse others.
+    # The formula has two fused multiply-adds, and L2 weight decay a third; the compiler must not fuse other operations.
     lanes = adamw_jit.BLOCK // 128
     # An `x2` instruction of Blackwell computes two lanes.
     fused = sum(2 if "x2" in found else 1 for found in FUSED.findall(ptx))

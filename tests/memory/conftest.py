@@ -27,8 +27,8 @@ def measure(disk, loaded, python):
 
     def run(**work):
         storage = tempfile.mkdtemp(dir=disk)
-        # A forked process copies pages that it shares with its parent, at its end all of them, and the limit of a
-        # cgroup would count the copies: a fresh process shares none.
+        # A forked process copies pages that it shares with its parent, and at its end all of them. The limit of a
+        # cgroup would count these copies, so work with a cgroup runs in a fresh process, which shares no pages.
         in_its_own = python if "cgroup" in work else loaded
         return json.loads(in_its_own(program, HERE, json.dumps({"storage": storage, **work}), timeout=300))
 

@@ -31,13 +31,13 @@ WORK = {
     "steps": 3,
     "options": {},  # keyword arguments of offload()
     "storage": None,
-    "in_heap": False,  # the model is in the C library's heap, as it is after a large tensor was freed
+    "in_heap": False,  # the model is made in the C library's heap, as happens after a large tensor was freed
     "meta": False,  # the model is made on the meta device
     "buffer_bytes": 0,  # the size of a persistent buffer
     "resume": False,  # the store exists, with one step, and is resumed
     "phases": False,  # also makes the calls of `others`
     "cgroup": None,  # a memory cgroup that the process joins; `lower` sets its limit once offload() has returned
-    "grow_bytes": 0,  # how far that limit is above the memory that the process holds then
+    "grow_bytes": 0,  # the cgroup's limit is this many bytes above the memory that the process holds at that time
 }
 
 
@@ -127,12 +127,12 @@ def warm_up(dtype, folder):
     optimizer.close()
 
 
-# From malloc.h; and the highest threshold that glibc sets by itself.
+# The number of the option in malloc.h, and the highest threshold that glibc chooses on its own.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
 
 
 def lower(cgroup, grow_bytes):
-    """Sets the limit `grow_bytes` above the anonymous memory of now; the kernel drops the page cache if need be."""
+    """Sets the limit `grow_bytes` above the current anonymous memory; the kernel drops cached files if necessary."""
     first = Path(cgroup, "memory.limit_in_bytes")
     limit = first if first.exists() else Path(cgroup, "memory.max")
     stat = dict(line.split() for line in Path(cgroup, "memory.stat").read_text().splitlines())
@@ -157,7 +157,7 @@ def prepared(work):
     if work["cgroup"]:
         Path(work["cgroup"], "cgroup.procs").write_text("0")
     if work["in_heap"]:
-        # offload() fixed the threshold in the warm-up. In other processes, freeing one large tensor raises it.
+        # offload() fixed the threshold in the warm-up. In other programs, freeing a large tensor raises the threshold.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
     with torch.device("meta") if work["meta"] else contextlib.nullcontext():
         model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
@@ -219,7 +219,7 @@ def main(given):
 
 
 def others(model, optimizer, batch, phase):
-    """Makes the other calls that a user may make, one after the other, each as a phase."""
+    """Makes further calls that a user may make, one after the other, each as a phase."""
     state = model.state_dict()
     phase("state_dict()")
     model.load_state_dict(state)
@@ -228,7 +228,7 @@ def others(model, optimizer, batch, phase):
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
-    # A step warns about views that outlive it, so the state dict is dropped.
+    # A step warns about views that outlive the step: drops the state dict, which has views.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():

@@ -325,7 +325,8 @@ assert memascend.memory.regions() == before
 
 @pytest.mark.root
 def test_doctor_explains_a_memlock_limit(loaded):
-    # The first call runs as root, and imports modules from folders that the later user may not be allowed to read.
+    # The first call runs as root and imports modules. Without privileges, the second call may not be allowed to read
+    # the modules' folders.
     doctor = "from memascend.cli import main; status = main(['doctor'])"
     out = loaded(f"{doctor}; print('---')\n{UNPRIVILEGED}{doctor}; sys.exit(status)").partition("---\n")[2]
     assert re.search(r"memlock limit +slower", out)
@@ -354,7 +355,7 @@ except memascend.MemoryLimitError as error:
 def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
     first = cgroup / "memory.limit_in_bytes"
     (first if first.exists() else cgroup / "memory.max").write_text(str(512 << 20))
-    # `python` starts a fresh process: the limit would count the shared pages that a forked one copies.
+    # `python` starts a fresh process: the limit would count the shared pages that a forked process copies.
     out = python(
         """
 import os, sys, torch, memascend

@@ -88,7 +88,7 @@ assert driver.fakeRetained() == 0
 
 
 def test_doctor_says_what_a_refusal_costs(cuda):
-    """A refused registration falls back to mlock, which slows a run: doctor has a finding of its own for it."""
+    """A refused registration falls back to mlock, which slows a run: doctor reports this in a separate finding."""
     program = LOADED + "from memascend.cli.doctor import examine_registration\nprint(examine_registration())"
     output, _ = cuda(program)
     assert "possible" in output

@@ -82,7 +82,7 @@ def test_ten_thousand_cycles_leak_nothing(arena):
     assert leases(arena) == 0
 
 
-# This test forks a process with threads on purpose; the child makes only calls that are safe there.
+# This test forks a process with threads on purpose; the child makes only calls that are safe after such a fork.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("on_fork", "seen"), [("copy", 7), ("wipe", 0)])
 def test_a_forked_child_sees_what_was_chosen_and_is_refused_leases(on_fork, seen):

@@ -72,7 +72,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
 
 @pytest.fixture
 def in_forward(monkeypatch):
-    """Deferred updates are always written in the next forward, so no timing decides which bytes are read."""
+    """Has every deferred update written in the next forward, so that timing does not decide which bytes are read."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 
@@ -97,7 +97,7 @@ def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
             found = optimizer.plan.by("next forward").read_bytes
             planned = found.get("values, forward", 0) + found.get("values, backward", 0)
             read = (now - before) / len(STEPS)
-            # Now and then, the units that are cached at a prefetch differ from those of the plan.
+            # Sometimes the units that are cached when a prefetch begins differ from the units that the plan assumes.
             assert read == pytest.approx(planned, rel=0.1, abs=unit_bytes), budget
             reads.append(read)
     assert reads[0] >= reads[1] > reads[2] > reads[3]
@@ -136,7 +136,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
         let_fetches_end(optimizer)
         read, written = (now - then for now, then in zip(kernel_counts(), kernels, strict=True))
         now = store.counters()
-    # With direct I/O, the kernel and the store count the same bytes, but for whole pages that commits write.
+    # With direct I/O, the kernel and the store count the same bytes, except for whole pages that commits write.
     assert read == pytest.approx(now["read_bytes"] - ours["read_bytes"], rel=0.02, abs=1 << 20)
     assert written == pytest.approx(now["written_bytes"] - ours["written_bytes"], rel=0.02, abs=1 << 20)
     moved = (read + written) / len(STEPS) / elements

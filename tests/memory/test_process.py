@@ -12,7 +12,7 @@ GROWS_MAX = 0.05
 # Memory that a block may cost while its values are on storage: Python objects, and the ends of holes in the heap.
 BESIDE_BYTES = 432 << 10
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
-# Memory that the C library's heap may keep for a block in a step, around the small activation that is saved.
+# Memory that the C library's heap may keep for each block in a step: holes around the small saved activation.
 KEPT_BYTES = 2 << 20
 
 
@@ -22,7 +22,7 @@ def added(run):
 
 
 def require_flat(measure, shallow, deep, **work):
-    """Requires that the peak of a process, shallow or deep, exceeds the shallow model's plan by little."""
+    """Requires that the peak with a shallow and with a deep model exceeds the shallow model's plan only by little."""
     few, many = (measure(blocks=blocks, width=WIDTH, **work) for blocks in (shallow, deep))
     # While the queue is full, torch holds one more gradient; the embedding's is the largest. Timing decides how full
     # the queue is when that gradient arrives, so the peaks of two runs cannot be compared.
@@ -37,7 +37,7 @@ def require_flat(measure, shallow, deep, **work):
 def test_memory_is_flat_in_depth(measure):
     few, many = require_flat(measure, 4, 20, options={"gradients": "fused"}, steps=2)
     for run in (few, many):
-        # When offload() returns, the process holds all planned memory but gradients, and Python objects.
+        # When offload() returns, the process holds Python objects, and all planned memory except gradients.
         planned = run["plan"]["host_peak"] - run["plan"]["host"]["gradients"]
         assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.06)
     # Further blocks cost Python objects and holes in the heap, but no memory for values.
@@ -110,7 +110,7 @@ def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
 
 # Memory without an owner, which torch keeps after the first step of each size.
 OWNERLESS_BYTES = 2 * MIB
-# Memory that is freed after step() trimmed the heap: glibc keeps as much at the heap's end (M_TRIM_THRESHOLD).
+# glibc may keep this many bytes of freed memory at the heap's end (M_TRIM_THRESHOLD) after step() has trimmed the heap.
 HEAP_BYTES = 2 * MIB
 # A weight that was in the C library's heap leaves a page at the end of its hole.
 PAGE_BYTES = 4096
@@ -176,7 +176,8 @@ def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
 
 
-# Frees every second tensor in the heap: glibc alone does not return such pages. The size is below the mmap threshold.
+# Frees every second tensor in the heap; glibc does not return the pages of the freed tensors to the kernel. A tensor is
+# smaller than the mmap threshold.
 FREED = """if True:
     import sys
     from pathlib import Path

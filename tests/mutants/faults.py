@@ -45,7 +45,7 @@ class Fault:
         """Returns the files with the fault's tests."""
         if self.language == "python":
             return {root / test.partition("::")[0] for test in self.tests}
-        # A crate has tests beside its code, too.
+        # A crate also has tests in the files of its code.
         return set((root / "rust" / self.package).glob("*/**/*.rs"))
 
 

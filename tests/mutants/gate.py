@@ -1,8 +1,8 @@
 """Applies each fault to a copy of the tree and runs its nearest tests (`make mutants`); if they pass, it survives.
 
-`target/mutants` has the copies, one for Python and one for Rust; the gate runs both at the same time. It also has the
-results, by the hash of fault, file and tests. The gate first runs the tests of a package without a fault, so that a
-later failure is due to the fault.
+The folder `target/mutants` has the copies, one for Python and one for Rust; the gate runs both at the same time. The
+folder also has the results, by the hash of fault, file and tests. The gate first runs the tests of a package without a
+fault, so that a later failure is due to the fault.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tree:
 
     def _write(self, path, text):
         path.write_text(text)
-        # Python detects a stale .pyc by the source's length and whole seconds, which a fault may leave as they were.
+        # Python detects a stale .pyc by the source's length and its time in whole seconds; a fault may change neither.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 

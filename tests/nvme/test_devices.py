@@ -70,7 +70,7 @@ def test_a_foreign_device_is_refused_until_wiped(loop, tool):
 
 @root
 def test_a_partition_table_is_refused(loop):
-    """A partition table of the MBR kind is recognised by its entries; the tables in Rust list the magic of others."""
+    """An MBR partition table is recognised by its entries; for other kinds, tables in Rust list magic bytes."""
     device = loop(64 * MIB)
     entry = bytes([0, 0, 2, 0, 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
     with open(device, "r+b") as file:
@@ -261,7 +261,7 @@ def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
             assert len(won) <= 1, results
             if won:
                 assert all(path.exists() for path in paths)
-            # A thread that made a file, but lost the race to lock it, leaves the empty file to the thread that won.
+            # A thread that made a file, but lost the race to lock it, leaves the empty file for the thread that won.
             assert won or all(not path.exists() or path.stat().st_size == 0 for path in paths)
             assert not won or all(path.stat().st_size == 1 << 20 for path in paths)
 

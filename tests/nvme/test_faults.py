@@ -26,7 +26,7 @@ def failed(call, *errnos):
 
 
 def room(error, folder):
-    """Returns the bytes that the error says a file needs; requires that its free bytes are the file system's."""
+    """Returns the bytes that a file needs, from the error; requires that the error states the true free bytes."""
     needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
     found = os.statvfs(folder)
     assert 20 * MIB < found.f_bavail * found.f_frsize == free, "the failed open must leave no file behind"

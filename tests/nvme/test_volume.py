@@ -70,7 +70,7 @@ def test_aligned_goes_straight_and_unaligned_is_right(volume):
     volume.read(back, MIB).wait()
     assert torch.equal(back, tensor)
     assert volume.stats()["bounced_bytes"] == 0
-    # The middle of an aligned buffer with an odd length still goes straight.
+    # Of an aligned buffer with an odd length, the volume copies (bounces) only the end, and writes the rest directly.
     volume.write(tensor[: 3 * MIB + 5], MIB).wait()
     assert 0 < volume.stats()["bounced_bytes"] < 4096
     volume.write(tensor[1:1000], 77).wait()
@@ -98,7 +98,7 @@ def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
     ticket.wait()
     gc.collect()
     assert watch() is None, "a finished ticket must release its buffer"
-    # The tickets are dropped: a tensor's memory must not be reused while it is written.
+    # The loop drops the tickets and the tensors: a tensor's memory must not be reused while the volume writes it.
     for round_ in range(15):
         tensor = torch.full((MIB,), round_, dtype=torch.uint8)
         volume.write(tensor, round_ * MIB + 7)
@@ -397,7 +397,7 @@ def one_round(workers, volume):
 
 @pytest.mark.soak
 def test_random_operations_for_minutes(tmp_path):
-    # glibc gets mappings for large objects, and one heap for all threads, so freed memory leaves the process at once.
+    # Makes glibc use mappings for large objects and one heap for all threads: freed memory leaves the process at once.
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 16384) == 1
     assert libc.mallopt(M_ARENA_MAX, 1) == 1
@@ -413,7 +413,7 @@ def test_random_operations_for_minutes(tmp_path):
         backend, depth = choose.choice(["io_uring", "threads"]), choose.choice([1, 2, 8, 32])
         volume = nvme.open(paths, backend=backend, queue_depth=depth)
         one_round(workers, volume)
-        # With writes in flight, the volumes are dropped, closed twice, and closed once, in turn.
+        # While writes are in flight, the rounds in turn drop the volume, close it twice, and close it once.
         if rounds % 3:
             volume.close()
         if rounds % 3 == 1:

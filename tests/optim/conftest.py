@@ -14,7 +14,7 @@ CHUNK = 2048
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """Sets torch to one thread: its own results in 16 bits depend on the number of threads."""
+    """Sets torch to one thread: torch's results in 16 bits depend on the number of threads."""
 
 
 def layout_of(optimizer, parameter, master_dtype=torch.float32):
@@ -31,7 +31,7 @@ def update_of(optimizer, group, layout, *, first, **given):
 
 
 class Streamed:
-    """A parameter that is updated in parts, as the engine does it, with values and state in memory."""
+    """A parameter with values and state in memory; updates it in parts, as the engine does."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
         self.layout = layout_of(optimizer, parameter, master_dtype)

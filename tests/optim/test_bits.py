@@ -17,7 +17,7 @@ from memascend.errors import ConfigError
 from memascend.optim import trial
 from memascend.optim.trial import require_streamable
 
-# Options to try with each class; a class of torch.optim that is neither here nor rejected fails a test.
+# Options to try with each class. A test fails if a class of torch.optim is neither listed here nor rejected.
 CASES = {
     "SGD": [
         {"lr": 0.1},
@@ -115,8 +115,8 @@ def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chu
             zip(members(original), members(reference), strict=True)
         ):
             twin.grad = None
-            # Skips the gradient, as for an expert without tokens; torch's fused SGD fails if only some parameters have
-            # a momentum buffer.
+            # Skips the gradient, as for an expert without tokens; not with torch's fused SGD, which fails if only some
+            # parameters have a momentum buffer.
             if (turn + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
                 continue
             gradient = gradient_of(name, parameter, generator)
@@ -262,7 +262,7 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
 
 
 class Odd(torch.nn.Module):
-    """Two layers, and the parameter `odd` of another kind, whose absolute sum scales the second layer's input."""
+    """Two layers, and the parameter `odd`, whose absolute sum scales the second layer's input."""
 
     def __init__(self, odd, *, trained):
         super().__init__()
@@ -307,7 +307,7 @@ def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
 
 @pytest.mark.parametrize(("make", "host_memory"), [(MOMENTUM, None), (ADAMW, "64MiB"), (ADAM, "64MiB")])
 def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
-    """Gradients are clipped and accumulated, also beside float32; with a budget, they wait in memory instead."""
+    """Gradients are clipped and accumulated, also in models with float32; with a budget, they wait in memory."""
     loop = {"clipped": True, "accumulated": 3}
     plain = Odd(torch.randn(5000, dtype=torch.float64).mul(1e-4), trained=True)
     # The engine updates float32 with the bits of the fused AdamW, so AdamW's model is float64 throughout.
@@ -332,7 +332,7 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
     optimizer.close()
 
 
-# `Doubled` is a user's class, which runs a trial before it streams.
+# `Doubled` stands for a user's class: offload() tries it out before its state streams.
 @pytest.mark.parametrize("make", [ADAM, MOMENTUM, functools.partial(Doubled, lr=0.01)])
 def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)

@@ -268,7 +268,7 @@ LAYERS = 3
 class Watched(Counted):
     """A user's class, whose step fails on purpose at one parameter."""
 
-    # The norm of that parameter's gradient; no two parameters have the same norm.
+    # The norm of the gradient at which `step` fails: it identifies the parameter, as no two gradients have equal norms.
     fails_at = None
 
     def step(self, closure=None):
@@ -313,7 +313,7 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
     with ours:
         stepped(plain, theirs, model, ours, range(3))
         require_equal(plain, theirs, model, ours)
-    # A temporary store is not durable either.
+    # A temporary store is not durable with any `durability`: the class streams here, too.
     with offloaded(None, chain(LAYERS, bias=True), Watched, durability=durability, host_memory="64MiB")[1] as ours:
         assert not ours.plan.ram_tier
 
@@ -364,7 +364,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
 
 
 class Quantised(torch.Tensor):
-    """Stores codes, and a scale for each block; computes with the values that they encode."""
+    """Stores codes, and a scale for each block; computes with the values that codes and scales encode."""
 
     @staticmethod
     def __new__(cls, codes, scale, block, dtype):

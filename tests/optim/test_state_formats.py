@@ -24,7 +24,7 @@ def sgd(given, **options):
     return torch.optim.SGD(given, lr=0.1, **options)
 
 
-# For AdamW and SGD with momentum: (state, rounding, masters, dtype), and the format or the words of an error.
+# For AdamW, and for SGD with momentum: (state, rounding, masters, dtype), and the state's format or an error's text.
 KEPT = {
     ("bf16", "nearest", True, FP32): "bf16",
     ("bf16", "nearest", True, BF16): "compact bf16",
@@ -249,7 +249,7 @@ def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
 def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
-    """The bound adds the padding of pages, which is much for small parameters."""
+    """The test also allows the padding to whole pages, which is much for small parameters."""
     model, optimizer = with_muon(tmp_path / "store", gradients="fused", state=state)
     with optimizer:
         train(model, optimizer, range(2))

@@ -1,4 +1,4 @@
-"""Tests which optimizers can stream, the errors of others, that a trial changes nothing, and single updates."""
+"""Tests which optimizers can stream, errors for those that cannot, that a trial changes nothing, and updates."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from memascend.optim.trial import elementwise, require_streamable
 
 
 class Plain(ByParameter):
-    """Gradient descent, which subclasses change; its argument `rate` has another name than the option `lr`."""
+    """Gradient descent, which subclasses change; its argument `rate` sets the option `lr`."""
 
     def __init__(self, rate, groups, **options):
         super().__init__(groups, {"lr": rate, **options})
@@ -49,7 +49,7 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Counts the parameters with a gradient: one, if each steps alone. No update reads the count."""
+    """Counts parameters with a gradient: one, if the trial steps each parameter alone. No update reads the count."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""Tests that a trial changes no object of the user: optimizers that hold one are rejected, known wrappers removed."""
+"""Tests that a trial changes no object of the user: offload() unwraps known wrappers and rejects all other ones."""
 
 import copy
 import functools

@@ -17,7 +17,7 @@ DOORS = r"optimizer\.edit\(parameter\) or memascend\.materialized\(model, modify
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_past_the_doors_is_refused_with_them_and_changes_nothing(training, write):
-    """A write that torch dispatches to the parameter raises at once; any other makes the next forward raise.
+    """A write that torch dispatches to the parameter raises at once; after any other write, the next forward raises.
 
     `parity.machine` tests such writes in all modes of `gradients`.
     """
@@ -116,7 +116,7 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
 
 
 class Keeps(nn.Module):
-    """Computes with `take(weight)` of its first forward or, with `anew`, of each forward."""
+    """Calls `take(weight)` in its first forward or, with `anew`, in each forward, and computes with the result."""
 
     def __init__(self, take, *, anew=False):
         super().__init__()
@@ -136,7 +136,7 @@ def keeping(take):
 
 @pytest.mark.parametrize(("take", "comes"), [(lambda p: p.t(), "step"), (lambda p: p.data, "forward")])
 def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path, take, comes):
-    """In memory, the view follows the weight. No step commits that computed with the old view."""
+    """In memory, the view follows the weight. A step that computed with the old view must not be committed."""
     model, optimizer = offloaded(tmp_path / "s", keeping(take))
     words = r"the attribute 'held' of 0 \(Keeps\) is a view of '0\.weight' that an earlier forward took"
     with optimizer:
@@ -200,7 +200,7 @@ def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
 
 
 def test_a_forward_that_writes_to_its_weights_is_refused_with_the_way_out(tmp_path):
-    """An embedding with `max_norm` writes to the rows that it reads; docs/limits.md has a loop that works."""
+    """An embedding with `max_norm` writes to the rows that it reads; docs/limits.md shows a loop that works."""
     model = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
     model, optimizer = offloaded(tmp_path / "s", model)
     with optimizer:

@@ -99,7 +99,7 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
     before, views = values(model), []
     with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.data)):
         step(model, offloaded)
-    # The unit of the view is evicted and read again with other values.
+    # The next forwards evict the unit of the view, and read it again with the values that the step wrote.
     with torch.no_grad():
         for _ in range(3):
             model(batch())

@@ -46,7 +46,7 @@ def conjugate(weight, x):
 
 
 def negated(weight, x):
-    """Multiplies by the imaginary part of a conjugate, a view whose sign torch turns when it is read."""
+    """Multiplies by the imaginary part of a conjugate: a view that torch negates whenever it reads the view."""
     return torch.view_as_complex(weight).conj().imag * x
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 GRADIENTS = ("fused", "ssd", "ram", "auto")
 KEPT = ("ssd", "ram")
-# The budget "large": all state of every model here is kept in RAM.
+# The size of the budget "large", which keeps all state of every model in these tests in RAM.
 LARGE = "1GiB"
-# Budgets that a case may try: its first step may need more memory for segments, and then for views.
+# The number of budgets that a case may try: its first step may raise a BudgetError for segments, and then for views.
 BUDGETS_MAX = 4
 
 
@@ -45,7 +45,7 @@ class Mode:
 
 @dataclass
 class Run:
-    """The model, optimizer and batches that a loop trains with, and its recorded values, which must be equal."""
+    """The model, optimizer and batches of a loop, and the values it records; both runs must record equal values."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -92,7 +92,7 @@ class Case:
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of offload() and of the reference
     gradients: tuple[str, ...] = GRADIENTS
-    everywhere: bool = False  # `make test` runs each mode of gradients, each with another budget
+    everywhere: bool = False  # `make test` runs each mode of gradients, each with a different budget
     learns_budget: bool = False  # the first step may need more memory than a plan can know
     marks: tuple = ()
 
@@ -110,7 +110,7 @@ def combined(cases: Iterable[Case]):
         modes = list(case.modes())
         chosen = [modes[zlib.crc32(case.name.encode()) % len(modes)]]
         if case.everywhere:
-            # Each mode of gradients has three budgets: choose another budget for each.
+            # Each mode of gradients has three budgets: the next mode takes the next budget.
             chosen = [modes[3 * index + index % 3] for index in range(len(case.gradients))]
         for mode in modes:
             marks = [*case.marks, *([] if mode in chosen else [pytest.mark.slow])]
@@ -135,7 +135,7 @@ def copies(named):
 
 
 def play(case, threads, take, *, read):
-    """Runs the case with the model and optimizer that `take` returns; copies the final values inside `read`."""
+    """Runs the case with the model and optimizer that `take` returns; copies final values in the context `read`."""
     with threads_of_torch(threads):
         if "torch._dynamo" in sys.modules:  # code that one run compiled must not serve the next
             torch._dynamo.reset()
@@ -190,7 +190,7 @@ def committed(model, optimizer):
 
 
 def budget_of(case, mode, options):
-    """Returns the host budget of a mode: a constant, the smallest that works, or a mean of two that the plan names."""
+    """Returns the host budget of a mode: a constant, the smallest that works, or a mean of two budgets of the plan."""
     if mode.budget == "large":
         return LARGE
     with torch.random.fork_rng():

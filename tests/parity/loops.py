@@ -1,4 +1,4 @@
-"""Defines training loops as users write them; each runs the same code in RAM and offloaded."""
+"""Defines training loops as users write them; a loop's code is the same in RAM and offloaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-CLIPPED = 0.05  # below the gradient norms of the small models here, so that it clips
+CLIPPED = 0.05  # a limit below the gradient norms of these small models, so that it changes the gradients
 
 
 def finish(run):
@@ -115,7 +115,7 @@ def drops_some(run):
 
 
 def disjoint(run):
-    """Makes each step of two backwards over two towers, whose graphs exist at the same time."""
+    """Runs two backwards in each step, one for each of two towers, whose graphs exist at the same time."""
     for index in range(4):
         losses = [run.model(run.batches[index][0], tower).square().mean() for tower in ("left", "right")]
         run.record(*losses)

@@ -3,8 +3,9 @@
 A call that cannot be exact must raise the error that the rule predicts; zero_grad() then makes both sides equal again.
 
 [Note: kills] A kill copies the store's file to `corpse`, as a killed process would leave it, between two rules or at a
-call of the engine within a rule. `remains` is the twin's commit that the copy must have; it is None until the twin has
-made its commit, if the kill came right after the run's. `_die` closes the run, resumes the copy and restores the twin.
+call of the engine within a rule. `remains` is the twin's commit that the copy must equal. After a kill right after the
+run's commit, `remains` is None until the twin has made the same commit. `_die` closes the run, resumes the copy and
+restores the twin.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         return self.folder / f"{self.stores}.store"
 
     def _open(self, life, file, **options):
-        """Starts a process: offloads a model with other initial values, which a resumed store replaces."""
+        """Starts a process: offloads a model with new initial values, which a resumed store replaces."""
         self.file, self.life = file, life
         self.processes += 1
         self.kept.clear()
@@ -98,8 +99,8 @@ class Machine(RuleBasedStateMachine):
         self.plain.restore()
         self.plain.computed = False
         self._forget_gradients()
-        # The mode that "auto" may choose after the loop's first step: "" means "fused", "either" means any, and
-        # "declared" and "keeps" mean "ssd".
+        # The mode that "auto" may choose after the loop's first step: "" means "fused", "either" means "fused" or
+        # "ssd", and "declared" and "keeps" mean "ssd".
         self.habit = "declared" if self._declared > 1 or setup.options.get("max_grad_norm") is not None else ""
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
@@ -129,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             self.remains = self.plain.committed
 
     def _die(self, life):
-        """Resumes the store of the killed process; an unclosed store must raise an error that names `durability`."""
+        """Resumes the store of the killed process; if it is unclosed, offload() must raise and name `durability`."""
         corpse, self.corpse = self.corpse, None
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
@@ -203,13 +204,13 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _mixes(self):
-        """True if a save or a door would mix with a staged step; both drop a step whose gradients were all removed."""
+        """True if a step is staged, which saves and doors reject; they drop a step whose gradients were removed."""
         if self.staged and not self._present:
             self._forget_gradients()
         return self.staged
 
     def _noticed(self):
-        """Notes a change of p.grad for the choice of "auto", which sees changes of gradient handles only."""
+        """Notes a change of p.grad, from which "auto" chooses; "auto" detects changes of gradient handles only."""
         self.habit = "keeps" if self._handles else self.habit or "either"
 
     # --- gradients -----------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class Machine(RuleBasedStateMachine):
         self._arrived(1)
 
     def _arrived(self, backwards):
-        """Notes that gradients of so many backwards arrived on both sides."""
+        """Notes that the gradients of `backwards` backwards arrived on both sides."""
         self.backwards += backwards
         self.fresh = self.staged = True
         self.rates = self._rates()
@@ -325,7 +326,7 @@ class Machine(RuleBasedStateMachine):
     @rule(to_none=st.booleans(), of_model=st.booleans())
     def zero_grad(self, to_none, of_model):
         if not to_none and self._taken:
-            # A sum of several backwards was spilled to storage, which may still have it: then zeroing works.
+            # A sum of several backwards was spilled to storage. If storage still has the sum, zeroing works.
             with self._refused("zeros") if self.backwards == 1 else contextlib.suppress(UsageError):
                 self.optimizer.zero_grad(set_to_none=False)
             self._discard()
@@ -396,7 +397,8 @@ class Machine(RuleBasedStateMachine):
         if not committed:
             self.seen["overflows"] += 1
             return
-        # In memory a factor rounds the gradients, and so their norm (much in 16 bits); on storage it does not.
+        # In memory, multiplying gradients by a factor rounds them and so changes their norm (much in 16 bits). The
+        # offloaded run does not round gradients on storage.
         rounds = 1e-6 if self.plain.setup.dtype == torch.float32 else 0.05
         near = {"rel": rounds if self.changed else 1e-12}
         assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
@@ -487,7 +489,8 @@ class Machine(RuleBasedStateMachine):
         if then == "save" and self._mixes():
             then = "read"
         if name in self.kept:
-            # The library compares a copy that user code holds only when a forward uses the weight or a step changes it.
+            # If user code holds a copy, the library compares it only when a forward uses the weight, or a step changes
+            # the weight.
             then = "forward"
         with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - any of these may raise
             WRITES[how](parameters[name])
@@ -539,7 +542,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
     def end(self, data, how):
-        """Ends the process by `how`, and resumes the run in another one."""
+        """Ends the process by `how`, and resumes the run in a new process."""
         if how == "checkpoint" and not self._save():
             return
         life = data.draw(lives(self.waits), "life")

@@ -35,7 +35,8 @@ class Fuse:
     """A patch of every engine's calls: it calls `kill` at one of the next calls, or fails the next commit."""
 
     def __init__(self):
-        # Counts down before each call and after each commit; at 0 the fuse calls `kill`. Initially 0: off.
+        # The fuse counts this number down before each call and after each commit, and calls `kill` when it becomes 0.
+        # If it is 0 from the beginning, the fuse is off.
         self.left = 0
         # If true, only commits count.
         self.at_commits = False
@@ -111,7 +112,7 @@ def _saved(state):
     return torch.load(file)
 
 
-# Views of a parameter: each holds its memory, and would keep the old values when the parameter changes.
+# Views of a parameter: each keeps the parameter's memory alive, and would keep the old values when it changes.
 KEPT = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -142,7 +143,7 @@ AT_ONCE = {
     "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
     "init": lambda p: torch.nn.init.constant_(p, 7),
     "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
-    # The names of these functions do not show that they write.
+    # The names of the following two functions do not show that they write.
     "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
     "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }

@@ -96,7 +96,7 @@ class Setup:
     dtype: torch.dtype
     optimizer: str
     options: dict[str, Any]
-    """Options of offload() that change the update or the step: also accumulation_steps and nonfinite."""
+    """Options of offload() that change the update or the step; accumulation_steps and nonfinite are always set."""
     scheduler: str | None
 
     def made(self, seed):
@@ -152,7 +152,7 @@ def opened(setup, life, file, seed=1, **options):
 
 
 def formats(draw, optimizer, dtype):
-    """Draws options of the state's format; none for an optimizer that has only torch's format."""
+    """Draws options of the state's format; draws none for an optimizer that has only torch's format."""
     if optimizer not in FORMATTED or draw(st.booleans()):
         return {}
     state = draw(st.sampled_from(("bf16", "8bit")))
@@ -195,7 +195,7 @@ class Plain:
 
     Attributes:
         committed: the snapshot of the last commit, equal to the content of a store.
-        computed: True if a forward of the next step has run since that commit.
+        computed: True if a forward of the next step has run since the last commit.
     """
 
     def __init__(self, setup):
@@ -234,7 +234,7 @@ class Plain:
 
     @torch.no_grad()
     def step(self):
-        """Updates by all optimizers, with one norm and one scale; False if there was nothing to commit."""
+        """Updates the model with all optimizers, one norm and one scale; False if there was nothing to commit."""
         gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         first = self.references[0]
         if not gradients:
@@ -260,7 +260,7 @@ class Plain:
 
     @torch.no_grad()
     def write(self, values):
-        """Writes values of parameters, also to the master of each changed one; commits them with the buffers."""
+        """Writes parameters, also the master of each changed parameter; commits them with the buffers."""
         changed = {p: value for p, value in values.items() if not same(p.detach(), value)}
         for p, value in changed.items():
             p.copy_(value)
@@ -321,7 +321,7 @@ class Plain:
             self.committed = {**self.committed, "buffers": self.snapshot()["buffers"]}
 
     def commit_options(self):
-        """Commits options of groups that were set since the last commit, as close() does."""
+        """Commits the groups' options if they changed since the last commit, as close() does."""
         now = self.snapshot()
         if now["options"] != self.committed["options"]:
             self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}

@@ -2,8 +2,8 @@
 
 A 16-bit parameter has an fp32 master weight: the gradient is converted to float32, the master is updated, and the
 parameter is the rounded master. Moments may have other formats (`support.moments`), and 16-bit parameters may have no
-master. torch's fused AdamW computes the last `numel % 16` elements by another formula than the others, so a parameter
-with such a remainder is updated in a copy padded to a multiple of 16: every element is then computed alike.
+master. torch's fused AdamW computes the last `numel % 16` elements of a tensor by a different formula. A parameter with
+such a remainder is therefore updated in a copy that is padded to a multiple of 16, by one formula for all elements.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Reference(torch.optim.Optimizer):
         return torch.tensor(factor, dtype=torch.float32)
 
     def _squares(self, gradients):
-        # Gradients on a device are summed on the CPU, too, for the same bits.
+        # Sums the gradients on the CPU, also those on a device, so that the bits are equal.
         return tensors.rounded(tensors.total(kernels.checked(g.cpu().reshape(-1))[1] for g in gradients.values()))
 
     def _rescale(self):
@@ -152,7 +152,7 @@ class Reference(torch.optim.Optimizer):
             if self.stochastic and p.dtype != torch.float32:
                 master.copy_(padded(p))
             master.grad = None if gradient is None else self._for_master(p, gradient, factor)
-        # On several threads, the last elements of each thread's share would be computed by the other formula.
+        # On several threads, torch would use its formula for remainders at the end of each thread's share of a tensor.
         with threads_of_torch(1):
             self.inner.step()
         for p, master in self.masters.items():

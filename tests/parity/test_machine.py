@@ -24,7 +24,7 @@ from parity.reference import threads_of_torch
 from support.lives import forked_life
 
 pytestmark = [
-    # Stored options replace those that a process starts with; some parameters keep another format than requested.
+    # A process may start with options that the stored ones replace, and with formats that some parameters do not take.
     pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning", "ignore:rounding:UserWarning"),
     pytest.mark.filterwarnings("ignore:buffers of the model changed after the last step:UserWarning"),
     # Shrinking a failed example takes long.
@@ -61,7 +61,7 @@ HAPPENS = {
 def test_a_run_is_the_one_in_memory(waits):
     seen = run(waits, 15, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
-    # With None, gradients may be "ssd" or "ram", too: on some machines these few examples defer no update.
+    # Only "auto" must defer updates in these few examples: with None, they defer none on some machines.
     assert waits != "auto" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0
 
 
@@ -141,7 +141,7 @@ def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
                 for (name, theirs), ours in zip(plain.model.named_buffers(), model.buffers(), strict=True):
                     assert same(theirs, ours), name
 
-    # A fork has one thread: it lacks the pool threads that its parent's torch started.
+    # A fork lacks the pool threads that torch started in its parent: compute with one thread.
     with FUSE.installed(), threads_of_torch(1):
         is_exact()
     assert kills >= examples // 2

@@ -26,7 +26,7 @@ from parity.zoo_transformers import TRANSFORMERS, case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Gradients of loops that need all of them before the update; "auto" detects such a loop in its first step.
+# Modes of gradients for loops that need all gradients before the update; "auto" detects such a loop in its first step.
 WHOLE = (*KEPT, "auto")
 
 
@@ -67,7 +67,7 @@ LOOPS = [
 
 
 def grouped(model):
-    """Returns AdamW with two groups that differ in their options, and a third with the learning rate 0."""
+    """Returns AdamW with two groups that differ in their options, and a third group with the learning rate 0."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors_ = [p for p in model.parameters() if p.dim() == 1]
     groups = [
@@ -206,7 +206,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
-# --- micro-batches by layer; in RAM one is computed after the other ----------------------------
+# --- micro-batches by layer; the reference in RAM computes one micro-batch after the other -------
 
 # The number of micro-batches in each step; the first step records the order of units.
 COUNTS = (3, 2, 1, 5, 8)
@@ -259,7 +259,7 @@ def overflows(run):
 
 
 def of(case, **changes):
-    """Returns a case of another zoo with the loop `accumulates`."""
+    """Returns a copy of a case that trains by the loop `accumulates`."""
     return replace(case, name=f"by-layer-{case.name}", loop=accumulates, **changes)
 
 

@@ -90,7 +90,7 @@ class Repeated(nn.Module):
 
 
 class IdleExperts(nn.Module):
-    """Eight experts, two of which each batch uses: the others have no gradient, and the optimizer skips them."""
+    """Eight experts, of which each batch uses two: the other six have no gradient, and the optimizer skips them."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ def frozen_stack():
 
 
 def stack(name, loop=usual_loop, **options):
-    """Returns a case of a `Stack`; `options` may replace the model by another one that reads tokens."""
+    """Returns a case of a `Stack`; `options` may replace the `Stack` by a different model that reads tokens."""
     return Case(name=name, loop=loop, **{"model": Stack, "batches": tokens, "loss": next_token, **options})
 
 

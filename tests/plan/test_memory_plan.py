@@ -168,7 +168,7 @@ def test_the_smallest_and_the_comfortable_plan():
     easy = plan(units)
     small = plan(units, easy.smallest)
     assert (small.window, small.chunks, small.queue_bytes) == (1, 2, 100 * PAGE)
-    # All units share one slot, but for the pinned unit.
+    # All units share one slot, except for the pinned unit.
     assert small.classes == {100 * PAGE: 1, PAGE: 1}
     assert (easy.window, easy.chunks, easy.queue_bytes) == (2, 12, 130 * PAGE)
     assert easy.classes == {100 * PAGE: 1, 30 * PAGE: 2, PAGE: 1}

@@ -146,12 +146,12 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     assert took(first.moving(first.without)) == took(first)
     for budget, traffic in first.larger.items():
         own, last = make_plan(run, budget=budget), took(first.moving(traffic))
-        # `own` may be faster: memory that is too small for a record keeps units cached.
+        # `own` may be faster: it keeps units cached in memory that is too small for another record.
         assert 0.98 * last <= took(own) <= 1.01 * last
         assert took(own.moving(own.without)) == pytest.approx(took(first))
     assert took(first) > last
-    # With the whole model in RAM, step() updates it with two threads. Under durability "none" (`applied`), step() has
-    # no other work but checksums of values.
+    # With the whole model in RAM, step() updates it with two threads. Under durability "none" (`applied`), the only
+    # further work of step() is checksums of values.
     elements = sum(each.elements for each in run.units)
     assert last >= elements * host.update / 2
     if applies:
@@ -188,7 +188,7 @@ def test_updates_in_the_next_step_read_values_for_its_modules():
     assert half.read_bytes["last step's update, forward"] == 7 * streams
     assert half.moved_bytes <= backward.larger[budget].total < backward.moved_bytes
     assert half.without.total == backward.moved_bytes
-    # With all records in RAM, step() makes all updates, and none is deferred.
+    # With all records in RAM, step() makes all updates, and defers no update.
     assert make_plan(deferring, budget=plan.all_in_ram).spared is None
 
 

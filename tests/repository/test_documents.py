@@ -24,7 +24,8 @@ DOCUMENTS = [
     *PAGES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
 ]
-# Words that may follow a fence, by use. GitHub and the site's renderer know them; a second word would break the block.
+# The word that may follow a fence, and its use. GitHub and the site's renderer know these words; a second word would
+# break the block.
 KINDS = {
     "python": "run by this file; README's block has a test of its own",
     "diff": "changes of a program, run by the tests of RUN_ELSEWHERE",

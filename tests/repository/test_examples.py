@@ -12,13 +12,13 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ("--layers", "2", "--width", "64")
 
-# These tests allow warnings of libraries, and the warning of a resume that it keeps the stored options.
+# These tests allow warnings of libraries, and the warning that a resumed run keeps its stored options.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Returns a function that runs an example in this process, which has loaded its imports, and returns its output."""
+    """Returns a function that runs an example in this process, which already has its imports; returns the output."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])

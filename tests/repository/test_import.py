@@ -145,7 +145,7 @@ assert sys.modules["numpy"] is None
 
 
 class Owner:
-    """An owner of memory; a weak reference shows when it is freed."""
+    """An owner of memory; a weak reference to the owner shows when Python frees it."""
 
 
 def test_the_owner_lives_as_long_as_the_last_view():

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# By crate: the crates of this repository that it may use, and the external ones. Tests and benches may use more.
+# By crate: the crates of this repository, and the external crates, that it may use. Tests and benches may use more.
 CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),

@@ -67,7 +67,8 @@ def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
     (wheel,) = tmp_path.iterdir()
     assert re.fullmatch(r"memascend-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
-        # The extension needs the system's unwinder: with another one, a thread that waits while Python exits crashes.
+        # The extension needs the system's unwinder: with a different unwinder, a thread that waits while Python exits
+        # crashes.
         assert b"libgcc_s.so.1\0" in archive.read("memascend/_core.abi3.so")
 
 

@@ -1,4 +1,4 @@
-"""Tests that a step gets more memory for units than planned if no budget was given, and a BudgetError if one was."""
+"""Tests that a step gets more memory for units than planned if no budget was given; otherwise it raises BudgetError."""
 
 import re
 from functools import partial
@@ -133,7 +133,7 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         assert (optimizer.steps, optimizer.plan.budget) == (0, budget)
     named = re.search(r'host_memory="(\S+)" has a place for every unit', str(error.value))[1]
     assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
-    # Tests the budget in the error's `smallest`, or the one in its message.
+    # Tests the budget in the error's `smallest`, or the budget that its message names.
     larger = error.value.smallest if gradients == "ssd" else named
     model, optimizer = made(tmp_path / "three", gradients=gradients, host_memory=larger)
     with optimizer:

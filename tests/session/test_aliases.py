@@ -52,7 +52,8 @@ ALIASES = {
     "looked at by numpy": lambda model: model[0].weight.detach().numpy().sum(),
     "loaded by torch": loaded,
 }
-# torch does not count the holders of such memory: after the alias is deleted, only copies of the weights are accepted.
+# torch does not count the holders of memory that is shared in these ways: even after the alias is deleted, offload()
+# accepts only copies of the weights.
 UNCOUNTED = ("buffer below", "other processes", "looked at by numpy", "loaded by torch")
 
 
@@ -124,7 +125,7 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
 def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
-    """DLPack keeps the parameter itself alive, not another tensor on its memory."""
+    """DLPack keeps the parameter itself alive; it makes no second tensor with the parameter's memory."""
     model = chain(3)
     model[0].requires_grad_(False)
     kept, optimizer = export(model[0].weight), sgd(model[1:])

@@ -1,4 +1,4 @@
-"""Tests the contents of a commit, changes that close() commits after it, and steps that fail or are interrupted."""
+"""Tests the contents of a commit, later changes that close() commits, and steps that fail or are interrupted."""
 
 import ast
 import functools
@@ -38,7 +38,7 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """Tests write to its buffer through `.data`, as `vector_quantize_pytorch` does: torch increments no version."""
+    """Tests write to its buffer through `.data`, as `vector_quantize_pytorch` does: torch counts no new version."""
 
     def forward(self, x):
         return self.layer(x)
@@ -157,7 +157,7 @@ def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, du
 
 
 def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
-    """A resume repeats the step that was not committed. The state machine tests more such steps."""
+    """A resume repeats the step that was not committed. The state machine tests more steps that are not committed."""
     model, optimizer = offloaded(tmp_path / "s", normed())
     step(model, optimizer)
     wanted = statistics(model)
@@ -255,7 +255,7 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
         assert scale.state() == before
         optimizer.zero_grad()
         edited(model, optimizer)
-        # `blocks` counts the edits since the last step; a Trainer's resume repeats both.
+        # `blocks` counts the edits since the last step; a Trainer's resume repeats these edits.
         assert optimizer._session.run.resources.store.hyperparameters["blocks"] == 2
         step(model, optimizer)
         assert scale.state() != before
@@ -264,7 +264,8 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
 # --- Ctrl-C at any line of a forward and a backward ------------------------------------------------
 
 PACKAGE = os.path.dirname(memascend.__file__)
-# Lines between two interrupts. The number is odd and each case starts at another line, so the cases cover most lines.
+# The number of lines between two interrupts. It is odd, and each case starts at a different line, so together the cases
+# cover most lines.
 STRIDE = 97
 
 
@@ -276,7 +277,7 @@ def with_lines(file):
 
 
 def interrupted(run, line, functions=None):
-    """Calls `run` and raises KeyboardInterrupt in it; True if execution came to that line.
+    """Calls `run` and raises KeyboardInterrupt in it at `line`; True if execution reached `line`.
 
     `line` counts executed lines of the package, or of `functions`. At a `with`, the interrupt comes one line later:
     Python calls a trace function between the end of the block and its `__exit__`, where no signal can arrive, and an
@@ -306,12 +307,12 @@ def interrupted(run, line, functions=None):
         return True
     finally:
         sys.settrace(before)
-    # torch and Python only report an interrupt in some of their callbacks, and continue.
+    # In some callbacks, torch and Python only print the KeyboardInterrupt, and continue.
     return next(lines) > line
 
 
 def goes_on(tmp_path, way, gradients, lines, functions=None):
-    """Interrupts a backward at each of `lines`, drops the gradients, and requires that the next step is as in memory.
+    """Interrupts a backward at each of `lines`, drops the gradients, and requires that the next step equals memory's.
 
     `way` says how the gradients are dropped. Returns the number of interrupts.
     """

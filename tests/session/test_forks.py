@@ -44,7 +44,7 @@ def begun(folder, host_memory: str | None = "64MiB"):
 def asked(model, optimizer, folder):
     """Makes all calls of `ASKED` in a child; returns the calls that did not raise the error for forks."""
     wrong = {}
-    # No call may use the store: a thread that the child does not have may hold its locks.
+    # No call may use the store: a thread of the parent, which the child lacks, may have held the store's locks.
     run = optimizer._session.run
     run.metadata._store = run.resources.store = None
     for name, ask in ASKED.items():
@@ -85,7 +85,7 @@ def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
 
 
 def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
-    """At the fork, a thread that the child does not have may hold locks."""
+    """At the fork, a thread that only the parent has may hold locks: the child must not wait for them."""
     model, optimizer = begun(tmp_path)
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tests gradients that users keep, alias and pass in, or that arrive in pieces: none is lost, doubled or mixed up.
+"""Tests gradients that users keep, alias and pass in, or that arrive in pieces: no gradient is lost, doubled or mixed.
 
 The state machine tests gradients that code assigns, drops and changes.
 """

@@ -29,7 +29,7 @@ def mode_of(path):
 
 
 def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
-    """Also tests file systems of the kernel, in which no store can be created."""
+    """Also tests file systems of the kernel (such as /proc), in which offload() cannot create a store."""
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path)
     step(model, optimizer)

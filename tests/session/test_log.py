@@ -150,7 +150,7 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
 
 
 def undurable(store, **options):
-    # So many records that close() reports its progress more than once.
+    # The model has so many records that close() reports its progress more than once.
     return offloaded(store, chain(16, bias=True, width=24), durability="none", host_memory=ALL, **options)
 
 

@@ -1,4 +1,4 @@
-"""Tests disk space for the gradient log and second places of gradients: a lack is reported, and changes no bit."""
+"""Tests runs that lack disk space for the gradient log or the second places of gradients: they report it; bits stay."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from memascend.plan import decision
 
 
 def sizes(tmp_path):
-    """Returns the bytes of a store, and of its log by number of steps (16 and 1)."""
+    """Returns the bytes of a store, and the bytes of a gradient log for 16 steps and for 1 step, by this number."""
     found = {}
     for steps in (16, 1):
         with begun(tmp_path / f"sizes-{steps}", log_steps=steps)[1] as optimizer:

@@ -57,7 +57,7 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
 
 @pytest.mark.parametrize("modify", [False, True])
 def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
-    """With `modify`, step() rejects memory that code kept of a weight; without it, that memory is a snapshot."""
+    """With `modify`, step() raises if code kept a view of a weight; without `modify`, the view is a snapshot."""
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         with memascend.materialized(model, modify=modify):
@@ -103,7 +103,7 @@ def test_parameters_that_replace_others_are_written(tmp_path, replace):
 
 
 def put(name, **options):
-    """Returns a function that replaces a parameter of layer 1; `options` say how the new one differs."""
+    """Returns a function that replaces a parameter of layer 1; `options` say how the new parameter differs."""
 
     def replace(model):
         given = torch.ones(options.pop("shape", (WIDTH, WIDTH)), dtype=options.pop("dtype", None))
@@ -150,7 +150,7 @@ def test_a_tied_parameter_stays_one(tmp_path):
         with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one parameter"):
             inside(model, new)
         assert same_states(values(model), before)
-        # A load with `assign=True` makes two parameters of the tied one.
+        # A load with `assign=True` turns the tied parameter into two parameters.
         inside(model, assigned)
         assert model[0].weight is model[1].weight is own
         assert same_bits(model[0].weight, before["0.weight"] * 2)

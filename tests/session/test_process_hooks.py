@@ -1,4 +1,4 @@
-"""Tests process-wide hooks: the first run installs them, the last run removes them; they reject other optimizers."""
+"""Tests process-wide hooks, which reject other optimizers: the first run installs them, the last run removes them."""
 
 import gc
 
@@ -18,7 +18,7 @@ def hooks():
     return (
         len(torch.nn.modules.module._global_module_registration_hooks),
         len(_global_optimizer_pre_hooks),
-        # Other parts of torch add types to this list, too.
+        # torch itself adds types to this list, too: count those of memascend only.
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
         hasattr(nn.Module, "__deepcopy__"),
         sorted(vars(nn.Parameter)),
@@ -96,7 +96,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
         assert optimizer.steps == 0
         now = model.state_dict()
         assert same_states({name: now[name] for name in before}, before)
-        # A frozen module is a plain part of the model; peft freezes a second adapter like this.
+        # With all new parameters frozen, the model trains; peft freezes a second adapter in this way.
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
 
 
 def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
-    """Preference training switches another adapter on for a forward under no_grad()."""
+    """Preference training switches on a second adapter for a forward under no_grad()."""
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.other = nn.Linear(WIDTH, WIDTH)

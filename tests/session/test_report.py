@@ -122,7 +122,7 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
         clock[0] += 16
         lines.add(1)
     assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
-    # Replaying, verifying and reading records into RAM give the total with their first call.
+    # When records are replayed, verified or read into RAM, the first call of `reached` sets the total.
     with Progress("reading", 0, log) as lines:
         clock[0] += 20.0
         lines.reached(10 << 20, 40 << 20)
@@ -166,7 +166,8 @@ def test_a_run_that_the_drive_bounds_says_what_to_change(tmp_path):
     assert "training waited for it 60% of the time" in str(bound)
     for words in ("by_layer=True", "gradient_accumulation_steps", "host_memory="):
         assert words in bound.advice
-    # No advice if the waits are short, if updates compute for longer than the drive is busy, or before the first step.
+    # The report has no advice if waits are short, if updates compute for longer than the drive is busy, or before the
+    # first step.
     for other in ({"wall": 100.0}, {"update, computing": 8.0}):
         assert dataclasses.replace(report, seconds={**stages, **other}).advice == ""
     assert dataclasses.replace(bound, steps=0).advice == ""

@@ -110,7 +110,8 @@ WAYS = {
 }
 
 
-# OneCycleLR's constructor sets betas, before offload() knows that the stored betas are a scheduler's.
+# OneCycleLR's constructor sets betas. offload() warns that the stored betas differ: it does not know yet that a
+# scheduler set them.
 @pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
 @pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
 def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
@@ -283,7 +284,7 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         with pytest.raises(ConfigError, match=words):
             optimizer.schedule(given)
         assert given.get_last_lr() == before == [group["lr"] for group in optimizer.param_groups]
-        # The message names `restore=False`; the next start does not need it.
+        # The message names `restore=False`. The start after this one does not need the option.
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
     _, optimizer = opened(tmp_path / "s")
@@ -363,7 +364,7 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
 
 
 class Rate(float):
-    """A subclass of float, such as numpy's floats are."""
+    """A subclass of float, like numpy.float64."""
 
 
 class Adaptive(torchs.LRScheduler):
@@ -388,7 +389,7 @@ def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
         with optimizer:
             for step in range(optimizer.steps, until):
                 if step == 3:
-                    # A Trainer does so when train() is called again.
+                    # A Trainer makes this call when train() is called again.
                     optimizer.schedule(scheduler, restore=False)
                 rates.append(turn(model, optimizer, step)[0][0])
             assert scheduler.halved == 1

@@ -93,7 +93,7 @@ def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
 
 
 BF16, NONE = {"dtype": torch.bfloat16}, {"durability": "none", "host_memory": "64MiB"}
-# Parameters without a gradient in some steps; these optimizers take zeros instead.
+# Parameters without a gradient in some steps; the optimizers in these cases take zeros for a missing gradient.
 MISSING = {"missing": ("1.weight", "1.bias")}
 
 

@@ -40,7 +40,7 @@ def machine(total, available=None):
         (machine(128), {"taken": 10 * GIB}, False, 92),
         (machine(64, 30), {}, False, 28),
         (machine(64), {"processes": 2}, False, 25),
-        # torch computes in host memory: the budget is half of the rest, or all that `torch_bytes` leaves.
+        # torch computes in host memory: the budget is half of the remaining memory, or all that `torch_bytes` leaves.
         (machine(64), {}, True, 27),
         (machine(64), {"torch_bytes": 20 * GIB}, True, 35),
         # At least 2 GiB stay free.
@@ -86,7 +86,7 @@ def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
         assert not plan.larger
         assert len(plan.ram_tier) == sum(len(unit.parameters) for unit in plan.units)
     assert "which this machine can spare" in caplog.text
-    # The budget is at least the plan's `comfortable` one.
+    # The budget is at least the plan's `comfortable` budget.
     whole_mib(1)
     _, optimizer = offloaded(tmp_path / "b.store", host_memory="auto")
     with optimizer:
@@ -109,7 +109,7 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
     whole_mib(60)
     first = trained_once(path, host_memory="auto")
     assert first == 30 << 20
-    # With more or less free memory, a resume keeps the store's budget while that much is free.
+    # A resume keeps the store's budget as long as that much memory is free, even if more or less is free than before.
     for free, kept in ((100, True), (32, True), (28, False)):
         whole_mib(free)
         caplog.clear()
@@ -118,7 +118,7 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
     whole_mib(100)
     # A smaller budget that a resume was forced to take does not replace the store's budget.
     assert trained_once(path, host_memory="auto") == first
-    # A budget that the user gives becomes the store's; the default budget leaves the store without one.
+    # A budget that the user gives becomes the store's budget. A run with the default budget removes it from the store.
     given = trained_once(path, host_memory="31MiB")
     assert trained_once(path) < given
     assert trained_once(path, host_memory="auto") != given
@@ -231,7 +231,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
-    """A single run would take the whole cgroup; if both runs did so, the kernel would kill one of them."""
+    """A single run would take all memory of the cgroup; if both runs did so, the kernel would kill one of them."""
     first = cgroup / "memory.limit_in_bytes"
     limit = 2000 << 20
     (first if first.exists() else cgroup / "memory.max").write_text(str(limit))

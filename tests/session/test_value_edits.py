@@ -134,7 +134,8 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
     with pytest.raises(RuntimeError, match="Error"):
         model.load_state_dict(loaded)
     assert same_states(values(model), before)
-    # A load that fits commits no values of the failed one, and not the elements between those of a strided buffer.
+    # A later load that fits commits no values of the failed load. Of a strided buffer it commits only the buffer's own
+    # elements, not the elements between them.
     before |= {"1.bias": before["1.bias"] + 2, "table": torch.tensor([[0.0, 0.0], [0.0, 5.0]])}
     model.load_state_dict({name: before[name] for name in ("1.bias", "table")}, strict=False)
     optimizer.close()

@@ -143,7 +143,7 @@ def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
 
 
 def gradient(shape, dtype):
-    # Wide enough for denormals and for sums that overflow float16.
+    # The range is so wide that it has denormals, and that sums overflow float16.
     return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
 
 

@@ -77,8 +77,8 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             stored, state = store.read(name)
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
-        # The staging memory has the ring's chunks, two sets of the state tensors whose shape is not the parameter's,
-        # and the memory for whole parameters. It does not grow with the number of records.
+        # The staging memory has the ring's chunks, two sets of the state tensors whose shape differs from the
+        # parameter's, and the memory for whole parameters. It does not grow with the number of records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (
@@ -191,8 +191,8 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
     seen = []
     (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
     with store, engine.Engine(store, chunks=2, queue=100_000, whole=1 << 16) as applying:
-        # OpenMP keeps this number for each thread: without the caller's, the engine's thread would have the number of
-        # processors at first, and later its last number.
+        # OpenMP keeps the number of threads separately for each calling thread. If the engine's thread did not take the
+        # caller's number, it would have the number of processors at first, and later its own last number.
         for step, threads in enumerate((1, 3, 1), 1):
             torch.set_num_threads(threads)
             applying.apply(

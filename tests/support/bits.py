@@ -30,7 +30,7 @@ def same_states(one, other):
 
 
 def files(folder):
-    """Returns the bytes of each file of a checkpoint, without the manifest, which names the store."""
+    """Returns the bytes of each file of a checkpoint except the manifest, which differs by the store's id."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -13,7 +13,7 @@ _POINTS = 1 << 16
 
 
 def dynamic_map(*, signed: bool) -> torch.Tensor:
-    """Returns the 256 code values, sorted: midpoints in seven decades, twice as many as in the decade below."""
+    """Returns the 256 code values, sorted: midpoints in seven decades, each with twice as many as the one below."""
     numbers = [0.0, 1.0]
     for decade in range(7):
         items = 2**decade if signed else 2 ** (decade + 1)
@@ -26,7 +26,7 @@ def dynamic_map(*, signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-# Computed at the first call, not at import: a process that forks children must not have started torch's threads.
+# Computes at the first call, not at import: a process that forks children must not have started torch's threads.
 @functools.cache
 def _numbers(*, signed: bool) -> torch.Tensor:
     return dynamic_map(signed=signed)
@@ -38,7 +38,7 @@ def _codes_of_points(*, signed: bool) -> torch.Tensor:
     middles = 0.5 * (numbers[:-1] + numbers[1:])
     points = torch.arange(_POINTS, dtype=torch.float32)
     shares = (points + points) / float(_POINTS - 1) - 1.0
-    # The number of midpoints below a share is the code of the nearest value.
+    # bucketize() counts the midpoints below each share: the count is the code of the value nearest to the share.
     return torch.bucketize(shares, middles, right=False).to(torch.uint8)
 
 

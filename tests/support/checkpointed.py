@@ -81,7 +81,7 @@ def trained(model, optimizer, batches):
 
 
 def require_two_backwards(model, x):
-    """Requires that two backwards of a retained graph, which reads its saved tensors twice, give equal gradients."""
+    """Requires that two backwards of one retained graph give equal gradients; both read the graph's saved tensors."""
     loss = mean_square(model, x)
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)

@@ -1,7 +1,7 @@
 """A FUSE file system with one file, `disk`, that fails on command, so that faults are real to the kernel.
 
 `python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. On SIGTERM, and when its parent ends, it
-unmounts the file system. CONTROL is a JSON file that it reads before each read, write and fsync:
+unmounts the file system. Before it answers a read, write or fsync, it reads the faults from CONTROL, a JSON file:
 {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
@@ -94,7 +94,7 @@ class Faulty:
         return self.data(opcode, body) if fixed is None else fixed
 
     def data(self, opcode: int, body: bytes) -> bytes:
-        """Answers a read, write or fsync, or raises the error that CONTROL sets for it."""
+        """Answers a read, write or fsync; fails if CONTROL sets an error for this kind of request."""
         faults = json.loads(self.control.read_text())
         time.sleep(faults.get("delay", 0))
         if opcode == READ:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-# Seconds, for a busy machine; on an idle one no child takes a second.
+# The time limit for a child, in seconds, for a busy machine; on an idle machine a child takes less than a second.
 ENDS_WITHIN = 120
 
 

@@ -11,7 +11,7 @@ def usual(cases, *chosen):
 
 
 def covered(*axes):
-    """Returns every combination of `axes`; all are slow but a few, which together have each value of each axis."""
+    """Returns every combination of `axes`, marked slow except a few that together contain each value of each axis."""
     axes = [list(axis) for axis in axes]
     rounds = range(max(map(len, axes)))
     chosen = {tuple(index % len(axis) for axis in axes) for index in rounds}

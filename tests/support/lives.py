@@ -73,12 +73,12 @@ def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, 
 
     Args:
         command: the words of the command.
-        kill: words and their count: the command is killed once its output has them (None: it ends on its own).
-        after: seconds between that output and the kill.
+        kill: words and a count: `life` kills the command once its output has the words that often (None: no kill).
+        after: seconds between the output of these words and the kill.
         by: the signal of the kill.
-        ends: the exit status that is required; or several, and then the status is returned before the output.
+        ends: the required exit status, or several allowed ones: then `life` returns the status and the output.
         cwd: the folder that the command runs in.
-        variables: additions to its environment.
+        variables: additions to the command's environment.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = Running(command, Path(folder, "output"), cwd=cwd, **variables)

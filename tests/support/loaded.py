@@ -29,7 +29,7 @@ from typing import NamedTuple
 HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 # torch warns once if numpy is missing; the programs do not need numpy.
 NO_NUMPY = "ignore:Failed to initialize NumPy"
-# Seconds; loading torch takes less even on a busy machine.
+# The time limit, in seconds, for loading torch, which takes less even on a busy machine.
 BEGINS_WITHIN = 600
 
 
@@ -47,7 +47,7 @@ class Loaded:
     def __init__(self, environment=None, modules=(), warnings=("error", NO_NUMPY)):
         """Configures the interpreter: its environment (None: the caller's), and modules to import besides torch.
 
-        `warnings` are options of `python -W` for its programs.
+        `warnings` are options of `python -W` for the programs.
         """
         self._environment = environment
         self._modules = modules
@@ -76,7 +76,7 @@ class Loaded:
                     f"the program did not end within {timeout} s\n{out.read_text()}\n{err.read_text()}"
                 ) from None
             except BaseException:
-                # Otherwise the next `run` would read this program's status.
+                # Without close(), the next `run` would read this program's status.
                 self.close()
                 raise
             return Done(status, out.read_text(), err.read_text())
@@ -126,7 +126,8 @@ def forked():
         # The child would print unflushed output a second time.
         sys.stdout.flush()
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of a fork beside other threads; these are idle threads of loaded libraries.
+            # Python 3.12 and later warn if a process with several threads forks. Here the other threads are idle
+            # threads of loaded libraries.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:

@@ -45,17 +45,18 @@ def drawn(key, step, count, purpose):
 
 
 def rounded(values, bits, dtype=torch.bfloat16):
-    """Rounds float32 values to 16 bits, up or down in magnitude: `bits` are random numbers of 16 bits."""
+    """Rounds float32 values to 16 bits, at random up or down in magnitude: `bits` has a 16-bit number per value."""
     nearest = values.to(dtype)
     magnitude = values.abs()
     if dtype == torch.bfloat16:
         up = ((magnitude.view(torch.int32) + bits) >> 16).to(torch.int16).view(dtype)
     else:
         normal = (magnitude.view(torch.int32) - (112 << 23) + (bits >> 3)) >> 13
-        # Below 2**-14, float16 numbers are multiples of 2**-24; here a multiple is 2**16 units of 2**-40.
+        # Below 2**-14, float16 numbers are multiples of 2**-24. The sum is in units of 2**-40, and 2**16 units are
+        # 2**-24: `>> 16` leaves the number of multiples.
         small = ((torch.where(magnitude < 2.0**-14, magnitude, 0.0) * 2.0**40).to(torch.int32) + bits) >> 16
         up = torch.where(magnitude < 2.0**-14, small, normal).to(torch.int16).view(dtype)
-    # A value stays finite if it is finite rounded to nearest.
+    # If rounding to nearest gives a finite value, rounding at random does so, too.
     up = torch.where(up.isfinite(), up, torch.finfo(dtype).max)
     return torch.where(nearest.isfinite(), torch.where(values.signbit(), -up, up), nearest)
 
@@ -82,7 +83,7 @@ def adam_of_bitsandbytes(p, g, m, v, group, step):
 
 
 def adam_of_torch(p, g, m, v, group, step, *, decoupled):
-    """Updates float32 tensors in place by torch's fused kernel; needs sizes of multiples of 16, and one thread."""
+    """Updates float32 tensors in place by torch's fused kernel; sizes must be multiples of 16. Needs one thread."""
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(
         [p], [g], [m], [v], [], [torch.tensor(float(step - 1)).add_(1)],
@@ -106,7 +107,7 @@ _NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"),
 
 
 class MomentsInRam(torch.optim.Optimizer):
-    """Adam, AdamW or SGD whose moments are kept in another format between steps, on flat float32 parameters."""
+    """Adam, AdamW or SGD on flat float32 parameters; between steps, the moments have the formats of `widths`."""
 
     def __init__(self, groups, *, widths, keys, rule="adamw", second="stochastic"):
         """Stores the formats, keys and rule.

@@ -1,4 +1,4 @@
-"""Defines optimizers that orthogonalize matrices one at a time, in batches or in stacks, as published ones do."""
+"""Defines optimizers that orthogonalize matrices one at a time, in batches or in stacks, like published optimizers."""
 
 import torch
 from support.by_parameter import ByParameter
@@ -61,7 +61,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 class MuonOfRanks(MuonWithAdam):
-    """Like KellerJordan's MuonWithAuxAdam: each rank updates its share of the matrices and gathers the others."""
+    """Like KellerJordan's MuonWithAuxAdam: each rank updates its share of the matrices and gathers the rest."""
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
@@ -81,7 +81,7 @@ class MuonOfRanks(MuonWithAdam):
 
 
 class StackedMuonWithAdam(torch.optim.Optimizer):
-    """Like nanochat's MuonAdamW: a group of equal shapes is stacked and has one state; options pass through tensors."""
+    """Like nanochat's MuonAdamW: stacks the matrices of a group, with one state; copies options into scalar tensors."""
 
     def __init__(self, groups):
         super().__init__(groups, {})
@@ -123,7 +123,7 @@ class StackedMuonWithAdam(torch.optim.Optimizer):
 
 
 class CoupledStack(StackedMuonWithAdam):
-    """A stack whose parameters share one norm, so that updating one parameter alone gives other values."""
+    """A stack whose gradients are divided by one common norm, so updating a parameter alone gives wrong values."""
 
     def stacked(self, group):
         norm = torch.stack([parameter.grad for parameter in group["params"]]).norm()

@@ -11,7 +11,10 @@ import memascend
 
 
 class Odd(nn.Module):
-    """A model with row counts that no rank count divides, fewer rows than ranks, a frozen block and a tied head."""
+    """A model with row counts that the ranks cannot divide evenly, with a frozen block and a tied head.
+
+    A layer of `narrow` rows can have fewer rows than there are ranks.
+    """
 
     def __init__(self, narrow=3):
         super().__init__()
@@ -77,7 +80,7 @@ def sharded(dtype, kind="plain"):
 
 
 def divide_gradients(trained, by=1.0):
-    """Sets the divisor of FSDP2's gradient sums; the default 1 keeps the sum: a mean over three ranks is not exact."""
+    """Sets the divisor of FSDP2's gradient sums. The default 1 keeps sums: a mean over three ranks would be rounded."""
     for module in trained.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(by)
@@ -141,8 +144,8 @@ def train(trained, optimizer, until, micros=None):
 def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, steps=3):
     """Trains in memory on one process; returns the losses, the final values and, as one tensor, the gradient norms.
 
-    The gradient of a step is the mean over its `micros` micro-batches or, with another `divisor` than 1, their sum
-    divided by it.
+    With `divisor` 1, the gradient of a step is the mean over its `micros` micro-batches. With a different `divisor`, it
+    is the sum over them, divided by `divisor`.
     """
     trained = model(dtype, kind)
     masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]

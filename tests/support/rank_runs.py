@@ -34,21 +34,21 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # The ranks in `faulty` get `fault`: a signal number, "raise", "hang" or "full" (no space on the drive). It strikes
-    # in step `at`, at the `point` of the step; with the point "time", `at` seconds after `life` began.
+    # The ranks in `faulty` get `fault`: a signal number, "raise", "hang" or "full" (no space on the drive). The fault
+    # happens in step `at`, at the `point` of that step; if `point` is "time", `at` seconds after `life` began.
     "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
     # The number of micro-batches in a step, on all ranks together; None: one on each.
     "micro": None,
-    # The folder that all ranks save to at the end. Only the first rank can write to "hidden": the others send
-    # their rows to it.
+    # The folder that all ranks save to at the end. Only the first rank can write to "hidden": the other ranks send
+    # their rows to the first rank.
     "save": None,
     # Further options of `offload()`.
     "given": {},
-    # The number of replicas in a mesh of replicas and shards; None: no mesh. With `slice` the mesh is a slice of one
-    # with four dimensions.
+    # The number of replicas in a mesh of replicas and shards; None: no mesh. If `slice` is true, this mesh is a slice
+    # of a mesh with four dimensions.
     "replicas": None,
     "slice": False,
     "dtype": torch.bfloat16,
@@ -66,7 +66,7 @@ def make_hidden(folder):
     path.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     if distributed.get_rank():
-        # A mount namespace of this thread, which the commands that it starts inherit.
+        # Gives this thread a mount namespace of its own; the commands that the thread starts inherit the namespace.
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "unshare")
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -145,7 +145,7 @@ def life(folder, name, options):
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
-    # After an error, the seconds since the failed step or the opening began; otherwise since this call began.
+    # After an error: the seconds since the failed step, or the failed opening, began. Otherwise since this call began.
     told["seconds"] = time.monotonic() - (began if told["error"] else first)
     return told
 
@@ -171,10 +171,10 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Patches the calls that ranks make together, so that the fault strikes at its point; "time" takes a timer.
+    """Patches the calls that ranks make together, so that they cause the fault at its point; "time" starts a timer.
 
     The points are before and after the ranks agree, and before and after they form groups; while a store is refilled
-    from a replica's, and before the refilled store is verified; and in the middle of a save.
+    from the store of a replica, and before the refilled store is verified; and in the middle of a save.
     """
     if options["point"] == "time" and distributed.get_rank() in options["faulty"]:
         timer = threading.Timer(options["at"], _meet, [options])
@@ -216,13 +216,13 @@ def _watch(options):
 
 
 def _fault(options, step, point):
-    """Strikes with the fault, if the options choose this rank, step and point for it."""
+    """Causes the fault if the options choose this rank, step and point."""
     if distributed.get_rank() in options["faulty"] and (step, point) == (options["at"], options["point"]):
         _meet(options)
 
 
 def _meet(options):
-    """Strikes: sends this process a signal, fills the drive, hangs until the other ranks fail, or raises."""
+    """Causes the fault: sends this process a signal, fills the drive, hangs until the other ranks fail, or raises."""
     if isinstance(options["fault"], int):
         os.kill(os.getpid(), options["fault"])
         return

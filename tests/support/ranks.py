@@ -101,7 +101,7 @@ def _imported(source):
 
 
 def run(place):
-    """Forks the ranks and waits for them; once one has failed, or all are stopped, kills the others."""
+    """Forks the ranks and waits for them; once a rank has failed, or all are stopped, kills the rest."""
     # If the test's own process is killed, the kernel kills this process and the ranks.
     die_with_parent()
     os.setpgid(0, 0)
@@ -140,7 +140,8 @@ def _forked(place, rank, count, function, arguments):
     status = 1
     try:
         die_with_parent()
-        # torch creates a new thread pool in a fork, and fails if two threads use it first at once: create it here.
+        # In a fork, the first use of torch's thread pool creates a new pool, which fails if two threads do so at once:
+        # create the pool here.
         torch.set_num_threads(1)
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)

@@ -19,7 +19,7 @@ def parameters(dtypes=tuple(DTYPES), sizes=tuple(SIZES)):
 
 
 def filled(path, records, **options):
-    """Opens or creates a store; fills a new one with the values and state of `records`, and commits them."""
+    """Opens or creates a store; fills a new store with the values and state of `records`, and commits them."""
     store = engine.Store.create(path, records, **options)
     store.go_back()
     if store.created:
@@ -31,7 +31,7 @@ def filled(path, records, **options):
 
 
 def two_units(folder, elements=50_000):
-    """Returns a store of the units "first" and "second", two records each; a part has several 8 KiB chunks."""
+    """Returns a store of the units "first" and "second", two records each; a record has several chunks of 8 KiB."""
     records = []
     for number, unit in enumerate(("first", "second")):
         values = torch.randn(elements, generator=torch.Generator().manual_seed(number))

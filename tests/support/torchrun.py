@@ -30,7 +30,7 @@ def command(*words, count=2, options=()):
 
 
 def as_if_on_gpus():
-    """Patches accelerate in this process so that it shards models on the CPU; unpatched it shards on GPUs only."""
+    """Patches accelerate in this process so that it shards models on the CPU; without this it shards only on GPUs."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -121,7 +121,7 @@ class Hosts(contextlib.ExitStack):
         settle = [f"hostname host{host}", "mount -t tmpfs none /mnt", f"mkdir {folders}", *mounts, "cd /mnt/shared"]
         command = ["ip", "netns", "exec", self._namespace(host), "unshare", "-um"]
         command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
-        # PATH begins with this interpreter's folder, as in an active environment, for torchrun and python.
+        # PATH begins with this interpreter's folder, as in an active environment, so commands find torchrun and python.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         running = Running(command, self.folder / f"output-{next(self._outputs)}", **{"PATH": path, **more})
         self.callback(running.kill)

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 import memascend.trainer
 from memascend.storage import Engine
 
-# Parts of the names of log entries about time and storage, which differ between runs.
+# Log entries whose names contain one of these words are about time and storage, and differ between runs.
 NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
@@ -36,7 +36,7 @@ def compared(line):
 def model(seed=0, attention_dropout=0.1):
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # On a GPU the other attention kernels draw random numbers and add in another order.
+    # On a GPU, attention kernels other than "eager" draw random numbers and add in a different order.
     shape["attn_implementation"] = "eager"
     config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=attention_dropout, **shape)
     return transformers.Qwen2ForCausalLM(config)

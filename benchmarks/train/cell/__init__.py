@@ -1,7 +1,7 @@
 """Trains one workload with one system in a process of its own, and reports its time, memory and bytes.
 
-`python -m benchmarks.train.cell ORDER` is that process. It also runs in a peer's environment. So no module here, except
-for memascend's own systems, imports more of memascend than `cli.process`, `errors` and `text`.
+The process runs `python -m benchmarks.train.cell ORDER`, for a peer in the peer's environment. So no module here,
+except for memascend's own systems, imports more of memascend than `cli.process`, `errors` and `text`.
 """
 
 from __future__ import annotations

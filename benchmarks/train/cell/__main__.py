@@ -71,7 +71,7 @@ def _trained(system: System, work: Workload, record: Record) -> None:
     while not record.enough:
         at = [record.now()]
         if len(batches) > 1:
-            # Each micro-batch has a forward and a backward. The record counts the seconds of all as backward.
+            # Each micro-batch has a forward and a backward. The record counts the seconds of all of them as backward.
             at.append(at[0])
             value = float(system.accumulate(batches))
         else:
@@ -116,7 +116,7 @@ def _device_peak(work: Workload) -> int | None:
 
 
 def _restarted_peak(cgroup: Path | None) -> int | None:
-    """Returns the cgroup's peak so far, and resets it if the kernel can, which is in cgroup version 1."""
+    """Returns the cgroup's peak so far; in cgroup version 1, also resets the peak."""
     if cgroup is None:
         return None
     peak = _peak(cgroup)

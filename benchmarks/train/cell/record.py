@@ -32,7 +32,7 @@ class Record:
         """Makes an empty record for an order of a cell."""
         self.steps = 0
         counted = self._counted = system.counted
-        # Returns the way of the next step, if the system tries several ways; otherwise "", the result of `str()`.
+        # `_way()` returns the way of the next step, if the system tries several ways; otherwise "", as `str()` does.
         self._way: Callable[[], str] = getattr(system, "way", str)
         self._next, self._ways = self._way(), list[str]()
         self._first = self._last = counted()

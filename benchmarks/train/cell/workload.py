@@ -165,7 +165,7 @@ def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
 
 
 def tokens(work: Workload) -> list[Any]:
-    """Returns the micro-batches of a step. All steps have the same, so that the loss of a system that trains falls."""
+    """Returns the micro-batches of a step. They are the same in all steps, so that training makes the loss fall."""
     import torch
 
     # The tokens are computed, since random numbers may differ between versions of torch.

@@ -49,7 +49,7 @@ def second_device():
 
 
 def copies_to_the_second_device(ours):
-    """Copies to and from the second device in a thread on the first, of the library (`ours`) or of the user."""
+    """Copies to and from the second device in a new thread; if `ours`, the thread first calls `enter_thread`."""
     device, host, back = Device(torch.device("cuda", 1)), torch.arange(64, dtype=torch.uint8), torch.zeros(64).byte()
 
     def copy():
@@ -90,7 +90,7 @@ def usual(model):
 
 
 def trained(model, optimizer, backward=usual):
-    """Trains two steps; returns their number and the faults."""
+    """Trains two steps; returns the number of committed steps, and the faults."""
     with optimizer:
         for _ in range(2):
             backward(model)
@@ -143,7 +143,7 @@ def dispatched(where):
 
 
 def prepared(before):
-    """Trains with `Accelerator.prepare()` on a CUDA device, called `before` offload() or on its results."""
+    """Calls `Accelerator.prepare()` on a CUDA device, first if `before`, else on the results of offload(); trains."""
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
 

@@ -28,7 +28,7 @@ WAYS = {
 
 
 def fails(where, gradients="fused", delays=None, **options):
-    """Fails a step at `where`, drops it, and makes the same step again."""
+    """Makes a step fail at `where`, drops the step's gradients, and makes the same step again."""
     with begun(gradients=gradients, delays=delays or LATE, **options) as training:
         training.step(0)
         training.check.step = 1
@@ -61,7 +61,7 @@ def fails(where, gradients="fused", delays=None, **options):
 
 
 def _memory_is_anothers(training):
-    """Reuses all released memory, waits for copies in flight, and checks that none of them wrote to it."""
+    """Reuses all released memory, waits for copies in flight, and checks that no copy wrote to that memory."""
     gc.collect()
     training.optimizer._session.run.resources.activations._reap()
     check = training.check
@@ -72,7 +72,7 @@ def _memory_is_anothers(training):
 
 
 def _late(inward):
-    """Holds the stream of copies to the device, releases it a second later, and raises meanwhile."""
+    """Holds the stream of copies to the device, starts a timer that releases it after a second, and raises at once."""
     torch.cuda.current_stream().synchronize()
     runtime.hold(inward)
     threading.Timer(1, runtime.hold, (inward,), {"held": False}).start()
@@ -104,7 +104,7 @@ def several():
 
 
 def again():
-    """Runs two backwards of a retained graph, which reads its saved tensors twice."""
+    """Runs two backwards of one retained graph; both read the graph's saved tensors."""
     with begun("recomputed", gradients="ssd", activations="host") as training:
         check = training.check
         check.weights = training.twin.hashes()
@@ -116,7 +116,7 @@ def again():
 
 
 def narrow(**options):
-    """Trains with the smallest device_memory, which an error names, and a host that keeps all state in RAM."""
+    """Trains with the smallest device_memory, which an error names, and a host budget that keeps all state in RAM."""
     options = {"host_memory": "1GiB", **options}
     try:
         with begun(device_memory=1, **options):
@@ -147,7 +147,7 @@ def closed(slow="in", *, backward=False, dropped=False, **options):
         stream = training.streams[slow]
         if not dropped:
             training.optimizer.close()
-            # Copies that close() did not wait for go on once the memory is freed.
+            # If close() did not wait for a copy, the held stream runs this copy only after the memory is freed.
             runtime.hold(stream)
         gone = threading.Event()
         thread = threading.Thread(target=_go_on_after, args=(stream, gone))
@@ -186,7 +186,7 @@ def forked():
 
 
 def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
-    """Trains on micro-batches by layer: each skips the block it names, and has a thread from the second step on."""
+    """Trains on micro-batches by layer, each without the block it names; from the second step on, each has a thread."""
     with begun(delays={"in": 1000} if delays is None else delays, **options) as training:
 
         def loss_of(but):

@@ -61,7 +61,7 @@ class Net(torch.nn.Module):
         if kind == "tied":
             self.blocks[-1].weights[0] = self.blocks[0].weights[0]
         self.kind = kind
-        # Gradients from two streams are intended in kinds of "streams".
+        # In kinds with "streams" in the name, gradients come from two streams on purpose: torch must not warn of them.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch("streams" not in kind)
         self.side = torch.cuda.Stream()
 
@@ -112,12 +112,12 @@ class Twin:
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """Makes a step by this step's patterns: one per use of a weight, for each batch without the block it names."""
+        """Steps with the patterns that `Use` writes as gradients; each of `batches` names a block that it skips."""
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
         for but in batches:
-            # Adds in autograd's order: the parts of one backward first.
+            # Adds gradients in autograd's order: first those of one backward, then the sums of the backwards.
             sums = {}
             for name in reversed(self._uses_of(but)):
                 twin = self.by_name[name]
@@ -177,7 +177,7 @@ class Training:
         with torch.device("cpu"):
             model = Net(self.check, kind, blocks)
         self.twin = Twin(model, optimizer, options.get("max_grad_norm"))
-        # In the test's folder (TMPDIR), which outlives this process.
+        # The folder is in the test's folder (TMPDIR), which outlives this process.
         folder = tempfile.mkdtemp()
         model = model.to(placed)
         optimizers = OPTIMIZERS[optimizer](model.parameters())
@@ -267,7 +267,7 @@ def busy():
     return thread
 
 
-def drain_autograd_queue():
+def close_with_pending_reads():
     """Closes a run while a stream of the user has yet to compute with its weights, then reuses the memory."""
     with contextlib.ExitStack() as stack:
         training = Training(stack, gradients="fused", device_memory="64MiB")
@@ -289,7 +289,10 @@ def drain_autograd_queue():
 
 
 def added(by):
-    """Like `let_go`, for memory that `arena.add` got on the stream that uses it (`by="side"`) or on another."""
+    """Frees an arena while a held stream has yet to read its weights, then reuses the memory.
+
+    `arena.add` allocates the last piece on the stream that reads it (`by="side"`), or on the computing stream.
+    """
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
     device = Device(torch.device("cuda", 0))
@@ -308,7 +311,7 @@ def added(by):
 
     tensors = []
     if by == "own":
-        # The stream `side` has finished with the arena's first piece.
+        # Makes the stream `side` use the arena's first piece, and waits until it has finished.
         tensors.append(leased())
         used(tensors[0])
         side.synchronize()
@@ -328,7 +331,7 @@ def added(by):
 def _used_anew(check, pieces, side, inward):
     """Reuses released memory that the held stream `side` has yet to read; returns the result of `Check.compare`."""
     gc.collect()
-    # Copies into the memory have ended, too.
+    # Waits until copies into the memory have ended, too.
     inward.synchronize()
     for nbytes in pieces:
         check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
@@ -409,7 +412,7 @@ def downloads_go_on():
 
 
 def until(happened):
-    """Waits until `happened()` is true through the work of another thread or stream."""
+    """Waits until the work of another thread or stream makes `happened()` true."""
     deadline = time.monotonic() + ENDS_WITHIN
     while not happened():
         assert time.monotonic() < deadline, "the awaited condition did not become true"

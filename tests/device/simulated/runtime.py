@@ -57,7 +57,7 @@ def total(what):
 
 
 def faults():
-    """Returns a line for each use so far that CUDA forbids."""
+    """Returns a line for each forbidden use of CUDA so far."""
     return _text(library.simulated_faults).splitlines()
 
 
@@ -78,7 +78,7 @@ def hold(stream, held=True):
 
 def on(tensor, function, *arguments):
     """Queues a function of the library on a tensor, in the caller's current stream of the tensor's device."""
-    # All devices' default streams have the same handle, which means that of the current device.
+    # The default streams of all devices have the same handle, which stands for the current device's default stream.
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.current_stream().cuda_stream
         function(stream, tensor.data_ptr(), tensor.nbytes, *arguments)
@@ -126,10 +126,10 @@ class Check:
 
     def __init__(self):
         self.step = 0
-        # (number of the result, description, expected hash)
+        # For each queued read: (number of the result, description, expected hash).
         self._reads = []
         self._patterns = {}
-        # Hashes, by name, of the weights that the last step left in the training on the CPU.
+        # By name: hashes of the weights after the last step of the training on the CPU.
         self.weights = {}
         self.wrong = []
         self.checked = 0

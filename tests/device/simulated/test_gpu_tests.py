@@ -63,8 +63,8 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - the fixture
     assert done.stdout.count("check ") == 8
 
 
-# The simulated device computes nothing: accepts losses that are not finite, and disables TRL, whose loss has sizes from
-# values of a tensor, and cuDNN.
+# The simulated device computes nothing. This start-up code accepts losses that are not finite, and disables cuDNN, and
+# TRL, whose loss takes the size of a tensor from values on the device.
 WITHOUT_THEM = """
 import math, sys, torch
 math.isfinite = lambda _: True

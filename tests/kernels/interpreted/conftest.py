@@ -42,6 +42,6 @@ def _round_like_a_gpu(monkeypatch):
 
 
 def _fma_that_rounds_once(_builder, x, y, z):
-    """Rounds once, as GPUs do; older interpreters round the product and the sum."""
+    """Computes `x * y + z` and rounds once, as GPUs do; older interpreters round the product and then the sum."""
     total = blockwise.fma(*(torch.from_numpy(np.array(one.data)) for one in (x, y, z)))
     return interpreter.TensorHandle(total.numpy(), z.dtype.scalar)

@@ -70,7 +70,7 @@ def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
 
 
 def tiles(dtype):
-    """Returns tensors by name, whose tiles differ in magnitude from the tiles before."""
+    """Returns tensors by name. The tiles of a tensor differ in magnitude from the previous tiles."""
     limits = torch.finfo(dtype)
     full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
     least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)

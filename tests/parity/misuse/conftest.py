@@ -71,7 +71,7 @@ def offloaded(tmp_path):
 
 @pytest.fixture
 def unchanged():
-    """Returns a function that records a model, optimizer and file before a call, and returns a check for after it."""
+    """Returns a function that records a model, optimizer and file, and returns a check that a call changed nothing."""
 
     def remember(model, optimizer, storage=None):
         def picture():

@@ -77,7 +77,7 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     assert str(faulty.path) in str(error.value)
     assert training.optimizer.steps == 1
     faulty.set()
-    with contextlib.suppress(StorageError):  # after a failed flush, the store must be opened again
+    with contextlib.suppress(StorageError):  # raised after a failed flush: the store must be opened again
         training.optimizer.zero_grad()
     training.optimizer.close()
     training.optimizer.close()
@@ -159,7 +159,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, 
 
 
 def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
-    """A disk that other files fill later fails copies of the weights, but no step."""
+    """Once other files have filled the disk, copying the weights raises, but steps still work."""
     wide = torch.nn.Sequential(torch.nn.Embedding(64, 512), torch.nn.Linear(512, 64))
     training = offloaded(wide, storage=small_disk / "run.store", steps=1)
     fill(small_disk)

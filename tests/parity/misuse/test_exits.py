@@ -68,7 +68,7 @@ for target in (work, optimizer.close):
     thread.start()
     thread.join()
 """
-# How the blocks are computed, the program, and the error that it raises or its exit status.
+# By case: how the blocks are computed, the program, and the error that the program raises, or its exit status.
 ENDS = {
     "the end": ("", "", 0),
     "in the middle of a step": ("", "loss().backward()", 0),
@@ -191,7 +191,7 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
 
 
 def test_a_backward_that_failed_holds_nothing(tmp_path):
-    """zero_grad() frees the activations of a failed backward, which torch would keep until the thread's next one."""
+    """zero_grad() frees a failed backward's activations, which torch would keep until the thread's next backward."""
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="fused")
     kept = weakref.WeakSet()

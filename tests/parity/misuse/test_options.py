@@ -14,7 +14,7 @@ from torch import nn
 import memascend
 from memascend import BudgetError, ConfigError, StorageError, UsageError
 
-# tests/plan/test_options.py tests the values that `Options` rejects; one is here, too, to show that nothing changes.
+# tests/plan/test_options.py tests the values that `Options` rejects. Here, one of them shows that nothing changes.
 OPTIONS = {
     "gradients": "sometimes",
     "host_memory": 1,

@@ -15,7 +15,7 @@ from memascend.cli import main
 ROOTS = (4096, 8192)
 SECTORS = (0, 4096 - 512)
 
-# The command line's advice on how to return to that commit.
+# The command line's advice on how to return to the commit before the newest.
 PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" of offload(),'
 
 
@@ -34,7 +34,7 @@ class Noted(Stack):
 def trained(offloaded, steps, **options):
     """Trains and closes a run; returns its `picture` after each step."""
     model = Noted()
-    # The budget must keep no record in RAM: closing a run with such records commits its last step once more.
+    # The budget must keep no record in RAM: close() would write these records in another commit of the last step.
     training = offloaded(model, adamw(model), **{"host_memory": None, **options})
     pictures = []
     for index in range(steps):
@@ -144,7 +144,7 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     with pytest.raises(ConfigError, match="does not fit"):
         memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="previous")
     assert (tmp_path / "run.store").read_bytes() == before
-    # This difference shows only after the previous commit's options have been read.
+    # offload() compares the number of groups only after it has read the options of the previous commit.
     model = Noted()
     decayed, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     two_groups = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
@@ -213,7 +213,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert status == 1
     assert f"is damaged at offset {at}" in wrong
     assert "store verify" not in wrong + str(found)
-    # Both commits share extents that the last step did not change; it did change the damaged one.
+    # Both commits share the extents that the last step did not change. The damaged extent is not shared.
     assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
     assert len(found["commits"][0]["damages"]) == 1
     assert found["commits"][0]["extents"] == found["commits"][1]["extents"] - 1

@@ -160,7 +160,7 @@ def test_after_close_nothing_works_and_it_says_why(offloaded):
 
 def test_an_exception_in_a_with_block_drops_what_was_not_committed(offloaded):
     training = offloaded()
-    with pytest.raises(KeyError), training.optimizer as optimizer:  # noqa: PT012 - the block is what is tested
+    with pytest.raises(KeyError), training.optimizer as optimizer:  # noqa: PT012 - the test is about the block
         optimizer.user_state = {"position": 1}
         training.step()
         optimizer.user_state = {"position": 2}
@@ -236,7 +236,7 @@ def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
         assert again.param_groups[0]["lr"] == rate
         assert again.param_groups[0]["initial_lr"] == pytest.approx(1e-2)
         again.close()
-    # Another learning rate than the initial one does warn.
+    # A learning rate that differs from the initial one must warn.
     with pytest.warns(UserWarning, match=r"lr 0\.5 -> ") as warned:
         offloaded(model := Stack(), adamw(model, lr=0.5), existing="resume")
     assert "initial_lr" not in str(warned[0].message)

@@ -1,4 +1,4 @@
-"""Tests threads and interrupts: no thread uses memory that another materialized, and no computation stays open."""
+"""Tests threads and interrupts: no thread uses memory that another thread materialized; no computation stays open."""
 
 import contextlib
 import copy
@@ -119,7 +119,7 @@ def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypat
 
 
 def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
-    """SystemExit skips the hook that ends a module's computation, as an interrupt does."""
+    """SystemExit, like an interrupt, skips the hook that ends a module's computation."""
     training = offloaded(steps=1)
 
     def ends(*_):

@@ -24,7 +24,7 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-# `tests/params/test_doors.py` tests calls that return memory, which is a copy, and calls that write, which raise.
+# `tests/params/test_doors.py` tests the calls that return a copy of the memory, and the calls that write and so raise.
 TOUCHES = {
     "another shape": lambda p: setattr(p, "data", torch.zeros(3)),
     "another dtype": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=torch.float64)),

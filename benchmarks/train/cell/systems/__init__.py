@@ -1,8 +1,8 @@
 """The systems under comparison: memascend, torch in memory and under FSDP2, DeepSpeed; one module each.
 
-Each module has `ready()`, which imports the libraries that training needs, before memory is counted, and returns them,
-and `begin(work, settings, storage)`, which makes the model and returns a `System`. The module of a peer is imported in
-the peer's environment.
+Each module has two functions. `ready()` imports the libraries that training needs, and returns them; memory is counted
+from then on. `begin(work, settings, storage)` makes the model and returns a `System`. The module of a peer is imported
+in the peer's environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class System(Protocol):
         """Makes the optimizer's step, and drops the gradients."""
 
     def counted(self) -> int | None:
-        """Returns the bytes moved to and from SSD so far, by the system's own count; None if it has none."""
+        """Returns the bytes moved to and from SSD so far, by the system's own count; None if it does not count them."""
 
     def end(self) -> dict[str, Any]:
         """Ends the run; returns the system's own entries for the answer."""

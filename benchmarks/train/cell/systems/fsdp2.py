@@ -17,12 +17,12 @@ __all__ = ["Sharded", "begin", "ready"]
 def ready() -> list[ModuleType]:
     """Imports the libraries that a user imports; returns them."""
     libraries = in_ram.ready()
-    import torch.distributed.fsdp  # noqa: F401 - training's memory must not include it
+    import torch.distributed.fsdp  # noqa: F401 - imported before memory is counted
 
     return libraries
 
 
-def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - in every `begin`
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - part of every `begin`
     """Makes the model, and shards its blocks one by one over one process."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh

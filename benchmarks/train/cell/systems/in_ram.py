@@ -84,7 +84,7 @@ class InRam:
         self.adam.zero_grad()
 
     def _finite(self) -> bool:
-        """True if no gradient overflowed. Divides the gradients by the loss scale, and halves it after an overflow."""
+        """True if no gradient overflowed. Divides the gradients by the loss scale; an overflow halves the scale."""
         import torch
 
         if self.scale is None:

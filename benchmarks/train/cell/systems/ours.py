@@ -29,10 +29,11 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     """Makes the model and offloads it.
 
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
-    smallest; `held`: a budget by the percentage of parameters kept in RAM; `lean`: the model is made on "meta" and its
-    values in the store, so that it is never in memory as a whole; `weights`: the model is made on "meta", and gets the
-    values of `made()` from this folder, or (True) from a folder that another process writes; `turns`: micro-batches
-    are computed one after the other, not by layer; `state`, `durability`, `activations`: options of `offload()`.
+    smallest; `held`: a budget by the percentage of parameters kept in RAM; `lean`: the model is made on "meta", and its
+    values are made in the store, so that the model is never in memory as a whole; `weights`: the model is made on
+    "meta", and gets the values of `made()` from this folder, or (True) from a folder that another process writes;
+    `turns`: micro-batches are computed one after the other, not by layer; `state`, `durability`, `activations`: options
+    of `offload()`.
     """
     import torch
     import transformers
@@ -76,7 +77,7 @@ def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
 
 
 def write(work: Workload, folder: Path) -> None:
-    """Writes the values of `made()` to a checkpoint folder, in a new process: this one never holds the model."""
+    """Writes the values of `made()` to a checkpoint folder, in a new process: this process never holds the model."""
     writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
     writer.start()
     writer.join()
@@ -159,7 +160,7 @@ def moved(optimizer: OffloadedOptimizer) -> int:
 
 
 def way(optimizer: OffloadedOptimizer) -> str:
-    """Returns the part of the next step that writes deferred updates; "" if there are none."""
+    """Returns the part of the next step that writes deferred updates; "" if there are no deferred updates."""
     return str(optimizer.report().to_dict().get("deferred", {}).get("to", ""))
 
 

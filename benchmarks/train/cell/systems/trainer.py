@@ -51,7 +51,8 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
         )  # fmt: skip
     # PrinterCallback would print each log to the cell's output.
     trainer.remove_callback(PrinterCallback)
-    # A Trainer's own default is the machine's spare RAM. With "default", its state streams as with `offload()`.
+    # `memascend.trainer.offload()` takes the machine's spare RAM if it gets no budget. With "default", it streams the
+    # state as `memascend.offload()` does.
     options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
     options.setdefault("host_memory", "default")
     optimizer = memascend.trainer.offload(
@@ -61,7 +62,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer of the words w0 to w999, a token for padding and one for the end."""
+    """Returns a tokenizer whose tokens are the words w0 to w999, padding, and the end of a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -100,7 +101,7 @@ class Trainer:
 
 
 def _clock(record: Record) -> Any:
-    """Returns a callback that adds each step to a record, from one log to the next: a log has the step's loss."""
+    """Returns a callback that adds each step to a record. A step lasts from one log to the next, which has its loss."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

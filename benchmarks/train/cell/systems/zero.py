@@ -48,7 +48,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
 
     Settings: `stage`; `parameters` and `state`: the place of each, "nvme", "cpu" or "none"; `parameter_buffers` and
     `state_buffers`: their numbers, from tuning; `pipelined`: DeepSpeed reads the next group's state and writes the
-    last one's while it updates a group; `lean`: parameters leave memory while the model is made.
+    previous group's state while it updates a group; `lean`: parameters leave memory while the model is made.
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
@@ -103,7 +103,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         },
     }
     if work.dtype == "float16":
-        # An overflow halves the scale at once, as in the other systems.
+        # With these settings, an overflow halves the loss scale at once, as in the other systems.
         scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
         described["fp16"] = {"enabled": True, **scale}
     else:
