@@ -86,7 +86,7 @@ class StateTrials:
         if existing and self._run_mode.stacks and not same(_shapes(tried), _shapes(existing)):
             raise ConfigError(
                 f"{named(optimizer)} has the state of several parameters in one stacked tensor, which offload() cannot "
-                "split: give a new optimizer that has no state yet"
+                "split: start without its state, by a new optimizer"
             )
         for name, value in {**tried, **existing}.items():
             # The trial's value describes a tensor subclass: the existing value may have the parameter's 16-bit dtype.
