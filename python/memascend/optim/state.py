@@ -437,8 +437,8 @@ class StateFormats:
         if engine_kind(optimizer) is None:
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(
-                f"the option {self._asked} is for torch's Adam, AdamW and SGD with momentum, and not for {what}: leave it "
-                "out"
+                f"the option {self._asked} is for torch's Adam, AdamW and SGD with momentum, and not for {what}: "
+                "leave it out"
             )
 
     def _width(self, parameter: torch.Tensor) -> str:
