@@ -185,9 +185,7 @@ class Display(TrainerCallback):
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         found = f"{steps:,} of {counted(size, 'example')}"
         left, forecast = steps - done, self._forecast
-        if left <= 0:
-            return found
-        if forecast is None:
+        if left <= 0 or forecast is None:
             return found
         written = f"{terabytes_shown(left * forecast.written)} written"
         if (before := self._resume.seconds_of_step) is not None:
