@@ -233,8 +233,8 @@ def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | 
 # --- measuring ---------------------------------------------------------------------------------
 
 
-def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures all cells; returns the results. After each cell, `tell` gets the results so far."""
+def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measures all cells; returns the results. After each cell, `report` gets the results so far."""
     until = time.monotonic() + options.seconds
     work = _workload(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
@@ -272,7 +272,7 @@ def measured(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
                 taken = launcher.run(cell.work, cell.system, steps=_STEPS, warm=cell.warm, settings=cell.settings)
                 found = values["cells"][one] = _figures(cell, taken, values["cells"].get(TORCH, {}))
             print(f"{one}: {found.get('error') or seconds_shown(found['seconds'])}", file=sys.stderr, flush=True)
-            tell(values)
+            report(values)
     return values
 
 
@@ -424,7 +424,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures and prints; writes the results after each cell."""
 
-    def tell(values: dict[str, Any]) -> None:
+    def report(values: dict[str, Any]) -> None:
         if options.write:
             options.write.mkdir(parents=True, exist_ok=True)
             (options.write / "headline.json").write_text(json.dumps(values, indent=1) + "\n")
@@ -432,6 +432,6 @@ def run(options: argparse.Namespace) -> int:
 
     # Makes only the first card visible, since a Trainer would use all visible cards.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    values = measured(options, tell)
+    values = measured(options, report)
     print(json.dumps(values, indent=1) if options.json else shown(values))
     return int(all("error" in cell for cell in values["cells"].values()))

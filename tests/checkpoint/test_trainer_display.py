@@ -122,9 +122,9 @@ def test_a_forecast_disturbs_nothing(tmp_path, kind):
     dice = random.Random(1)
     trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
     trainer.create_optimizer()
-    before = RandomNumbers.now().said(), dice.getstate()
+    before = RandomNumbers.now().to_json(), dice.getstate()
     found = forecast(trainer, {"storage": str(tmp_path / "store")})
-    assert before == (RandomNumbers.now().said(), dice.getstate())
+    assert before == (RandomNumbers.now().to_json(), dice.getstate())
     assert (found.seconds is None) == (kind == "drawn")
     # A step of four micro-batches with clipping writes spilled gradients, the updated state and the values.
     trained = sum(parameter.nbytes for parameter in trainer.model.parameters())

@@ -30,14 +30,14 @@ TIMEOUT = 8.0
 def agrees(_):
     """Exchanges values between all ranks, and adds integers exactly, even if they do not fit into a `Word`."""
     exchange, (rank, count) = Exchange(TIMEOUT), position()
-    assert exchange.tell("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
+    assert exchange.all_gather("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
     # The first sum fits into a `Word`. The second number fits, but its sum over the ranks does not. The third number
     # does not fit.
     for number in (1 << 700, 6 * 10**458, 1 << 7000):
         sums, more = exchange.add([rank, number]), exchange.add([-1])
-        exchange.tell("the same", None)
+        exchange.all_gather("the same", None)
         assert (sums, more) == ([sum(range(count)), count * number], [-count])
-    assert exchange.tell("others", rank) == [*range(count)]
+    assert exchange.all_gather("others", rank) == [*range(count)]
     exchange.close()
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
     if rank == 3 and hangs:
         return
     with pytest.raises(RankError) as raised:
-        exchange.tell("a step", None)
+        exchange.all_gather("a step", None)
     assert raised.value.ranks == (3,), raised.value
     assert time.monotonic() - began < TIMEOUT * (1 + rank / 12) + 2
 
@@ -89,7 +89,7 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apa
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
     """If a connection closes, gloo's `wait` may raise although the message has arrived: the message must count."""
-    text = control_plane._padded('[1, "said", null, "first", [], 0.0]')
+    text = control_plane._padded('[1, "value", null, "first", [], 0.0]')
 
     class Work:
         def __init__(self, room):
@@ -200,15 +200,15 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
     """Rank 1 leaves once rank 0 has rank 1's message.
 
-    Rank 2 never gets this message, and leaves, too. Both leave before rank 0 calls `tell("second")`.
+    Rank 2 never gets this message, and leaves, too. Both leave before rank 0 calls `all_gather("second")`.
     """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if rank == 0:
-        assert exchange.tell("first", rank) == [0, 1, 2]
+        assert exchange.all_gather("first", rank) == [0, 1, 2]
         Path(folder, "heard").touch()
         _await(folder, "left-1", "left-2")
         with pytest.raises(RankError, match=r"(?s)^rank 1 did not take part.*2: it ended because of rank 1") as raised:
-            exchange.tell("second", rank)
+            exchange.all_gather("second", rank)
         assert raised.value.ranks == (1,)
     else:
         move = exchange._move
@@ -221,7 +221,7 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
 
             exchange._move = moved
         with contextlib.suppress(RankError, KeyError):
-            exchange.tell("first", rank)
+            exchange.all_gather("first", rank)
         _await(folder, *(["heard"] if rank == 1 else []))
     exchange.close()
     Path(folder, f"left-{rank}").touch()

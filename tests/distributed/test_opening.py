@@ -40,7 +40,7 @@ def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last,
 def chosen(shards, each):
     """Returns the opening that `choose` makes on rank 0 if the ranks see the stores `each`."""
     told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
-    exchange = SimpleNamespace(rank=0, tell=lambda about, _: told[about])
+    exchange = SimpleNamespace(rank=0, all_gather=lambda about, _: told[about])
     return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
 
 
@@ -72,7 +72,7 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 
 def stores(count, *each, said=None):
     """Returns the `Stores` of `count` ranks. `each` has their stores, or None; `said` describes each store."""
-    seen = {rank: {**one, "said": said} for rank, one in enumerate(each) if one is not None}
+    seen = {rank: {**one, "description": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
 
@@ -171,7 +171,7 @@ class Talker:
     def __init__(self, talk, rank):
         self.talk, self.rank, self.size = talk, rank, len(talk.said)
 
-    def tell(self, about, said, **_):
+    def all_gather(self, about, said, **_):
         self.talk.said[self.rank] = json.dumps([about, said])
         self.meet()
         told = [json.loads(one) for one in self.talk.said]
@@ -315,7 +315,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
         # Commits to the store as rank 1 of 2 does.
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
-        store._shared.exchange.tell = lambda _, said, **__: [said]
+        store._shared.exchange.all_gather = lambda _, said, **__: [said]
         with Engine(store) as updates:
             updates.fill("weight", torch.zeros(3, 4), step=1)
             updates.commit(1)

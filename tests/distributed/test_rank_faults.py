@@ -254,7 +254,7 @@ def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeyp
     """Rank 2 neither sends records nor fills its store; it must raise the error, too."""
     monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
     exchange = SimpleNamespace(
-        rank=2, size=3, tell=lambda *_: [{"records": 0}, None, None], everyone=lambda own: [own, "other", own]
+        rank=2, size=3, all_gather=lambda *_: [{"records": 0}, None, None], all_values=lambda own: [own, "other", own]
     )
     store = SimpleNamespace(each_record=list, step=3, user_state=None, hyperparameters=None)
     filling = replicas.Refill(SimpleNamespace(exchange=exchange, lost={1: 0}))

@@ -427,13 +427,13 @@ def gone(folder, point, until, options):
 
 def _break_at(point, rank):
     """Makes ranks fail at `point` while their number changes: "read", "first root", "root", "none" or "half"."""
-    tell, remove = Exchange.tell, Earlier.remove
+    all_gather, remove = Exchange.all_gather, Earlier.remove
 
     def told(self, about, said, **given):
         if point == "root" and about == "written":
             # This rank has written its root, so the kill cannot precede the root.
             _die()
-        answers = tell(self, about, said, **given)
+        answers = all_gather(self, about, said, **given)
         if about == "staged" and rank:
             _die()
         return answers
@@ -451,7 +451,7 @@ def _break_at(point, rank):
     elif point == "root" or (point == "first root" and rank == 1):
         # "first root": rank 1 is killed before it writes the first root of its new store; other ranks may have written
         # their roots. "root": all ranks are killed, and only rank 0 has written its root.
-        Exchange.tell = told
+        Exchange.all_gather = told
     elif point in ("none", "half"):
         # All ranks are killed once all have committed: "none" before any rank has removed its old stores, "half" when
         # only rank 0 has.

@@ -63,7 +63,7 @@ def test_ranks_add_what_none_of_them_has_rounded():
 def test_sums_that_a_rank_has_rounded_are_added_in_the_order_of_ranks():
     squares = [3.0, 1 << 298, 1e-17, 1e-17]
     sums = [sum(each) for each in zip(*(summands((False, one)) for one in squares), strict=True)]
-    exchange = SimpleNamespace(tell=lambda *_: squares)
+    exchange = SimpleNamespace(all_gather=lambda *_: squares)
     assert of_all_ranks((False, 3.0), sums, exchange) == (False, 4.0)
 
 

@@ -158,18 +158,18 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     said = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
 
-    def everyone(mine):
+    def all_values(mine):
         others = next(said)
         return [mine, 7 << 20, mine + 1] if others is None else others
 
-    exchange = SimpleNamespace(rank=0, everyone=everyone)
+    exchange = SimpleNamespace(rank=0, all_values=all_values)
     turn = Turn()
     options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
     turn.end()
     assert options.spare == Spare(processes=2, agreed=7 << 20)
     # Ranks first exchange whether a budget was given.
     given = Options(host_memory="8MiB")
-    exchange.everyone = lambda mine: [mine, ["here", False]]
+    exchange.all_values = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given
     with pytest.raises(memascend.ConfigError, match=r"some ranks have host_memory=.auto. and others a budget"):
         agreed(Options(host_memory="auto"), exchange, turn, on_host=True)

@@ -93,7 +93,7 @@ class Checkpoint:
         """
         self.folder = Path(folder)
         self.manifest = _manifest(self.folder)
-        for name, said in self.manifest["files"].items():
+        for name, entry in self.manifest["files"].items():
             path = self.folder / name
             try:
                 nbytes = path.stat().st_size
@@ -103,10 +103,10 @@ class Checkpoint:
                     errno=error.errno,
                     path=str(path),
                 ) from error
-            if nbytes != said["bytes"]:
+            if nbytes != entry["bytes"]:
                 raise CorruptionError(
-                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {said['bytes']}: it was cut off or "
-                    "replaced. Copy it again, or begin from another checkpoint",
+                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {entry['bytes']}: the file was cut off "
+                    "or replaced. Copy it again, or begin from another checkpoint",
                     path=str(path),
                 )
 
@@ -116,15 +116,15 @@ class Checkpoint:
         Raises:
             CorruptionError: a checksum differs; the message names file and tensor.
         """
-        total = sum(said["bytes"] for said in self.manifest["files"].values()) // count
+        total = sum(entry["bytes"] for entry in self.manifest["files"].values()) // count
         turns = itertools.count()
 
         def mine() -> bool:
             return next(turns) % count == rank
 
         with Progress("checking the checkpoint", total) as progress:
-            for name, said in self.manifest["files"].items():
-                _verify(self.folder / name, said, mine, progress)
+            for name, entry in self.manifest["files"].items():
+                _verify(self.folder / name, entry, mine, progress)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -169,26 +169,28 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
         return "members"
     if not is_owners(manifest.get("owners", [])):
         return "owners"
-    return next((f"the entry of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None)
+    return next((f"the entry of {name!r}" for name, entry in manifest["files"].items() if not _well(name, entry)), None)
 
 
-def _well(name: str, said: Any) -> bool:
+def _well(name: str, entry: Any) -> bool:
     """True if a file's path is inside the checkpoint and its entry is well-formed."""
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}
-    is_whole = isinstance(said, dict) and all(isinstance(said.get(of), kind) for of, kind in kinds.items())
-    return inside and is_whole and all(isinstance(one, str) or _in_parts(one) for one in said["tensors"].values())
+    is_whole = isinstance(entry, dict) and all(isinstance(entry.get(of), kind) for of, kind in kinds.items())
+    return inside and is_whole and all(isinstance(one, str) or _in_parts(one) for one in entry["tensors"].values())
 
 
-def _in_parts(said: Any) -> bool:
+def _in_parts(entry: Any) -> bool:
     """True if a list has the first byte and the checksum of each part of a tensor, in order, from byte 0."""
-    whole = isinstance(said, list) and all(isinstance(part, list) and [*map(type, part)] == [int, str] for part in said)
-    firsts = [part[0] for part in said] if whole else []
+    whole = isinstance(entry, list) and all(
+        isinstance(part, list) and [*map(type, part)] == [int, str] for part in entry
+    )
+    firsts = [part[0] for part in entry] if whole else []
     return firsts[:1] == [0] and firsts == sorted(firsts)
 
 
-def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
+def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
     """Compares a safetensors file with its manifest entry: the header, and tensor parts for which `mine()` is true."""
     buffer = bytearray(_READ_BYTES)
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123
@@ -207,7 +209,7 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
             return str(done)
 
         length = int.from_bytes(file.read(8), "little")
-        if length > said["bytes"] - 8 or checksum(0, 8 + length) != said["header"]:
+        if length > entry["bytes"] - 8 or checksum(0, 8 + length) != entry["header"]:
             raise CorruptionError(
                 f"the header of {path} is damaged: its checksum is not the manifest's. Begin from another checkpoint",
                 path=str(path),
@@ -215,7 +217,7 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
         file.seek(8)
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        if header.keys() != said["tensors"].keys():
+        if header.keys() != entry["tensors"].keys():
             raise CorruptionError(
                 f"{path} does not hold the tensors that the manifest names, so one of the two is of another "
                 "checkpoint: copy the whole folder again, or begin from another checkpoint",
@@ -223,7 +225,7 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
             )
         for name, described in header.items():
             start, end = described["data_offsets"]
-            for first, until, expected in _parts(said["tensors"][name], end - start):
+            for first, until, expected in _parts(entry["tensors"][name], end - start):
                 if mine() and checksum(8 + length + start + first, until - first) != expected:
                     raise CorruptionError(
                         f"{name!r} in {path} is damaged: its checksum is not the manifest's. Begin from another "
@@ -234,9 +236,9 @@ def _verify(path: Path, said: Mapping[str, Any], mine: Callable[[], bool], progr
                     )
 
 
-def _parts(said: Any, nbytes: int) -> list[tuple[int, int, str]]:
+def _parts(entry: Any, nbytes: int) -> list[tuple[int, int, str]]:
     """Returns first byte, end and checksum of each part of a tensor, from its entry in the manifest."""
-    firsts, sums = ([0], [said]) if isinstance(said, str) else zip(*said, strict=True)
+    firsts, sums = ([0], [entry]) if isinstance(entry, str) else zip(*entry, strict=True)
     return [*zip(firsts, [*firsts[1:], nbytes], sums, strict=True)]
 
 

@@ -190,7 +190,7 @@ class Shares:
         word = uuid.uuid4().hex
         if folder is not None:
             _write(folder / _PLACES, {"word": word, "places": places})
-        path, word = exchange.everyone([str(folder), word])[0]
+        path, word = exchange.all_values([str(folder), word])[0]
         with contextlib.ExitStack() as ends:
             try:
                 descriptor = _opened(Path(path), ends)
@@ -202,7 +202,7 @@ class Shares:
                 unseen = f"does not see {path}"
             except OSError as error:
                 unseen = f"cannot write to {path} ({error.strerror})"
-            found = exchange.everyone(unseen and f"rank {rank} on host {platform.node()} {unseen}")
+            found = exchange.all_values(unseen and f"rank {rank} on host {platform.node()} {unseen}")
             if folder is not None:
                 (folder / _PLACES).unlink()
             others = [one for one in found if one is not None]
@@ -232,7 +232,7 @@ class Shares:
         sums = write_into(folder, places, share, descriptor, self._beat)
         if exchange.rank:
             _write(folder / _SUMS.format(exchange.rank), [*sums.items()], descriptor)
-        while not all(exchange.everyone(True)):
+        while not all(exchange.all_values(True)):
             pass
         for rank in () if exchange.rank else range(1, exchange.size):
             path = folder / _SUMS.format(rank)
@@ -245,10 +245,10 @@ class Shares:
     def _beat(self) -> None:
         """Reports from time to time that this rank still writes: ranks with fewer rows or a faster drive wait for it.
 
-        `_written()` answers each report of another rank by `everyone(True)` once its own rows are written.
+        `_written()` answers each report of another rank by `all_values(True)` once its own rows are written.
         """
         if time.monotonic() >= self._beat_at:
-            self._exchange.everyone(False)
+            self._exchange.all_values(False)
             self._beat_at = time.monotonic() + self._exchange.timeout / _BEATS
 
 

@@ -124,16 +124,16 @@ class _CheckpointFiles:
 
     def write(self, folder: Path, fill: Fill) -> dict[str, Any]:
         """Writes all files; returns their entries in the manifest."""
-        said, places = {}, {}
+        entries, places = {}, {}
         for layout in self._all:
-            said[layout.name], places[layout.name] = make_file(folder, layout)
+            entries[layout.name], places[layout.name] = make_file(folder, layout)
         sums = fill(folder, places)
         for layout in self._all:
             tensors = layout.tensors.items()
-            said[layout.name]["tensors"] = {
+            entries[layout.name]["tensors"] = {
                 name: checksums_of(tensor.nbytes, sums.get((layout.name, name), ())) for name, tensor in tensors
             }
-        return said
+        return entries
 
     def index(self, folder: Path) -> list[str]:
         """Writes the index if the weights have several files; returns the names of written files."""

@@ -62,13 +62,13 @@ class _UnitUpload:
             self.copied += 1
         self.error = self.error or error
         if self.ended and not self.working:
-            self.let_go()
+            self.release()
 
     def cancel(self) -> None:
         """Makes the staging thread begin no more copies of this unit."""
         self.base = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases the lease and the parts; without the parts, the store may write to the slots that they read."""
         self.base = self.parts = None
 
@@ -190,7 +190,7 @@ class Staging:
                 self._waiting.remove(unit)
             while unit.working and self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._changed.wait(0.1)
-            unit.let_go()
+            unit.release()
 
     def close(self) -> None:
         """Ends the thread after its current work, and waits for its copies. Repeated calls are fine."""
@@ -326,7 +326,7 @@ class _Window:
         part = gradient.data[start : start + self.nbytes]
         self.copy = device.take(part, self.memory[: self.nbytes], [gradient.after])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Waits for the copy, and releases the gradient."""
         self.wait()
         self.gradient = None
@@ -377,7 +377,7 @@ class DeviceEngine:
         # A lost device raises here; it writes nothing more to the windows.
         with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
             for window in self._windows:
-                window.let_go()
+                window.release()
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
         """Returns the gradient as the engine takes it: the tensor itself if it is in host memory."""
@@ -424,5 +424,5 @@ class DeviceEngine:
             else:
                 # This window has the end of the gradient.
                 for one in self._windows:
-                    one.let_go()
+                    one.release()
             return window.memory.data_ptr(), window.start, window.nbytes

@@ -75,8 +75,8 @@ class Collectives:
     def note_rows(self, name: str, rows: torch.Tensor) -> None:
         """Records a digest of rows that this rank gives to a gather, for the comparison with its peers."""
         if name not in self._rows:
-            said = f"{name} {checksum_of(flat(rows).cpu())}".encode()
-            self._rows[name] = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+            text = f"{name} {checksum_of(flat(rows).cpu())}".encode()
+            self._rows[name] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def take_row_digest(self) -> int:
         """Returns a digest of the rows noted since the last call; it must be equal on ranks with the same rows."""
@@ -90,7 +90,7 @@ class Collectives:
         """
         if len(set(checksums)) == 1:
             return
-        names = self._exchange.tell("what was gathered and reduced", self._last)
+        names = self._exchange.all_gather("what was gathered and reduced", self._last)
         other = next((rank for rank, one in enumerate(names) if one != names[0]), 1)
         lengths = range(min(len(names[0]), len(names[other])))
         at = next((index for index in lengths if names[0][index] != names[other][index]), len(lengths))

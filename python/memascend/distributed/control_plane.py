@@ -48,8 +48,8 @@ _WORD_BYTES = 512
 _DIGEST_BYTES = 16
 # The state of a word: its ranks sent equal values; their values differ, or a rank failed; a rank is missing.
 _SAME, _APART, _LOST = range(3)
-# said: a value; failed: an error on this rank; lost: other ranks did not take part.
-_Kind = Literal["said", "failed", "lost"]
+# value: a value; failed: an error on this rank; lost: other ranks did not take part.
+_Kind = Literal["value", "failed", "lost"]
 
 
 class Message(NamedTuple):
@@ -77,9 +77,9 @@ class Word(NamedTuple):
     @classmethod
     def of(cls, message: Message) -> Word:
         """Returns the word of one message."""
-        said = json.dumps([message.about, message.value]).encode()
-        digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES).hexdigest()
-        state = _SAME if message.kind == "said" else _APART
+        data = json.dumps([message.about, message.value]).encode()
+        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+        state = _SAME if message.kind == "value" else _APART
         word = cls(state, message.number, digest, message.numbers)
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
@@ -166,8 +166,8 @@ class Exchange:
         # The lists that `add` returned since the last message; the next message adds their numbers over all ranks.
         self._adding: list[list[int]] = []
 
-    def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
-        """Sends the JSON value `said` to all other ranks; returns the values of all ranks, by rank.
+    def all_gather(self, about: str, value: Any, *, remedy: str = DISCARDED) -> list[Any]:
+        """Sends the JSON value `value` to all other ranks; returns the values of all ranks, by rank.
 
         `about` is the subject, which must be the same on all ranks. `remedy` is the advice in the error if another rank
         failed.
@@ -176,7 +176,7 @@ class Exchange:
             RankError: a rank failed, and later calls still work; or a rank did not answer in time, is gone, or made
                 another call, and the exchange has ended.
         """
-        heard = self._heard("said", about, said)
+        heard = self._heard("value", about, value)
         if any(one.kind == "failed" for one in heard):
             assert self.failure is not None
             ranks, reasons = self.failure
@@ -192,13 +192,13 @@ class Exchange:
         self._adding.append(sums)
         return sums
 
-    def everyone(self, mine: Any) -> list[Any]:
+    def all_values(self, mine: Any) -> list[Any]:
         """Returns the JSON values of all ranks, by rank; a collective call."""
-        return self.tell("the findings", mine)
+        return self.all_gather("the findings", mine)
 
     def first_other(self, mine: Any) -> int | None:
         """Returns the first rank whose JSON value differs from that of rank 0; None if all are equal."""
-        values = self.everyone(mine)
+        values = self.all_values(mine)
         return next((rank for rank, one in enumerate(values) if one != values[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
@@ -211,7 +211,7 @@ class Exchange:
         try:
             with self.part():
                 done = do()
-                self.everyone(None)
+                self.all_values(None)
         except RankError as error:
             failure = self.failure
             if failure is None or failure is known or not error.ranks or self.rank in (*failure.ranks, *error.ranks):
@@ -302,7 +302,7 @@ class Exchange:
             # All ranks answered in the end, after one had given up: the rank that waited least was late.
             lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
-        problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "said"}
+        problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "value"}
         if problems:
             failed = tuple(rank for rank, one in problems.items() if one.kind == "failed")
             self.failure = Failure(
@@ -491,12 +491,12 @@ class Alone:
 
     rank, size = 0, 1
 
-    def tell(self, about: str, said: Any) -> list[Any]:
+    def all_gather(self, about: str, value: Any) -> list[Any]:
         """Returns the value of the only rank."""
         del about
-        return [said]
+        return [value]
 
-    def everyone(self, mine: Any) -> list[Any]:
+    def all_values(self, mine: Any) -> list[Any]:
         """Returns the value of the only rank."""
         return [mine]
 
@@ -579,8 +579,8 @@ class Agreement:
         if self._own is not None:
             return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
         number = self.number + 1
-        said = self.identity + self.nonce + number.to_bytes(8, "little")
-        identity = hashlib.blake2b(said, digest_size=_IDENTITY_BYTES).digest()
+        data = self.identity + self.nonce + number.to_bytes(8, "little")
+        identity = hashlib.blake2b(data, digest_size=_IDENTITY_BYTES).digest()
         agreed = False
 
         def agree() -> None:
@@ -606,7 +606,7 @@ class Agreement:
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
         """Waits until all ranks have reached this phase of this commit."""
-        numbers = self.exchange.tell(phase, number, remedy=remedy)
+        numbers = self.exchange.all_gather(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
             self.store.end()
@@ -619,12 +619,12 @@ class Agreement:
         differences of several shards do not cancel each other.
         """
         layout = self.layout
-        said = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
-        return int.from_bytes(said, "little") * (-1 if layout.replica else layout.replicas - 1)
+        data = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
+        return int.from_bytes(data, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
         """Rejects a step for which ranks with the same rows computed different values: their stores would differ."""
-        digests, shards = self.exchange.tell("the digests", digest), self.layout.shards
+        digests, shards = self.exchange.all_gather("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards
         raise RankError(

@@ -44,7 +44,7 @@ class Stores:
 
     count: int  # the number of ranks that shard the rows of a replica
     all_owners: Mapping[int, int]  # by old rank, the present rank that reads its store
-    # By old rank, the contents of its roots: the result of `seen_at`, and under "said" that of `describe_store`.
+    # By old rank, the contents of its roots: the result of `seen_at`, and under "description" that of `describe_store`.
     all_seen: Mapping[int, Mapping[str, Any]]
 
     @cached_property
@@ -93,23 +93,23 @@ class Stores:
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
     @property
-    def said(self) -> Mapping[str, Any] | None:
+    def description(self) -> Mapping[str, Any] | None:
         """The result of `describe_store` for the first store; None if that store cannot be opened."""
         first = min(rank for rank, one in self.seen.items() if one["commits"] or one["error"])
-        said: Mapping[str, Any] | None = self.seen[first]["said"]
-        return said
+        description: Mapping[str, Any] | None = self.seen[first]["description"]
+        return description
 
     def named(self, number: int | None) -> dict[str, Any]:
         """Returns the identity of a commit of these stores; for a single process, its store's id and step."""
         if number is None:
-            said = self.said or {}
-            return {"ranks": self.count, "run": said.get("uuid"), "number": said.get("step")}
+            description = self.description or {}
+            return {"ranks": self.count, "run": description.get("uuid"), "number": description.get("step")}
         return {"ranks": self.count, "run": self.seen[0]["commits"][0]["run"], "number": number}
 
     def are(self, identity: Mapping[str, Any]) -> bool:
         """True if these are the stores of `identity`; some of its stores may have been removed."""
         if self.count == _OF_ONE:
-            return self.said is not None and self.named(None) == identity
+            return self.description is not None and self.named(None) == identity
         return all(
             any((one["run"], one["number"]) == (identity["run"], identity["number"]) for one in seen["commits"])
             for rank, seen in self.seen.items()
@@ -126,8 +126,8 @@ def describe_store(file: Path) -> dict[str, Any] | None:
     """Returns id, step and replaced stores of a store; None if the store cannot be opened."""
     try:
         with look(file) as store:
-            said = store.hyperparameters
-            known = said.get(EARLIER) if isinstance(said, dict) else None
+            hyperparameters = store.hyperparameters
+            known = hyperparameters.get(EARLIER) if isinstance(hyperparameters, dict) else None
             return {"uuid": store.info()["uuid"], "step": store.step, EARLIER: known or []}
     except (StorageError, ConfigError, CorruptionError):
         return None
@@ -139,7 +139,7 @@ def superseded_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
     outlived: dict[int, Mapping[str, Any]] = {}
     for one in by_count.values():
         # An incomplete set of stores replaces no other set: it lacks some of the rows.
-        for identity in () if one.missing or one.said is None else one.said[EARLIER]:
+        for identity in () if one.missing or one.description is None else one.description[EARLIER]:
             other = by_count.get(identity["ranks"])
             if other is not None and other is not one and other.are(identity):
                 outlived[other.count] = identity
@@ -194,9 +194,9 @@ class Opening:
             with self.exchange.part():
                 store = make(self.existing)
                 self._require_unchanged(store)
-                self.exchange.tell("opened", None, remedy=_NOT_OPENED)
+                self.exchange.all_gather("opened", None, remedy=_NOT_OPENED)
                 store.go_back()
-                self.exchange.tell("went back", None, remedy=_NOT_OPENED)
+                self.exchange.all_gather("went back", None, remedy=_NOT_OPENED)
         except BaseException:
             if store is not None:
                 if store.created:
@@ -239,8 +239,10 @@ def choose(
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
     # All ranks use the random bytes that the first rank drew.
-    drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
-    seen = exchange.tell("the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))})
+    drawn = exchange.all_gather("a new run", os.urandom(16).hex())[0]
+    seen = exchange.all_gather(
+        "the stores", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))}
+    )
     missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
     if missing:
         _require_none_elsewhere(seen, others or {}, exchange)
@@ -416,7 +418,7 @@ def _require_none_elsewhere(
     if not looks:
         return
     own = [rank for seer, rank in looks.values() if seer == exchange.rank]
-    reports = exchange.tell("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    reports = exchange.all_gather("stores of other ranks", [[rank, seen_at(others[rank])] for rank in own])
     found = [(rank, one) for each in reports for rank, one in each if one["there"] and one["filled"]]
     if not found:
         return

@@ -78,14 +78,14 @@ class Refill:
     def _begin(self, store: Store) -> None:
         """Exchanges which commits are sent, and makes the group for sending."""
         self._store, exchange = store, self._exchange
-        said = {
+        sent = {
             "described": _described(store),
             "step": store.step,
             "user_state": store.user_state,
             "hyperparameters": store.hyperparameters,
             "records": len(_names(store)),
         }
-        sources = exchange.tell("the stores that fill others", said if self._targets else None)
+        sources = exchange.all_gather("the stores that fill others", sent if self._targets else None)
         self._records = max(each["records"] for each in sources if each is not None)
         if self.source is not None:
             self._facts = sources[self.source]
@@ -147,7 +147,7 @@ class Refill:
 
     def _reach(self) -> None:
         """Waits for all ranks at the next record, so that ranks with nothing to fill wait for one record at a time."""
-        self._exchange.everyone(None)
+        self._exchange.all_values(None)
         self._reached += 1
 
     def _reach_end(self) -> None:
@@ -176,7 +176,7 @@ class Refill:
             nbytes += values.nbytes + sum(tensor.nbytes for tensor in state.values())
             self._reach()
         self._reach_end()
-        sums = exchange.everyone(str(self._sum))
+        sums = exchange.all_values(str(self._sum))
         apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
         if apart:
             raise CorruptionError(
@@ -224,5 +224,5 @@ def _described(store: Store) -> str:
     """Returns a digest of a store's records and of the layout of their bytes."""
     kept = ("name", "buffer", "dtype", "shape", "state", "order", "format")
     records: Iterator[Any] = ([record[of] for of in kept] for record in store.each_record())
-    said = json.dumps(sorted(records, key=lambda record: record[0]))
-    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+    text = json.dumps(sorted(records, key=lambda record: record[0]))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

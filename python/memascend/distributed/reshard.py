@@ -209,7 +209,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
 def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Stores]:
     """Returns the stores in the folder, by number of ranks; empty if all are of the present number, `count`."""
     seers: dict[int, dict[int, list[int]]] = {}
-    for seer, each in enumerate(exchange.tell("the stores in the folder", _there(folder))):
+    for seer, each in enumerate(exchange.all_gather("the stores in the folder", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
     if not seers.keys() - {count}:
@@ -218,9 +218,11 @@ def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Sto
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
     own = [(of, number) for of, each in owners.items() for number, owner in each.items() if owner == exchange.rank]
     files = {(of, number): file_of_rank(folder, number, of) for of, number in sorted(own)}
-    seen = [[of, number, {**seen_at(file), "said": describe_store(file)}] for (of, number), file in files.items()]
+    seen = [
+        [of, number, {**seen_at(file), "description": describe_store(file)}] for (of, number), file in files.items()
+    ]
     all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
-    for of, number, one in (one for each in exchange.tell("the contents of the stores", seen) for one in each):
+    for of, number, one in (one for each in exchange.all_gather("the contents of the stores", seen) for one in each):
         all_seen[of][number] = one
     return {of: Stores(count=of, all_owners=owners[of], all_seen=all_seen[of]) for of in sorted(owners)}
 
@@ -323,7 +325,7 @@ class EarlierValues:
     def __post_init__(self) -> None:
         earlier = self.earlier
         earlier.open()
-        said = {
+        commits = {
             str(number): [
                 store.step, store.user_state, store.hyperparameters,
                 *((None, None) if number else (store.info()["optimizer"], _described(store))),
@@ -332,7 +334,7 @@ class EarlierValues:
         }  # fmt: skip
         of = {
             int(number): one
-            for each in earlier.exchange.tell("the commits of the stores", said)
+            for each in earlier.exchange.all_gather("the commits of the stores", commits)
             for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]

@@ -118,7 +118,7 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
 def require_own(places: Sequence[str], exchange: Exchange) -> None:
     """Rejects a file or device that two ranks are given; a collective call."""
     owner: dict[str, int] = {}
-    for rank, theirs in enumerate(exchange.everyone([_identity(place) for place in places])):
+    for rank, theirs in enumerate(exchange.all_values([_identity(place) for place in places])):
         for identity in theirs:
             if identity in owner:
                 path = identity.split(":", 1)[1]
@@ -242,7 +242,7 @@ def begin(
         return _sharding(model, optimizer, options.reduction, undo, None), *_earlier_of_others(options, undo)
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
-    divides = any(exchange.everyone(not _is_sharded(model)))
+    divides = any(exchange.all_values(not _is_sharded(model)))
     if divides:
         exchange.together(lambda: refuse_options(options, divides=True))
         divide(model, optimizer, options.unit_names, exchange, undo)
@@ -269,7 +269,7 @@ def begin(
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
-    used = {place for each in exchange.everyone(own.paths or []) for place in each}
+    used = {place for each in exchange.all_values(own.paths or []) for place in each}
     # One rank looks at each store, because looking locks it.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)

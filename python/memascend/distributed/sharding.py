@@ -102,7 +102,7 @@ class Sharding(RowsOfRank):
         """
         if self.exchange is None or self.layout.replicas == 1:
             return
-        self._compared = {name for each in self.exchange.tell("the RAM tiers", sorted(ram_tier)) for name in each}
+        self._compared = {name for each in self.exchange.all_gather("the RAM tiers", sorted(ram_tier)) for name in each}
         streamed = [not record["buffer"] and record["name"] not in self._compared for record in store.each_record()]
         store.compare([number for number, is_streamed in enumerate(streamed) if is_streamed])
 

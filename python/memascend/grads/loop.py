@@ -73,7 +73,7 @@ class Loop:
         self._learning = False
         if self._figures is not None:
             # Take the union over all ranks, so that all ranks decide alike.
-            by_rank = self._figures.everyone(sorted(self._noticed))
+            by_rank = self._figures.all_values(sorted(self._noticed))
             self._noticed = {word for theirs in by_rank for word in theirs}
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"

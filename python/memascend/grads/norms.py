@@ -134,8 +134,8 @@ def summands(own: Numbers) -> list[int]:
 def of_all_ranks(own: Numbers, sums: Sequence[int], exchange: Exchange) -> Numbers:
     """Returns the numbers over all ranks from the sums of their `summands()`; a collective call."""
     bad, were_rounded, squares = sums
-    # `exchange.tell()` returns the squares in the order of ranks.
-    return bool(bad), total(exchange.tell("rounded squares", own[1])) if were_rounded else squares
+    # `exchange.all_gather()` returns the squares in the order of ranks.
+    return bool(bad), total(exchange.all_gather("rounded squares", own[1])) if were_rounded else squares
 
 
 def norm_of(squares: Squares) -> float:

@@ -150,13 +150,13 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides_of(tensor.shape)
 
 
-def said(whose: str, how: str) -> str:
+def access_error_text(whose: str, how: str) -> str:
     """Returns the message of an error: the values of `whose` cannot be `how`, a participle such as "pickled"."""
     return f"the values of {whose} are on storage and cannot be {how} here: {_HOW}"
 
 
 def _refused(place: Place, how: str) -> UsageError:
-    return UsageError(said(repr(place.name), how))
+    return UsageError(access_error_text(repr(place.name), how))
 
 
 def _require_outside(place: Place, how: str) -> None:
@@ -474,7 +474,7 @@ class Place:
         self.unswapped = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(said(repr(self.name), "pickled or copied"))
+        raise UsageError(access_error_text(repr(self.name), "pickled or copied"))
 
     def note_version(self) -> None:
         """Records that all writes to the parameter so far are known."""
@@ -500,5 +500,5 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
         # Code that reads this memory through torch's core (DLPack, a custom kernel, a thread that saw the parameter
         # materialized a moment ago) gets this error instead of a wrong number.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
-        torch._C._set_storage_access_error_msg(nothing, said(whose, "read past the parameter's class"))  # noqa: SLF001
+        torch._C._set_storage_access_error_msg(nothing, access_error_text(whose, "read past the parameter's class"))  # noqa: SLF001
     return nothing

@@ -339,7 +339,7 @@ class Saving:
         own = self._contents()
         facts = self._exchange.together(self._run.metadata.facts, UsageError)
         # `user_state` may differ between ranks, as data positions and random states do.
-        states = self._exchange.everyone(self._run.metadata.user_state)
+        states = self._exchange.all_values(self._run.metadata.user_state)
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
         self._write(
@@ -406,7 +406,7 @@ class Saving:
 
         arrived = False
         try:
-            arrived = all(exchange.everyone(exchange.together(do_part, _not_saved)))
+            arrived = all(exchange.all_values(exchange.together(do_part, _not_saved)))
         finally:
             if not arrived:
                 line.close()

@@ -208,12 +208,12 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
         plan = assembly.decision.plan
         left = begin_places(store, deferrable(subject, plan))
         # Replicas compare their staged bytes at each commit, so updates are deferred on all ranks or on none.
-        if all(exchange.everyone(left is not None)):
+        if all(exchange.all_values(left is not None)):
             session.run.gradients.deferrable = frozenset(left or ())
         session.measurements.log_began(begin_log(store, plan))
         if subject.earlier is not None:
             # All ranks wait here: afterwards none drops its new store, so the earlier stores can be removed.
-            exchange.everyone(None)
+            exchange.all_values(None)
         undo.pop_all()
     forget_sources(subject.named.values())
     if subject.earlier is not None:
@@ -296,7 +296,7 @@ def _begun(
     groups, scheduled = subject.original.param_groups, options_set(stored)
     given = take_options(groups, stored.get("groups"), undo, subject.arithmetic.examples, scheduled)
     subject.arithmetic.restore(stored.get("attributes") or {}, undo)
-    first.let_go()
+    first.drop_sources()
     folders = folders_of(options)
     if not folders and not options.paths:
         # The folder that contained the temporary store was removed, so use its parent.

@@ -334,6 +334,6 @@ class FirstValues:
                 store.refresh(ram_tier, progress.reached)
         return _hyperparameters(store)
 
-    def let_go(self) -> None:
+    def drop_sources(self) -> None:
         """Drops the sources of the values, which unmaps their files."""
         self._source = self._weights = None

@@ -197,21 +197,21 @@ class Report:
 
     def _kept_in_ram(self) -> list[str]:
         """Returns sentences about the RAM tier and its gradient log, if the run has them."""
-        said = []
+        sentences = []
         if self.ram_tier:
             each = f", {bytes_shown(self.ram_tier // self.steps)} for each step" if self.steps else ""
-            said.append(f"Parameters kept in RAM saved {bytes_shown(self.ram_tier)} of reads{each}.")
+            sentences.append(f"Parameters kept in RAM saved {bytes_shown(self.ram_tier)} of reads{each}.")
         if self.log_steps:
             room = bytes_shown(self.log_bytes)
             less = f" (no disk space for {self.log_wanted})" if self.log_steps < self.log_wanted else ""
-            said.append(
+            sentences.append(
                 f"Gradients of parameters kept in RAM go to a gradient log of {self.log_steps} steps{less}, {room}."
             )
         elif self.log_wanted:
-            said.append("No disk space for a gradient log: parameters kept in RAM are written whole each step.")
+            sentences.append("No disk space for a gradient log: parameters kept in RAM are written whole each step.")
         if self.unlogged:
-            said.append(f"{self.unlogged} updates found no space in the log: their parameters were written whole.")
-        return [" ".join(said)] if said else []
+            sentences.append(f"{self.unlogged} updates found no space in the log: their parameters were written whole.")
+        return [" ".join(sentences)] if sentences else []
 
     def _traffic(self) -> str:
         """Returns the table of bytes read and written by kind, in all and for each step."""

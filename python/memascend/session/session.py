@@ -214,7 +214,7 @@ class Session:
         of_commit = None if self._norm_comes_first else self._norm(present)
         if of_commit is not None and self._norm_precedes_commit:
             if self.figures is not None:
-                self.figures.tell("the norm", None)
+                self.figures.all_gather("the norm", None)
             if self._drops(present, of_commit()):
                 return False
             of_commit = None
@@ -262,7 +262,7 @@ class Session:
         traffic = self.figures.add(self.measurements.own_figures())
         rows = collectives.take_row_digest()
         apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
-        collectives.require_same(self.figures.tell("the gradients", collectives.take_checksum()))
+        collectives.require_same(self.figures.all_gather("the gradients", collectives.take_checksum()))
         if any(apart):
             self.run.resources.store.shared.reject(rows, _REPLICAS_DIFFER)
         self.measurements.note_all_ranks(self.figures.size, traffic)

@@ -81,17 +81,17 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
         ConfigError: some ranks have `host_memory="auto"`, and others a budget.
     """
     host = socket.gethostname()
-    said = exchange.everyone([host, options.spare is not None])
-    if any(one != said[0][1] for _, one in said):
+    found = exchange.all_values([host, options.spare is not None])
+    if any(one != found[0][1] for _, one in found):
         raise ConfigError('some ranks have host_memory="auto" and others a budget: give all ranks the same option')
     if options.spare is None:
         return options
-    hosts = [name for name, _ in said]
+    hosts = [name for name, _ in found]
     spare = replace(options.spare, processes=max(options.spare.processes, hosts.count(host)))
     if exchange.rank == hosts.index(host):
         # The other ranks wait at the next exchange, so take at most half of their timeout.
         turn.wait(min(_TURN_SECONDS, (options.timeout or math.inf) / 2))
-    exchange.everyone(None)
+    exchange.all_values(None)
     holder = next((run for run in list(RUNS) if holds(run, options.paths or ()) is not None), None)
     if holder is not None and spare.machine is None:
         # A run of this process has the store open. This call will close it, so its memory counts as free.
@@ -99,7 +99,7 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
         spare = replace(spare, machine=replace(here, available=here.available + session_of(holder).report().total))
     stored = _stored_budget(options, holder) if options.resumes else None
     own = stored if stored is not None and spare.fits(stored) else spare.budget(on_host=on_host)
-    spare = replace(spare, agreed=min(exchange.everyone(own)), stored=stored)
+    spare = replace(spare, agreed=min(exchange.all_values(own)), stored=stored)
     return replace(options, host_memory=spare)
 
 

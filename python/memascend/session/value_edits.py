@@ -129,7 +129,7 @@ class Edits:
         Raises:
             RankError: another rank failed; no rank has changed anything.
         """
-        return here if self._exchange is None else any(self._exchange.tell("a door", here, remedy=_UNCHANGED))
+        return here if self._exchange is None else any(self._exchange.all_gather("a door", here, remedy=_UNCHANGED))
 
     @contextlib.contextmanager
     def values(self, parameters: Sequence[Any]) -> Iterator[list[torch.Tensor]]:

@@ -239,10 +239,10 @@ class Store(_core.Store):
 
     def commit_with_ranks(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commits by `commit` (`commit_as` of the store or of its engine), together with the other ranks, if any."""
-        said = (step, _json_of(user_state), _json_of(hyperparameters))
+        arguments = (step, _json_of(user_state), _json_of(hyperparameters))
         if self._shared is None:
-            return commit(*said, None, None)
-        return self._shared.commit(lambda run, agree: commit(*said, run, agree))
+            return commit(*arguments, None, None)
+        return self._shared.commit(lambda run, agree: commit(*arguments, run, agree))
 
     def preparing(self) -> AbstractContextManager[None]:
         """Returns a context manager for the work before a commit: an exception inside notifies the waiting ranks."""

@@ -73,10 +73,10 @@ class Feed:
         """Returns the position in the data, as JSON."""
         assert self._begun is not None
         return {
-            "begun": self._begun.said(),
+            "begun": self._begun.to_json(),
             "begun_own": self._begun_own,
             # Without a fetch (a rank that receives its batches from rank 0), use the states at iter().
-            "before": (self._before or self._begun).said(),
+            "before": (self._before or self._begun).to_json(),
             "before_own": _changed(self._begun_own, self._before_own),
             "now_own": _changed(self._before_own, states_of(self._found)),
             "fetched": self._fetched,

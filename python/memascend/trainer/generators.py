@@ -201,7 +201,7 @@ def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
 
     def draws() -> bool:
         now = generators_in(named)
-        return RandomNumbers.now().said() != own.said() or states_of(now) != states
+        return RandomNumbers.now().to_json() != own.to_json() or states_of(now) != states
 
     try:
         yield draws

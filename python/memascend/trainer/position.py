@@ -56,28 +56,28 @@ class RandomNumbers:
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
 
-    def said(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """Returns the states as JSON."""
         (version, words, gauss), (kind, keys, *rest), *tensors = self.states
         parts = [torch.from_numpy(np.array(part, np.uint32)) for part in (words, keys)]
-        return [version, gauss, kind, rest, *map(said_of, [*parts, *tensors])]
+        return [version, gauss, kind, rest, *map(encoded_state, [*parts, *tensors])]
 
     @classmethod
-    def of(cls, said: list[Any]) -> RandomNumbers:
-        """Decodes states that `said()` returned."""
-        version, gauss, kind, rest, *parts = said
+    def of(cls, states: list[Any]) -> RandomNumbers:
+        """Decodes states that `to_json()` returned."""
+        version, gauss, kind, rest, *parts = states
         words, keys, *tensors = map(state_of, parts)
         python = (version, tuple(words.view(torch.uint32).tolist()), gauss)
         return cls([python, (kind, keys.view(torch.uint32).numpy(), *rest), *tensors])
 
 
-def said_of(state: torch.Tensor) -> str:
+def encoded_state(state: torch.Tensor) -> str:
     """Encodes a generator's state as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def state_of(text: str) -> torch.Tensor:
-    """Decodes a state that `said_of()` encoded, as a tensor of bytes."""
+    """Decodes a state that `encoded_state()` encoded, as a tensor of bytes."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
@@ -200,10 +200,10 @@ class TrainerSnapshot:
         trainer = self._trainer
         self.install(taken)
         for name, found in self._stateful():
-            for one, said in zip(found, taken["callbacks"].get(name, ()), strict=False):
+            for one, packed_state in zip(found, taken["callbacks"].get(name, ()), strict=False):
                 if one is trainer.control and not control:
                     continue
-                state = unpacked(said)
+                state = unpacked(packed_state)
                 for attribute, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
                     setattr(one, attribute, value)
         for name, value in taken["sums"].items():

@@ -147,7 +147,7 @@ class Resume:
             "ends_epoch": done >= self._batches,
             "accumulation": self._trainer.args.gradient_accumulation_steps,
             "feed": self._feed.taken(),
-            "random": RandomNumbers.now().said(),
+            "random": RandomNumbers.now().to_json(),
             "scheduler": plain(self._trainer.lr_scheduler.state_dict()),
             "groups": [options_of(group) for group in self._optimizer.param_groups],
             "norm": self._norm,

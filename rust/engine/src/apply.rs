@@ -27,9 +27,9 @@ pub struct Chunk {
     pub values: Shared,
     /// The spilled gradient of the same elements, if [`Application::spilled`].
     pub gradient: Option<Shared>,
-    /// The state tensors in the order of the description, unless they are widened ([`Given::Wide`]). A tensor of the
-    /// record's shape holds the same elements as `values`. A tensor with one item for several elements holds the items
-    /// of these elements. A tensor that is not cut into chunks is given whole, in the same memory in each call.
+    /// The state tensors in the order of the description, unless the engine widens them ([`FunctionInput::Wide`]). A tensor
+    /// of the record's shape holds the same elements as `values`. A tensor with one item for several elements holds the
+    /// items of these elements. A tensor that is not cut into chunks is given whole, in the same memory in each call.
     pub state: Vec<Shared>,
     /// The index of the first element.
     pub start: usize,
@@ -46,7 +46,7 @@ pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Syn
 
 /// How a function gets a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Given {
+pub enum FunctionInput {
     /// One call for each chunk.
     InChunks,
     /// One call with the whole record.
@@ -67,7 +67,7 @@ pub struct Application {
     /// Whether the function gets the spilled gradient.
     pub spilled: bool,
     /// How the function gets the record.
-    pub given: Given,
+    pub input: FunctionInput,
     /// Whether the engine calls the function after the commit, on the record in memory, if the record is in RAM and the
     /// durability is "none". Such a function must not fail: an error would end the run. Otherwise the engine calls the
     /// function before the commit, and stages its results.
@@ -125,11 +125,11 @@ fn paged(bytes: usize) -> usize {
 
 impl Application {
     fn is_whole(&self) -> bool {
-        self.given != Given::InChunks
+        self.input != FunctionInput::InChunks
     }
 
     fn is_wide(&self) -> bool {
-        self.given == Given::Wide
+        self.input == FunctionInput::Wide
     }
 }
 
@@ -153,7 +153,9 @@ pub(crate) struct Apply {
 impl Apply {
     pub(crate) fn new(store: &Store, record: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
         let described = &store.description().records[record];
-        if let Some(tensor) = described.state.iter().find(|tensor| asked.given == Given::Whole && tensor.grain > 1) {
+        if let Some(tensor) =
+            described.state.iter().find(|tensor| asked.input == FunctionInput::Whole && tensor.grain > 1)
+        {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
                 "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"

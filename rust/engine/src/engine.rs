@@ -24,7 +24,7 @@ use crate::{
     ram_tier::{RamTierGradients, Waiting},
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
     turn::Leaves,
-    update::{By, KernelUpdate},
+    update::{GradientSource, KernelUpdate},
     workbench::{Parts, Workbench},
 };
 
@@ -134,14 +134,14 @@ impl Engine {
     pub fn update(
         &self,
         record: usize,
-        by: By,
+        source: GradientSource,
         values: Option<Box<dyn Buffer>>,
         rule: impl Into<Rule>,
         mut wait: Wait<'_>,
     ) -> Result<()> {
         let described = self.known(record)?;
-        let spilled = matches!(by, By::Spilled(_));
-        if let By::Given(gradient) = &by
+        let spilled = matches!(source, GradientSource::Spilled(_));
+        if let GradientSource::Given(gradient) = &source
             && gradient.elements() != described.elements()
         {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
@@ -151,10 +151,10 @@ impl Engine {
         let ram_tier = self.shared.store.is_in_ram(record);
         // A record in RAM does not need `values`: `Workers::check` verifies the values in the RAM tier in place.
         let values = values.filter(|_| !ram_tier);
-        if ram_tier && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
+        if ram_tier && matches!(&source, GradientSource::Given(gradient) if !gradient.is_here()) {
             return Err(Error::Invalid("the gradient of a record in RAM must be in host memory".into()));
         }
-        let update = KernelUpdate::new(&self.shared.store, record, by, values, rule)?;
+        let update = KernelUpdate::new(&self.shared.store, record, source, values, rule)?;
         if spilled {
             self.will_be_spilled(record)?;
         }
@@ -187,7 +187,7 @@ impl Engine {
                 "{name:?} is in RAM: its update waits for the step, and its gradient with it"
             )));
         }
-        let update = KernelUpdate::new(store, record, By::Spilled(Vec::new()), values, rule.into())?;
+        let update = KernelUpdate::new(store, record, GradientSource::Spilled(Vec::new()), values, rule.into())?;
         let update = update.spilling(Spill::new(store, record, gradient, false)?);
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }

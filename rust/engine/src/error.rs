@@ -68,5 +68,5 @@ impl From<memascend_mem::Error> for Error {
 
 /// Runs `work` and turns a panic of it into [`Error::Panicked`].
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    memascend_mem::caught(work).unwrap_or_else(|said| Err(Error::Panicked(said)))
+    memascend_mem::caught(work).unwrap_or_else(|what| Err(Error::Panicked(what)))
 }

@@ -36,7 +36,7 @@ mod update;
 mod whole;
 mod workbench;
 
-pub use apply::{Application, Chunk, Function, Given, other_bytes};
+pub use apply::{Application, Chunk, Function, FunctionInput, other_bytes};
 pub use counters::Counters;
 pub use engine::{Engine, Options};
 pub use error::{Cause, Error, Result};
@@ -48,5 +48,5 @@ pub use pipeline::CHUNKS_DEFAULT;
 pub use reduced::Form;
 pub use rule::rule_of;
 pub use unit_fetch::{UnitFetch, UnitParts};
-pub use update::By;
+pub use update::GradientSource;
 pub use workbench::chunk_bytes;

@@ -28,14 +28,14 @@ impl Logged {
 
 /// A job that writes a record in RAM during the backward: its gradient, the whole record, or both. The update itself is
 /// applied in memory after the commit.
-pub(crate) struct Keep {
+pub(crate) struct RamTierWrite {
     /// The gradient, if it is logged. `Store::begin_append` has reserved its place in the log.
     pub(crate) gradient: Option<Logged>,
     /// Whether to stage the whole record, as it is in memory.
     pub(crate) whole: bool,
 }
 
-impl Work for Keep {
+impl Work for RamTierWrite {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if !self.whole {
             return Ok(());

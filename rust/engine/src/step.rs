@@ -9,7 +9,7 @@ use crate::{
     Engine, Error, Result,
     engine::Shared,
     job::Job,
-    log_record::{Keep, may_log},
+    log_record::{RamTierWrite, may_log},
     pipeline::lose_spilled,
     queue::QueueState,
     ram_tier::Waiting,
@@ -59,7 +59,7 @@ impl Engine {
         if gradient.is_none() {
             return Ok(());
         }
-        self.push_of_step(Job::new(record, Keep { gradient, whole: store.is_due(record) }), wait)
+        self.push_of_step(Job::new(record, RamTierWrite { gradient, whole: store.is_due(record) }), wait)
     }
 
     /// Queues a job of the step. If the queue rejects the job, the step fails, since it lacks the job.
@@ -83,10 +83,10 @@ impl Engine {
     fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.begin_through(wait)?;
         self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
-        // `due` returns only records without a logged gradient in this step: the `Keep` jobs of `wait_to_update` have
-        // staged the other due records.
+        // `due` returns only records without a logged gradient in this step: the `RamTierWrite` jobs of `wait_to_update`
+        // have staged the other due records.
         for record in self.shared.store.due() {
-            self.push_of_step(Job::new(record, Keep { gradient: None, whole: true }), wait)?;
+            self.push_of_step(Job::new(record, RamTierWrite { gradient: None, whole: true }), wait)?;
         }
         self.settle_rest(wait)?;
         self.name_deferred(wait)

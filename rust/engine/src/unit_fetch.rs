@@ -69,7 +69,7 @@ pub struct UnitFetch<B: Buffer + Sync> {
 
 /// Values of a record that an urgent job computes.
 struct Computed {
-    lacking: DeferredRun,
+    run: DeferredRun,
     behind: Arc<Behind>,
     mark: Arc<Mark>,
 }
@@ -80,9 +80,9 @@ impl Engine {
     pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
         self.here()?;
         let shared = &self.shared;
-        let behind = shared.lacking(unit);
-        let lacking: Vec<usize> = behind.iter().map(|&(record, _)| record).collect();
-        let parts = Arc::new(shared.store.parts_lacking(unit, bytes_max, &lacking)?);
+        let behind = shared.records_behind(unit);
+        let records: Vec<usize> = behind.iter().map(|&(record, _)| record).collect();
+        let parts = Arc::new(shared.store.parts_without(unit, bytes_max, &records)?);
         Ok(UnitParts { shared: Arc::clone(shared), parts, behind, settles })
     }
 
@@ -102,7 +102,7 @@ impl Engine {
 
 impl Shared {
     /// Returns the records of a unit that are behind, each with the update that its slot lacks.
-    fn lacking(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
+    fn records_behind(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
         if unit >= self.store.description().units.len() {
             return Vec::new();
         }
@@ -113,11 +113,11 @@ impl Shared {
     /// Queues a job that computes values of a record that is behind, and copies them to `memory`.
     fn compute<B: Buffer + Sync>(
         &self,
-        (lacking, behind): (DeferredRun, Arc<Behind>),
+        (run, behind): (DeferredRun, Arc<Behind>),
         memory: &Memory<B>,
         settles: bool,
     ) -> Result<Computed> {
-        let DeferredRun { record, first, count, at, bytes } = lacking;
+        let DeferredRun { record, first, count, at, bytes } = run;
         if behind.is_over() {
             return Err(overwritten(&self.store, record));
         }
@@ -128,7 +128,7 @@ impl Shared {
         let job = self.computing((record, Arc::clone(&behind)), (first, count), room, settles);
         let mark = Arc::clone(&job.mark);
         self.queue.push_urgent(job)?;
-        Ok(Computed { lacking, behind, mark })
+        Ok(Computed { run, behind, mark })
     }
 }
 
@@ -165,16 +165,16 @@ impl UnitParts {
             })
         };
         let part = index.map(begin).transpose()?;
-        let lacking = index.map_or_else(Vec::new, |index| self.parts.lacking(index));
-        let compute = |lacking: DeferredRun| {
+        let runs = index.map_or_else(Vec::new, |index| self.parts.deferred_runs(index));
+        let compute = |run: DeferredRun| {
             let (_, behind) = self
                 .behind
                 .iter()
-                .find(|&&(record, _)| record == lacking.record)
+                .find(|&&(record, _)| record == run.record)
                 .ok_or_else(|| Error::Invalid("a part lacks values of a record that is not behind".into()))?;
-            self.shared.compute((lacking, Arc::clone(behind)), &memory, self.settles)
+            self.shared.compute((run, Arc::clone(behind)), &memory, self.settles)
         };
-        let computed = lacking.into_iter().map(compute).collect::<Result<_>>()?;
+        let computed = runs.into_iter().map(compute).collect::<Result<_>>()?;
         let (shared, settles) = (Arc::clone(&self.shared), self.settles);
         Ok(UnitFetch { shared, part, computed: Mutex::new(computed), memory, settles, counts_wait })
     }
@@ -213,7 +213,7 @@ impl<B: Buffer + Sync> UnitFetch<B> {
                     break;
                 }
                 // The job was dropped before it computed the values: queue another job.
-                let what = (one.lacking, Arc::clone(&one.behind));
+                let what = (one.run, Arc::clone(&one.behind));
                 *one = self.shared.compute(what, &self.memory, self.settles)?;
             }
         }

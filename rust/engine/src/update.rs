@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// The gradient of an update.
-pub enum By {
+pub enum GradientSource {
     /// A gradient that the caller gives.
     Given(Gradient),
     /// The record's spilled gradient, multiplied by each of these factors in turn, in fp32 and rounded to the
@@ -28,7 +28,7 @@ pub enum By {
 }
 
 pub(crate) struct KernelUpdate {
-    by: By,
+    source: GradientSource,
     /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
     kept: Option<Arc<Kept>>,
     /// The job that spills the gradient in the turns of this update. The update then reads the gradient from the
@@ -43,19 +43,19 @@ impl KernelUpdate {
     pub(crate) fn new(
         store: &Store,
         record: usize,
-        by: By,
+        source: GradientSource,
         values: Option<Box<dyn Buffer>>,
         rule: Rule,
     ) -> Result<Self> {
-        require_update(match &by {
-            By::Given(gradient) => gradient.dtype(),
-            By::Spilled(_) => spill_dtype(store, record)?,
+        require_update(match &source {
+            GradientSource::Given(gradient) => gradient.dtype(),
+            GradientSource::Spilled(_) => spill_dtype(store, record)?,
         })?;
         let description = store.description();
         require_state(description, record, &rule)?;
         let live = values.map(|values| Live::new(store, record, values)).transpose()?.flatten();
         rule.check()?;
-        Ok(Self { by, kept: None, spill: None, live, rule })
+        Ok(Self { source, kept: None, spill: None, live, rule })
     }
 
     /// Returns this update, which now uses a gradient that the RAM tier keeps in memory, if one is given.
@@ -72,25 +72,27 @@ impl KernelUpdate {
     /// reads a spilled gradient from storage.
     pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::LoggedRule)>> {
         let described = &store.description().records[record];
-        let (logged, factors) = match (&self.by, &self.kept) {
-            (By::Given(gradient), _) => (Logged::new(gradient.memory()?, gradient.dtype()), &[][..]),
-            (By::Spilled(factors), Some(kept)) => (Logged::new(Arc::clone(&kept.memory), kept.dtype), &factors[..]),
-            (By::Spilled(_), None) => return Ok(None),
+        let (logged, factors) = match (&self.source, &self.kept) {
+            (GradientSource::Given(gradient), _) => (Logged::new(gradient.memory()?, gradient.dtype()), &[][..]),
+            (GradientSource::Spilled(factors), Some(kept)) => {
+                (Logged::new(Arc::clone(&kept.memory), kept.dtype), &factors[..])
+            }
+            (GradientSource::Spilled(_), None) => return Ok(None),
         };
         Ok(Some((logged, rule::rule_of(described, &self.rule, factors)?)))
     }
 
     /// True if the update reads a spilled gradient from storage.
     fn is_spilled(&self) -> bool {
-        matches!(self.by, By::Spilled(_)) && self.kept.is_none() && self.spill.is_none()
+        matches!(self.source, GradientSource::Spilled(_)) && self.kept.is_none() && self.spill.is_none()
     }
 }
 
 impl Work for KernelUpdate {
     fn nbytes(&self) -> usize {
-        match &self.by {
-            By::Given(gradient) => gradient.nbytes(),
-            By::Spilled(_) => self.spill.as_ref().map_or(0, Work::nbytes),
+        match &self.source {
+            GradientSource::Given(gradient) => gradient.nbytes(),
+            GradientSource::Spilled(_) => self.spill.as_ref().map_or(0, Work::nbytes),
         }
     }
 
@@ -131,12 +133,12 @@ impl Work for KernelUpdate {
             spill.compute(bench, turn)?;
         }
         let elements = bench.elements(turn.record, turn.index);
-        match &self.by {
-            By::Given(gradient) => {
+        match &self.source {
+            GradientSource::Given(gradient) => {
                 let gradient = gradient.part(bench.store, turn.record, elements.start, elements.len())?;
                 stepped(bench, turn, gradient, &self.rule)
             }
-            By::Spilled(factors) => {
+            GradientSource::Spilled(factors) => {
                 if let Some(kept) = &self.kept {
                     kept.lay(bench, turn)?;
                 }

@@ -95,7 +95,7 @@ unsafe impl Send for Inner {}
 // SAFETY: as for `Send`; all other fields are synchronised.
 unsafe impl Sync for Inner {}
 
-/// The memory of a region. [`Inner::let_go`] unregisters the memory from CUDA, then unmaps it.
+/// The memory of a region. [`Inner::release`] unregisters the memory from CUDA, then unmaps it.
 struct Pages {
     registration: Option<Registration>,
     mapping: Mapping,
@@ -294,10 +294,10 @@ impl Inner {
 
     fn unmap(&self) {
         let pages = locked(&self.pages).take();
-        self.let_go(pages);
+        self.release(pages);
     }
 
-    fn let_go(&self, pages: Option<Pages>) {
+    fn release(&self, pages: Option<Pages>) {
         let Some(Pages { registration, mapping }) = pages else { return };
         match registration {
             // A forked child owns its copy of the pages, but must not use the parent's CUDA context.
@@ -311,7 +311,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         let pages = self.pages.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        self.let_go(pages);
+        self.release(pages);
     }
 }
 
@@ -333,7 +333,7 @@ fn pinned(
     keep_going: KeepGoing<'_>,
 ) -> Result<(Pinned, Option<Registration>, Option<String>)> {
     let register = |search| {
-        // SAFETY: `Inner::let_go` drops the registration before the mapping.
+        // SAFETY: `Inner::release` drops the registration before the mapping.
         unsafe { Registration::new(mapping.start(), mapping.bytes(), search) }
     };
     let refused = |why| Error::PinRefused { why };

@@ -191,7 +191,7 @@ pub enum Privacy {
     /// A file that is about to be written: it must belong to this user.
     Fresh,
     /// A file with data to keep; it may belong to another user.
-    There,
+    Existing,
 }
 
 /// Restricts access to the file to its owner. Returns the former permission bits if they changed. Call it for files

@@ -74,11 +74,11 @@ fn dlpack<'py>(
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
-    let managed = Managed { tensor, context: ptr::null_mut(), deleter: Some(let_go) };
+    let managed = Managed { tensor, context: ptr::null_mut(), deleter: Some(free_export) };
     let held = Box::into_raw(Box::new(Export { managed, shape, owner }));
     // SAFETY: `held` comes from `Box::into_raw` above, and nothing else refers to it.
     let inside = unsafe { &mut *held };
-    // `shape` stays at this address until `let_go` frees the export.
+    // `shape` stays at this address until `free_export` frees the export.
     inside.managed.tensor.shape = &raw mut inside.shape;
     // SAFETY: the thread is attached to the interpreter, and the name is static. The consumer of the capsule frees
     // `held`; without a consumer, `dropped` does.
@@ -96,7 +96,7 @@ fn dlpack<'py>(
 ///
 /// # Safety
 /// `managed` must be the first field of an [`Export`] that `dlpack` made, and nothing may use the export afterwards.
-unsafe extern "C" fn let_go(managed: *mut Managed) {
+unsafe extern "C" fn free_export(managed: *mut Managed) {
     // SAFETY: `managed` points to the first field of an `Export` from `Box::into_raw`, and nothing else uses the
     // export.
     let held = unsafe { Box::from_raw(managed.cast::<Export>()) };
@@ -118,6 +118,6 @@ unsafe extern "C" fn dropped(capsule: *mut ffi::PyObject) {
         // SAFETY: the capsule has this name; a consumer renames the capsule that it takes.
         let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()) };
         // SAFETY: `dlpack` stored the pointer, and no consumer took it.
-        unsafe { let_go(managed.cast()) };
+        unsafe { free_export(managed.cast()) };
     }
 }

@@ -2,7 +2,9 @@
 
 use std::{num::NonZeroUsize, sync::Arc};
 
-use memascend_engine::{Application, By, First, Given, Hyperparameters, Momentum, Options, Rule, WideState};
+use memascend_engine::{
+    Application, First, FunctionInput, GradientSource, Hyperparameters, Momentum, Options, Rule, WideState,
+};
 use memascend_store::{Buffer, Commit, Record};
 use pyo3::{
     PyTraverseError, PyVisit,
@@ -125,7 +127,7 @@ impl Engine {
             if spills {
                 return self.inner.update_spilling(record, gradient, values, rule, wait);
             }
-            self.inner.update(record, By::Given(gradient), values, rule, wait)
+            self.inner.update(record, GradientSource::Given(gradient), values, rule, wait)
         })
     }
 
@@ -144,7 +146,7 @@ impl Engine {
     ) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let (factors, values, rule) = (single(factors), tensors::live(described, values)?, rule_of(numbers)?);
-        waiting(py, None, |wait| self.inner.update(record, By::Spilled(factors), values, rule, wait))
+        waiting(py, None, |wait| self.inner.update(record, GradientSource::Spilled(factors), values, rule, wait))
     }
 
     /// Queues a job that spills a gradient to storage; with `add`, that adds it to the spilled gradient, with the bits
@@ -191,13 +193,13 @@ impl Engine {
         let nbytes = gradient.map_or(Ok(0), |gradient| tensors::kept(described, gradient))?;
         let spilled = gradient.is_none();
         let (whole, wide, after_commit) = how;
-        let given = match (whole, wide) {
-            (false, _) => Given::InChunks,
-            (true, false) => Given::Whole,
-            (true, true) => Given::Wide,
+        let input = match (whole, wide) {
+            (false, _) => FunctionInput::InChunks,
+            (true, false) => FunctionInput::Whole,
+            (true, true) => FunctionInput::Wide,
         };
         let (function, values) = (applied(adapter), tensors::live(described, values)?);
-        let application = Application { function, nbytes, step, spilled, given, after_commit };
+        let application = Application { function, nbytes, step, spilled, input, after_commit };
         waiting(py, None, |wait| self.inner.apply(record, application, values, wait))
     }
 

@@ -17,7 +17,7 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     dict.set_item("generation", info.generation)?;
     dict.set_item("step", info.step)?;
     let Run { id, commit, identity, rank, ranks } = info.run;
-    let hex = |bytes: [u8; 16], said: bool| said.then(|| format!("{:032x}", u128::from_be_bytes(bytes)));
+    let hex = |bytes: [u8; 16], exists: bool| exists.then(|| format!("{:032x}", u128::from_be_bytes(bytes)));
     dict.set_item("run", hex(id, info.run != Run::default()))?;
     dict.set_item("common", commit)?;
     dict.set_item("identity", hex(identity, ranks > 0))?;

@@ -294,7 +294,7 @@ impl Ticket {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
         waiting(py, timeout, |wait| self.inner.wait_until(wait))?;
-        self.let_go();
+        self.release_buffer();
         let outcome = self.inner.outcome().unwrap_or(Err(nvme::Error::Closed));
         outcome.or_raise(py)
     }
@@ -303,7 +303,7 @@ impl Ticket {
     fn done(&self) -> bool {
         let done = self.inner.is_done();
         if done {
-            self.let_go();
+            self.release_buffer();
         }
         done
     }
@@ -311,7 +311,7 @@ impl Ticket {
 
 impl Ticket {
     /// Releases the memory before the ticket is gone: the kernel has finished with it.
-    fn let_go(&self) {
+    fn release_buffer(&self) {
         drop(self.inner.take_buffer());
     }
 }

@@ -26,11 +26,11 @@ impl<T: Send> Drop for Detached<T> {
         // SAFETY: this takes the value once, when `self` is dropped, and nothing uses `self.0` afterwards.
         let mut value = Some(unsafe { ManuallyDrop::take(&mut self.0) });
         // While the interpreter ends, the GIL cannot be released; no other Python thread runs then.
-        let let_go = Python::try_attach(|py| {
+        let detached = Python::try_attach(|py| {
             let value = value.take();
             py.detach(|| drop(value));
         });
-        if let_go.is_none() {
+        if detached.is_none() {
             drop(value);
         }
     }

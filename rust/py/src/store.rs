@@ -323,9 +323,9 @@ impl Store {
     /// Keeps committed state, drops staged state, and closes the devices. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         // Close the devices even if the store could not write its last page.
-        let said = waiting(py, None, |wait| self.inner.close(wait));
+        let result = waiting(py, None, |wait| self.inner.close(wait));
         let closed = waiting(py, None, |wait| self.inner.volume().close(wait));
-        said.and(closed)
+        result.and(closed)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

@@ -172,7 +172,7 @@ mod tests {
         (0..count).map(|index| record(&format!("layers.{index}.weight"), &[4, 4])).collect()
     }
 
-    fn said(there: &Description, wanted: &Description) -> String {
+    fn described(there: &Description, wanted: &Description) -> String {
         there.difference(wanted).unwrap_or_default()
     }
 
@@ -181,9 +181,9 @@ mod tests {
         let mut other = layers(12);
         other.rotate_left(1);
         let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
-        let missing = said(&description(layers(8)), &description(other));
+        let missing = described(&description(layers(8)), &description(other));
         assert!(missing.contains(&format!("it misses 4 records: {names}")), "{missing}");
-        let extra = said(&description(layers(9)), &description(layers(8)));
+        let extra = described(&description(layers(9)), &description(layers(8)));
         assert_eq!(extra, "it has 1 record: \"layers.8.weight\", which the model has not");
     }
 
@@ -211,13 +211,13 @@ mod tests {
         for (change, part) in changed {
             let mut wanted = there.clone();
             change(&mut wanted);
-            let said = said(&there, &wanted);
-            assert!(said.contains(part), "{said}");
-            assert!(!said.contains("more records"), "{said}");
+            let described = described(&there, &wanted);
+            assert!(described.contains(part), "{described}");
+            assert!(!described.contains("more records"), "{described}");
         }
         let buffers = layers(7).into_iter().map(|record| Record { kind: Kind::Buffer, ..record }).collect();
-        let said = said(&description(layers(7)), &description(buffers));
-        assert!(said.ends_with("; 4 more records differ"), "{said}");
+        let described = described(&description(layers(7)), &description(buffers));
+        assert!(described.ends_with("; 4 more records differ"), "{described}");
     }
 
     #[test]
@@ -227,10 +227,10 @@ mod tests {
             ..description(layers(2))
         });
         assert_eq!(rows([0, 8]).difference(&rows([0, 8])), None);
-        assert!(said(&whole, &rows([0, 8])).starts_with("it has whole parameters"));
-        assert!(said(&rows([0, 0]), &whole).contains("the rows of one of several ranks"));
+        assert!(described(&whole, &rows([0, 8])).starts_with("it has whole parameters"));
+        assert!(described(&rows([0, 0]), &whole).contains("the rows of one of several ranks"));
         let wanted = "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for";
-        assert_eq!(said(&rows([0, 0]), &rows([0, 8])), wanted);
+        assert_eq!(described(&rows([0, 0]), &rows([0, 8])), wanted);
         for odd in [vec![0], vec![0, 1 << 60]] {
             assert!(Description { first_elements: odd, ..whole.clone() }.check().is_err());
         }

@@ -263,11 +263,11 @@ mod tests {
 
     #[test]
     fn what_is_malformed_is_refused() {
-        let said = |head: &Head| Head::decode(&head.encode()).err().unwrap_or_default();
+        let reason = |head: &Head| Head::decode(&head.encode()).err().unwrap_or_default();
         let broken = |change: &dyn Fn(&mut Head)| {
             let mut head = head();
             change(&mut head);
-            said(&head)
+            reason(&head)
         };
         assert!(broken(&|head| head.oldest = 10).contains("which needs generation 10"));
         assert!(broken(&|head| head.logged_gradients[1].record = 5).contains("two gradients of one record"));

@@ -156,37 +156,37 @@ impl GradientLog {
     }
 
     /// Computes the state of the log after the commit of `generation` and `step`, and the head that this commit writes
-    /// (`None` if `said` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails if
-    /// `said`, the caller's list of the step's gradients, does not match the appended gradients.
+    /// (`None` if `listed` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails
+    /// if `listed`, the caller's list of the step's gradients, does not match the appended gradients.
     pub(crate) fn after(
         &self,
         (generation, step): (u64, u64),
         is_staged: impl Fn(usize) -> bool,
-        said: Option<&StepHead>,
+        listed: Option<&StepHead>,
     ) -> Result<(Live, Option<Head>)> {
         let mut live = self.live.clone();
         live.ahead.retain(|&record, _| !is_staged(record));
-        let said = said.filter(|said| !said.updates.is_empty());
-        let named = said.map_or(0, |said| said.updates.len());
+        let listed = listed.filter(|listed| !listed.updates.is_empty());
+        let named = listed.map_or(0, |listed| listed.updates.len());
         if named != self.appended.len() {
             let appended = self.appended.len();
             return Err(Error::Usage(format!("{appended} gradients were appended, and the step names {named}")));
         }
-        let Some(said) = said else {
+        let Some(listed) = listed else {
             if live.ahead.is_empty() {
                 live.heads.clear();
                 live.head = (0, 0);
             }
             return Ok((live, None));
         };
-        let mut logged_gradients = Vec::with_capacity(said.updates.len());
-        said.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
-        for &LoggedUpdate { record, rule, step } in &said.updates {
+        let mut logged_gradients = Vec::with_capacity(listed.updates.len());
+        listed.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
+        for &LoggedUpdate { record, rule, step } in &listed.updates {
             let Some(appended) = self.appended.get(&record) else {
                 return Err(Error::Usage(format!("record {record} is named, and its gradient was not appended")));
             };
-            if rule as usize >= said.rules.len() || step == 0 || said.rules.len() > said.updates.len() {
-                let rules = said.rules.len();
+            if rule as usize >= listed.rules.len() || step == 0 || listed.rules.len() > listed.updates.len() {
+                let rules = listed.rules.len();
                 return Err(Error::Invalid(format!("update {step} of record {record} by rule {rule} of {rules}")));
             }
             let sums: Option<_> = appended.chunks.iter().map(|&(place, sum)| Some((place, sum?))).collect();
@@ -214,7 +214,7 @@ impl GradientLog {
             live.spilled_in = generation;
         }
         let before = if self.live.ahead.is_empty() { (0, 0) } else { self.live.head };
-        let head = Head { generation, oldest, step, start, before, rules: said.rules.clone(), logged_gradients };
+        let head = Head { generation, oldest, step, start, before, rules: listed.rules.clone(), logged_gradients };
         Ok((live, Some(head)))
     }
 

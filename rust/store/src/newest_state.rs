@@ -82,7 +82,7 @@ impl Store {
 
     /// Returns the log that the store was opened with, if the live slot of `record` lacks gradients of the log. Returns
     /// `None` if memory has the newest version of the record.
-    pub(crate) fn lacking(&self, record: usize) -> Option<Arc<Replay>> {
+    pub(crate) fn missing_gradients(&self, record: usize) -> Option<Arc<Replay>> {
         let index = self.index.lock();
         let lacks = index.records.get(record)?.applied.is_none() && index.log.is_ahead(record);
         index.log.found.clone().filter(|_| lacks)

@@ -153,7 +153,7 @@ impl Store {
         let mut options = how.volume.clone();
         options.size_bytes = None;
         options.stripe_bytes = Some(label.devices.stripe_bytes);
-        options.private = Some(Privacy::There);
+        options.private = Some(Privacy::Existing);
         Self::prepare(claim.open(&options)?, label.devices, how)
     }
 

@@ -103,19 +103,19 @@ impl Store {
     /// unit that are behind; reads nothing yet.
     pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
         self.settled(self.records_of(unit))?;
-        self.parts_lacking(unit, bytes_max, &[])
+        self.parts_without(unit, bytes_max, &[])
     }
 
-    /// Does what [`Store::parts`] does, but leaves out the values of the records in `lacking`: [`Parts::lacking`]
-    /// returns their places. Settles nothing.
-    pub fn parts_lacking(self: &Arc<Self>, unit: usize, bytes_max: u64, lacking: &[usize]) -> Result<Parts> {
+    /// Does what [`Store::parts`] does, but settles nothing, and leaves out the values of the records in `deferred`:
+    /// [`Parts::deferred_runs`] returns the places of these values.
+    pub fn parts_without(self: &Arc<Self>, unit: usize, bytes_max: u64, deferred: &[usize]) -> Result<Parts> {
         let Some(name) = self.description.units.get(unit) else {
             return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
         };
         let mut holds = Vec::new();
         {
             let mut index = self.index.lock();
-            let read = self.records_of(unit).filter(|record| !lacking.contains(record));
+            let read = self.records_of(unit).filter(|record| !deferred.contains(record));
             let with_values = read.filter(|&record| self.layout.chunks_of(record) > 0);
             let live = |record| Hold::live(Arc::clone(self), &mut index, record, 0..self.layout.chunks_of(record));
             holds.extend(with_values.map(live));
@@ -166,7 +166,7 @@ impl Parts {
 
     /// Returns the runs of chunks in a part that [`Parts::begin`] does not read.
     #[must_use]
-    pub fn lacking(&self, index: usize) -> Vec<DeferredRun> {
+    pub fn deferred_runs(&self, index: usize) -> Vec<DeferredRun> {
         let mut found: Vec<DeferredRun> = Vec::new();
         let extents = self.cuts.get(index).map_or(&[][..], |part| &part.extents);
         for extent in extents.iter().filter(|extent| extent.hold.is_none()) {

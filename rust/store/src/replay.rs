@@ -156,13 +156,13 @@ impl Store {
     /// Loads the log that a root names: reads its heads, and finds the gradients that live slots lack. The root's
     /// table must be loaded.
     pub(crate) fn load_log(&self, root: &Root) -> Result<()> {
-        let said = root.log;
-        if said == crate::root::LogFields::default() {
+        let fields = root.log;
+        if fields == crate::root::LogFields::default() {
             return Ok(());
         }
-        let ring = Ring { offset: said.offset, bytes: said.bytes };
+        let ring = Ring { offset: fields.offset, bytes: fields.bytes };
         let end = ring.offset.checked_add(ring.bytes);
-        let is_paged = [said.offset, said.bytes, said.head_offset].iter().all(|at| at.is_multiple_of(PAGE_BYTES));
+        let is_paged = [fields.offset, fields.bytes, fields.head_offset].iter().all(|at| at.is_multiple_of(PAGE_BYTES));
         let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
         if end.is_none_or(|end| end > before_labels) || ring.offset < self.layout.end() || !is_paged {
             let why = format!(
@@ -172,7 +172,7 @@ impl Store {
             let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
             return Err(self.corrupt("the root", place, why));
         }
-        let head = (said.head_offset, said.head_checksum);
+        let head = (fields.head_offset, fields.head_checksum);
         let heads = self.chain(root.generation, head, ring)?;
         let mut index = self.index.lock();
         let replay = Replay::of_heads(heads, &index);
@@ -192,7 +192,7 @@ impl Store {
             live.heads.push_back((head.generation, since));
         }
         if let Some(newest) = heads.last() {
-            let at = ring.position(since, said.head_offset).unwrap_or(since);
+            let at = ring.position(since, fields.head_offset).unwrap_or(since);
             live.next = at + (newest.encode().len() as u64).next_multiple_of(PAGE_BYTES);
         }
         if root.features.iter().any(|feature| feature == PLACES) {

@@ -303,7 +303,7 @@ mod tests {
         Root { uuid: UUID, generation: 3, features: vec![], ..Root::default() }
     }
 
-    fn said(root: &Root) -> Result<(), String> {
+    fn roundtrip(root: &Root) -> Result<(), String> {
         match read(&root.encode(), &UUID)? {
             Found::Root(root) => Ok(root.known()?),
             other => Err(format!("{other:?}")),
@@ -312,25 +312,25 @@ mod tests {
 
     #[test]
     fn what_is_not_known_is_refused_by_its_name() {
-        assert_eq!(said(&root()), Ok(()));
+        assert_eq!(roundtrip(&root()), Ok(()));
         let mut with_log = root();
         with_log.log.offset = 4096;
-        assert!(said(&with_log).is_err_and(|why| why.contains("names a log")));
+        assert!(roundtrip(&with_log).is_err_and(|why| why.contains("names a log")));
         with_log.features = vec![LOG.into()];
-        assert_eq!(said(&with_log), Ok(()));
+        assert_eq!(roundtrip(&with_log), Ok(()));
         let mut of_a_run = root();
         (of_a_run.run.commit, of_a_run.run.ranks) = (1, 1);
         for features in [vec![], vec![RANKS.into()], vec![IDENTITY.into()]] {
             of_a_run.features = features;
-            assert!(said(&of_a_run).is_err_and(|why| why.contains("a run")));
+            assert!(roundtrip(&of_a_run).is_err_and(|why| why.contains("a run")));
         }
         of_a_run.features = vec![RANKS.into(), IDENTITY.into()];
-        assert_eq!(said(&of_a_run), Ok(()));
+        assert_eq!(roundtrip(&of_a_run), Ok(()));
         let of_tomorrow = Root { features: vec!["tomorrow".into()], ..root() };
         let wanted = "the store uses \"tomorrow\", which this version of memascend does not know: install a newer one";
-        assert_eq!(said(&of_tomorrow), Err(wanted.into()));
+        assert_eq!(roundtrip(&of_tomorrow), Err(wanted.into()));
         let flagged = Root { is_unclosed: true, other_flags: 1 << 40, ..root() };
-        assert!(said(&flagged).is_err_and(|why| why.contains("uses flag 0x10000000000, which")));
+        assert!(roundtrip(&flagged).is_err_and(|why| why.contains("uses flag 0x10000000000, which")));
     }
 
     #[test]
@@ -359,9 +359,9 @@ mod tests {
         assert_eq!(read(&of_a_replica.encode(), &UUID), Ok(Found::Root(Box::new(of_a_replica))));
         let foreign = Root { run: Run { ranks: 0, ..full.run }, ..full.clone() };
         assert!(read(&foreign.encode(), &UUID).is_err_and(|why| why.contains("rank 21 of 0")));
-        for (beside, said) in [(7, "beside generation 7"), (0, "does not say")] {
+        for (beside, part) in [(7, "beside generation 7"), (0, "does not say")] {
             let impossible = Root { beside: Beside::Root(beside), ..full.clone() };
-            assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains(said)));
+            assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains(part)));
         }
     }
 

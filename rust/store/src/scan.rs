@@ -63,7 +63,7 @@ impl Store {
         for (&record, &version) in records.iter().zip(&versions) {
             // Settle one record at a time, so that `visit` can stop the scan in between.
             self.settled([record])?;
-            let lacking = self.lacking(record);
+            let replay = self.missing_gradients(record);
             for extents in self.turns(record) {
                 if flying.len() == DEPTH {
                     show(&mut flying)?;
@@ -77,7 +77,7 @@ impl Store {
                     let part = part.ok_or_else(|| Error::Invalid("an extent is larger than a chunk".into()))?;
                     parts.push(part);
                 }
-                let reads = if let (Some(replay), Some(room), [values, state @ ..]) = (&lacking, &room, &parts[..]) {
+                let reads = if let (Some(replay), Some(room), [values, state @ ..]) = (&replay, &room, &parts[..]) {
                     self.read_newest(replay, (record, extents[0]), (values, state.first()), room)?;
                     extents.into_iter().zip(parts.into_iter().map(Reading::Newest)).collect()
                 } else {

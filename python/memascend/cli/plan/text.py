@@ -110,12 +110,12 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     if question.ram is not None:
         ram = bytes_shown(question.ram)
         each = " a rank" if question.ranks > 1 else ""
-        said = {
+        by_source = {
             "here": f" ({ram}{each} are free here)",
             "given": f" of {ram}{each}",
             "assumed": f" of {ram}{each} (--ram)",
         }
-        parts[0] += said[question.machine_is]
+        parts[0] += by_source[question.machine_is]
     if not question.on_host:
         of = "" if question.gpu is None else f" of {bytes_shown(question.gpu.usable)}"
         parts.append(f"{bytes_shown(found.device_bytes)}{of} on the GPU")

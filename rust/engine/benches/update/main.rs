@@ -23,7 +23,7 @@ use std::{
     time::Instant,
 };
 
-use memascend_engine::{By, CHUNKS_DEFAULT, Engine, Gradient, Options};
+use memascend_engine::{CHUNKS_DEFAULT, Engine, Gradient, GradientSource, Options};
 use memascend_mem::Wait;
 use memascend_store::{Buffer, Commit, Dtype, Store};
 
@@ -88,7 +88,7 @@ impl Case {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
         let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(live))) as Box<dyn Buffer>);
-        self.engine.update(record, By::Given(gradient), values, hyperparameters(step), Wait::forever())?;
+        self.engine.update(record, GradientSource::Given(gradient), values, hyperparameters(step), Wait::forever())?;
         self.engine.finish(Wait::forever())?;
         Ok(began.elapsed().as_secs_f64())
     }

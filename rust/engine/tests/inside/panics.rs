@@ -10,7 +10,7 @@ use memascend_store::{Commit, Create, Description, Dtype, Format, Kind, Record};
 
 use super::*;
 use crate::{
-    Given, WideState,
+    FunctionInput, WideState,
     job::Work,
     turn::Turn,
     workbench::{Read, Workbench, Write},
@@ -209,10 +209,10 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
 
 #[test]
 fn a_panic_of_a_function_that_is_applied_is_told_too() {
-    for given in [Given::InChunks, Given::Whole] {
+    for input in [FunctionInput::InChunks, FunctionInput::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // With `Given::Whole` the function runs on a separate thread, and the pipeline reads the second record
+        // With `FunctionInput::Whole` the function runs on a separate thread, and the pipeline reads the second record
         // meanwhile.
         for record in 0..2 {
             let application = Application {
@@ -220,7 +220,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
                 nbytes: 0,
                 step: 1,
                 spilled: false,
-                given,
+                input,
                 after_commit: false,
             };
             drop(engine.apply(record, application, None, Wait::forever()));

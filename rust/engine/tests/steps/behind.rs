@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use memascend_engine::{By, Engine};
+use memascend_engine::{Engine, GradientSource};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
@@ -41,7 +41,7 @@ fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
         }
         for record in ALL {
             let numbers = rule(record, step);
-            ok(eager.engine.update(record, By::Spilled(vec![0.3]), None, numbers, Wait::forever()));
+            ok(eager.engine.update(record, GradientSource::Spilled(vec![0.3]), None, numbers, Wait::forever()));
             assert!(ok(life.engine.defer(record, numbers, &[0.3], Wait::forever())));
         }
         ok(eager.commit(step));
@@ -166,7 +166,7 @@ fn without_room_for_second_places_nothing_changes_and_updates_are_made_at_once()
         assert_eq!(store.defers(0), has);
         assert_eq!(ok(engine.defer(0, rule(0, 1), &[], Wait::forever())), has);
         if !has {
-            ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 1), Wait::forever()));
+            ok(engine.update(0, GradientSource::Spilled(vec![]), None, rule(0, 1), Wait::forever()));
         }
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
         let step = contents(store);
@@ -196,7 +196,7 @@ fn a_refused_call_changes_nothing() {
             let factor = if step < 3 { 0.3 } else { 0.5 };
             ok(eager.engine.spill(*record, gradient(*record, step), false, Wait::forever()));
             let numbers = rule(*record, step);
-            ok(eager.engine.update(*record, By::Spilled(vec![factor]), None, numbers, Wait::forever()));
+            ok(eager.engine.update(*record, GradientSource::Spilled(vec![factor]), None, numbers, Wait::forever()));
         }
         ok(eager.commit(step));
     }
@@ -357,11 +357,11 @@ fn a_record_is_updated_by_one_gradient_in_a_step_and_by_one_that_a_slot_lacks() 
     assert!(said(store.append_spilled(0)).contains("lacks its last update; settle it first"));
     assert!(ok(engine.catch_up(Wait::forever())));
     ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
-    ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
+    ok(engine.update(0, GradientSource::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
     assert!(ok(engine.defer(0, rule(0, 3), &[], Wait::forever())));
     assert!(said(life.commit(3)).contains("staged already"));
     ok(engine.discard(Wait::forever()));
-    ok(engine.update(0, By::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
+    ok(engine.update(0, GradientSource::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
     ok(life.commit(3));
 }
 
@@ -506,7 +506,7 @@ fn a_slot_that_lacked_an_update_when_it_was_taken_is_not_read_once_that_is_made(
     let (life, ..) = left_behind();
     let store = life.store();
     // A reader that looked up the records before the commit takes their slots after it.
-    let parts = std::sync::Arc::new(ok(store.parts_lacking(0, 1 << 20, &[])));
+    let parts = std::sync::Arc::new(ok(store.parts_without(0, 1 << 20, &[])));
     for record in store.records_of(0) {
         ok(life.engine.settle_later(record, &mut Wait::forever()));
     }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use memascend_engine::{By, Engine};
+use memascend_engine::{Engine, GradientSource};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Buffer, Commit, Durability, Shared, Store};
@@ -94,8 +94,9 @@ impl Twins {
     fn update(&mut self, record: usize, factors: &[f32], when: When) {
         let numbers = rule(record, ok(self.eager.store().record_state(record)).step + 1);
         assert_eq!(ok(self.eager.store().record_state(record)).step, ok(self.late.store().record_state(record)).step);
-        let at_once =
-            |engine: &Engine| engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever());
+        let at_once = |engine: &Engine| {
+            engine.update(record, GradientSource::Spilled(factors.to_vec()), None, numbers, Wait::forever())
+        };
         ok(at_once(&self.eager.engine));
         if when == When::Later && ok(self.late.engine.defer(record, numbers, factors, Wait::forever())) {
             self.note("deferred");
@@ -336,7 +337,7 @@ pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascen
             let factors = &[0.3, 1.7][..rng.below(3)];
             let now = rng.below(4) == 0 && caught_up;
             if now || at_once || !engine.defer(record, numbers, factors, Wait::forever())? {
-                engine.update(record, By::Spilled(factors.to_vec()), None, numbers, Wait::forever())?;
+                engine.update(record, GradientSource::Spilled(factors.to_vec()), None, numbers, Wait::forever())?;
             }
         }
         if turn == 0 && number.is_multiple_of(4) {

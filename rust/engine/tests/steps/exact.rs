@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{By, Engine, Gradient, Options};
+use memascend_engine::{Engine, Gradient, GradientSource, Options};
 use memascend_math::{AdamState, Bf16, Element, Exec, F16, Floats, FloatsMut, adam as update};
 use memascend_mem::Wait;
 use memascend_nvme::{
@@ -227,7 +227,7 @@ impl Training {
                 let halves: Vec<u8> = self.held[record].half.iter().flat_map(|half| half.to_le_bytes()).collect();
                 Box::new(halves) as Box<dyn Buffer>
             });
-            self.engine.update(record, By::Given(gradient), live, adam(1e-2, update), Wait::forever())?;
+            self.engine.update(record, GradientSource::Given(gradient), live, adam(1e-2, update), Wait::forever())?;
         }
         self.engine.finish(Wait::forever())
     }
@@ -319,7 +319,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
     let training = training(&disks(), 2);
     let update = |record: usize, bytes: usize, dtype| {
         let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
-        training.engine.update(record, By::Given(gradient), None, adam(1e-2, 1), Wait::forever())
+        training.engine.update(record, GradientSource::Given(gradient), None, adam(1e-2, 1), Wait::forever())
     };
     let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
     assert!(text(update(99, 2, Dtype::Bf16)).contains("record 99"));
@@ -397,7 +397,8 @@ fn values_that_something_changed_in_memory_are_refused_and_never_become_the_mast
     let mut changed = tensors[0].clone();
     changed[700] ^= 1;
     for (values, is_fine) in [(tensors[0].clone(), true), (changed, false)] {
-        let (by, values): (_, Box<dyn Buffer>) = (By::Given(crate::setup::gradient(1, 1)), Box::new(values));
+        let (by, values): (_, Box<dyn Buffer>) =
+            (GradientSource::Given(crate::setup::gradient(1, 1)), Box::new(values));
         ok(life.engine.update(1, by, Some(values), rule(1, 1), Wait::forever()));
         match life.engine.finish(Wait::forever()) {
             Ok(()) => assert!(is_fine),
@@ -419,7 +420,7 @@ fn chances_are_those_of_the_place_in_the_whole_parameter() {
         let engine = engine(Arc::new(ok(Store::create_on(volume, 8192, described, &Create::default()))), 4);
         ok(engine.fill(0, first(drawn(1), tensors, 0), Wait::forever()));
         ok(engine.commit(Commit::default(), Wait::forever()));
-        let by = By::Given(ok(Gradient::new(Box::new(drawn(2)), Dtype::Bf16)));
+        let by = GradientSource::Given(ok(Gradient::new(Box::new(drawn(2)), Dtype::Bf16)));
         ok(engine.update(0, by, None, adam(1e-2, 1), Wait::forever()));
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
         contents(engine.store()).remove(0).1.remove(0)

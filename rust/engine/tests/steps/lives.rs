@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
 
-use memascend_engine::By;
+use memascend_engine::GradientSource;
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Durability, Store};
@@ -16,7 +16,13 @@ fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
         // These updates are never committed, so they must leave no trace.
         let count = ok(life.store().record_state(record)).step + 1;
-        ok(life.engine.update(record, By::Given(gradient(record, seed)), None, rule(record, count), Wait::forever()));
+        ok(life.engine.update(
+            record,
+            GradientSource::Given(gradient(record, seed)),
+            None,
+            rule(record, count),
+            Wait::forever(),
+        ));
     }
     life.engine.close();
     let store = Arc::clone(life.store());
@@ -197,7 +203,13 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
             let before = store.volume().stats();
             for record in ALL {
                 let rule = rule(record, number);
-                ok(life.engine.update(record, By::Given(gradient(record, number)), None, rule, Wait::forever()));
+                ok(life.engine.update(
+                    record,
+                    GradientSource::Given(gradient(record, number)),
+                    None,
+                    rule,
+                    Wait::forever(),
+                ));
             }
             assert_eq!(life.engine.counters().waiting, gradients, "gradients wait");
             ok(life.commit(number));

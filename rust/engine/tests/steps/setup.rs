@@ -10,8 +10,8 @@ use std::{
 };
 
 use memascend_engine::{
-    Application, By, Cause, Check, Engine, First, Function, Given, Gradient, Hyperparameters, Momentum, Options, Rule,
-    WideState,
+    Application, Cause, Check, Engine, First, Function, FunctionInput, Gradient, GradientSource, Hyperparameters,
+    Momentum, Options, Rule, WideState,
 };
 use memascend_mem::{Pin, Wait};
 use memascend_nvme::{
@@ -326,9 +326,9 @@ impl Life {
         for record in ALL {
             let by = if (step + record as u64).is_multiple_of(4) {
                 self.engine.spill(record, gradient(record, step), false, Wait::forever())?;
-                By::Spilled(vec![0.3, 1.7])
+                GradientSource::Spilled(vec![0.3, 1.7])
             } else {
-                By::Given(gradient(record, step))
+                GradientSource::Given(gradient(record, step))
             };
             let count = self.store().record_state(record)?.step + 1;
             self.engine.update(record, by, None, rule(record, count), Wait::forever())?;
@@ -347,8 +347,8 @@ pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Applic
         Ok(())
     };
     let function = changing(before, |number| 0.5 * number);
-    let given = if whole { Given::Whole } else { Given::InChunks };
-    (Application { function, nbytes: 0, step, spilled: false, given, after_commit }, calls)
+    let input = if whole { FunctionInput::Whole } else { FunctionInput::InChunks };
+    (Application { function, nbytes: 0, step, spilled: false, input, after_commit }, calls)
 }
 
 /// Makes a step that `number` determines: updates, spilled sums, functions, loads, discards.
@@ -357,7 +357,7 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
     for record in ALL {
         engine.drop_spilled(record, Wait::forever())?;
         let count = store.record_state(record)?.step + 1;
-        let given = |seed: u64| By::Given(gradient(record, number * 2 + seed));
+        let given = |seed: u64| GradientSource::Given(gradient(record, number * 2 + seed));
         match rng.below(9) {
             // The record is idle.
             0 => continue,
@@ -373,7 +373,13 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
             5 => {
                 engine.spill(record, gradient(record, number), false, Wait::forever())?;
                 engine.spill(record, gradient(record, number + 1), true, Wait::forever())?;
-                engine.update(record, By::Spilled(vec![0.3, 0.7]), None, rule(record, count), Wait::forever())?;
+                engine.update(
+                    record,
+                    GradientSource::Spilled(vec![0.3, 0.7]),
+                    None,
+                    rule(record, count),
+                    Wait::forever(),
+                )?;
             }
             6 | 7 if FLOATS.contains(&record) => {
                 let how = (rng.below(2) == 0, rng.below(2) == 0);

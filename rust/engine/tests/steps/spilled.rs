@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options};
+use memascend_engine::{Engine, Gradient, GradientSource, Hyperparameters, Options};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
@@ -61,7 +61,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
         }
     }
     for record in 0..NAMES.len() {
-        engine.update(record, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever())?;
+        engine.update(record, GradientSource::Spilled(vec![0.5]), None, numbers(1), Wait::forever())?;
     }
     engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever())?;
     Ok(())
@@ -150,7 +150,9 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     let asks: [(&str, Ask); 6] = [
         ("spilled", |engine| engine.spilled(0, Wait::forever()).map(drop)),
         ("read_spilled", |engine| engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever())),
-        ("update_spilled", |engine| engine.update(0, By::Spilled(vec![]), None, numbers(1), Wait::forever())),
+        ("update_spilled", |engine| {
+            engine.update(0, GradientSource::Spilled(vec![]), None, numbers(1), Wait::forever())
+        }),
         ("spill", |engine| spill(engine, 0, 1.0, true)),
         ("finish", |engine| engine.finish(Wait::forever())),
         ("commit", |engine| engine.commit(Commit::default(), Wait::forever()).map(drop)),
@@ -261,7 +263,7 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
     let waits = fresh(&image, &Faults::default());
     ok(spill(&waits, 0, 0.3, false));
     let measured = ok(waits.spilled(0, Wait::forever()));
-    ok(waits.update(0, By::Spilled(Vec::new()), None, numbers(1), Wait::forever()));
+    ok(waits.update(0, GradientSource::Spilled(Vec::new()), None, numbers(1), Wait::forever()));
     let wanted = committed(&waits, 1);
 
     let engine = fresh(&image, &Faults::default());
@@ -274,7 +276,7 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
     // halved.
     let halved = fresh(&image, &Faults::default());
     ok(spill(&halved, 0, 0.3, false));
-    ok(halved.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
+    ok(halved.update(0, GradientSource::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
     let wanted = committed(&halved, 1);
     for pause in std::iter::repeat_n(Duration::ZERO, 30).chain([Duration::from_millis(20)]) {
         let engine = fresh(&image, &Faults::default());
@@ -283,7 +285,7 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
         ok(engine.take_back(0, Wait::forever()));
         ok(engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever()));
         assert_eq!(format!("{:?}", ok(engine.spilled(0, Wait::forever()))), format!("{measured:?}"));
-        ok(engine.update(0, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
+        ok(engine.update(0, GradientSource::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
         assert!(committed(&engine, 1) == wanted);
     }
 }

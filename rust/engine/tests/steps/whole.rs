@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_engine::{Application, Cause, Engine, Given, Options};
+use memascend_engine::{Application, Cause, Engine, FunctionInput, Options};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action,
@@ -60,8 +60,8 @@ fn apply(
     before: impl Fn() -> Result<(), Cause> + Send + Sync + 'static,
 ) {
     let function = changing(before, |number| 1.0 + number);
-    let given = if whole { Given::Whole } else { Given::InChunks };
-    let application = Application { function, nbytes: 0, step, spilled: false, given, after_commit: false };
+    let input = if whole { FunctionInput::Whole } else { FunctionInput::InChunks };
+    let application = Application { function, nbytes: 0, step, spilled: false, input, after_commit: false };
     ok(engine.apply(record, application, None, Wait::at_most(PATIENCE)));
 }
 
@@ -155,7 +155,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
         ok(engine.fill(4, first, Wait::forever()));
         // An update by our own kernel does not wait for the function.
         let gradient = ok(memascend_engine::Gradient::new(Box::new(bytes(NUMELS[2])), Dtype::F32));
-        let by = memascend_engine::By::Given(gradient);
+        let by = memascend_engine::GradientSource::Given(gradient);
         ok(engine.update(2, by, None, setup::adam(1e-3, 1), Wait::forever()));
         apply(&engine, (3, 1, true), NOTHING);
     });
