@@ -21,6 +21,7 @@ fn main() {
         }
     }
     println!(
-        "cargo::warning=libgcc_s.so.1 was not found: built with zig, a thread that waits while Python ends will crash it"
+        "cargo::warning=libgcc_s.so.1 was not found: built with zig, a thread that waits while Python ends will crash \
+         it"
     );
 }

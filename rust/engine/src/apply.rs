@@ -1,4 +1,4 @@
-//! Runs a caller's function on the tensors of a chunk, or of a whole record, in staging memory.
+//! Calls a user's function on the tensors of one chunk, or of a whole record. The tensors are in staging memory.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -16,80 +16,82 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Number of records that have memory at once for their state tensors that are not cut into chunks: a function computes
-/// on one record while the pipeline reads the next record.
+/// The number of memory slots for state tensors that are not cut into chunks. There are two slots, because a function
+/// computes on one record while the pipeline reads the next record.
 const OTHERS_AT_ONCE: usize = 2;
 
-/// The arguments of a function: memory that the function owns during the call. Each part is exactly as long as its
-/// tensor.
+/// The arguments of a [`Function`]. The function may read and write this memory during the call. Each piece of memory
+/// is exactly as long as its tensor.
 pub struct Chunk {
-    /// The values of `count` elements from element `start` on, in the stored order.
+    /// The values of `count` elements, beginning with element `start`, in the order in which the store holds them.
     pub values: Shared,
-    /// The spilled gradient of the same elements, if [`Application::spilled`].
+    /// The spilled gradient of the elements in `values`. `None` unless [`Application::spilled`] is set.
     pub gradient: Option<Shared>,
-    /// The state tensors in the order of the description, unless the engine widens them ([`FunctionInput::Wide`]). A tensor
-    /// of the record's shape holds the same elements as `values`. A tensor with one item for several elements holds the
-    /// items of these elements. A tensor that is not cut into chunks is given whole, in the same memory in each call.
+    /// The state tensors, in the order of the store's description. With [`FunctionInput::Wide`], these are the widened
+    /// float32 tensors instead. A tensor of the record's shape holds the elements that `values` holds. A tensor with
+    /// one item for several elements holds the items for the elements in `values`. A tensor that is not cut into chunks
+    /// is passed whole, and every call gets the same memory for it.
     pub state: Vec<Shared>,
-    /// The index of the first element.
+    /// The index, in the record, of the first element in `values`.
     pub start: usize,
-    /// The number of elements.
+    /// The number of elements in `values`.
     pub count: usize,
-    /// Whether this is the record's last call.
+    /// True in the last call for the record.
     pub last: bool,
 }
 
-/// A function of the caller that computes one chunk in place, on a thread of the engine. An engine runs one function at
-/// a time. The function must not wait for the engine. A function that keeps memory of the chunk beyond the call must
-/// return an error: the engine does not write to that memory again, and cannot use it again.
+/// A function of the caller that computes one chunk in place. The engine calls such functions on a thread of the
+/// engine, one at a time. The function must not wait for the engine. A function that returns while it still holds
+/// memory of the chunk must return an error. After such an error, the engine never uses this memory again.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
-/// How a function gets a record.
+/// How the engine passes a record to a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FunctionInput {
-    /// One call for each chunk.
+    /// The engine calls the function once for each chunk.
     InChunks,
-    /// One call with the whole record.
+    /// The engine calls the function once, with the whole record.
     Whole,
-    /// One call with the whole record, whose reduced state the engine widens to float32: master weights if the values
-    /// have 16 bits, and one moment or two.
+    /// The engine calls the function once, with the whole record, and widens the record's reduced state to float32. The
+    /// function gets one or two moments, and master weights if the values have 16 bits.
     Wide,
 }
 
 /// A function, and how the engine applies it to a record.
 pub struct Application {
-    /// The function.
+    /// The function that the engine calls.
     pub function: Box<Function>,
-    /// Bytes of the caller's tensors that the function holds while it waits, such as its gradient.
+    /// Bytes of tensors that the function holds until the engine has called it. A gradient is such a tensor.
     pub nbytes: usize,
-    /// The number of this update in the record's count of updates.
+    /// The number of this update, counted from 1 over all updates of the record.
     pub step: u64,
     /// Whether the function gets the spilled gradient.
     pub spilled: bool,
-    /// How the function gets the record.
+    /// How the engine passes the record to the function.
     pub input: FunctionInput,
-    /// Whether the engine calls the function after the commit, on the record in memory, if the record is in RAM and the
-    /// durability is "none". Such a function must not fail: an error would end the run. Otherwise the engine calls the
-    /// function before the commit, and stages its results.
+    /// Set this to let the engine call the function after the commit, on the record in memory. The engine does so only
+    /// if the record is in RAM and the durability of the store is "none". The function must then not fail, because an
+    /// error would end the run. In every other case, the engine calls the function before the commit and stages the
+    /// results.
     pub after_commit: bool,
 }
 
-/// Allocates memory for state tensors that are not cut into chunks. The memory fits the record with the most bytes of
-/// such tensors.
+/// Allocates the memory for state tensors that are not cut into chunks. Each slot is large enough for any record.
+/// Returns `None` if all state tensors are cut into chunks.
 pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
     let bytes = largest_others(description);
     let room = (bytes > 0).then(|| Scratch::new(bytes, OTHERS_AT_ONCE, "other state"));
     Ok(room.transpose()?)
 }
 
-/// Allocates memory for one whole record, and memory for the next whole record. The second memory may be smaller; the
-/// smaller one is first in the result.
+/// Allocates memory of `whole_bytes` for one whole record, and memory of `whole_next_bytes` for the next whole record.
+/// The smaller memory comes first in the result. A size of 0 allocates nothing.
 pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
     let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
 }
 
-/// Leases a slot of `room`, or returns `None` if none is free.
+/// Leases a slot of `room`. Returns `None` if no slot is free.
 fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     match room.lease(Wait::never()) {
         Ok(lease) => Ok(Some(Shared::new(lease))),
@@ -98,7 +100,8 @@ fn free_slot(room: &Scratch) -> Result<Option<Shared>> {
     }
 }
 
-/// Returns the bytes that an engine, on a store with this description, holds for state that is not cut into chunks.
+/// Returns how many bytes an engine allocates for state tensors that are not cut into chunks, for a store with this
+/// description.
 #[must_use]
 pub fn other_bytes(description: &Description) -> u64 {
     (largest_others(description) * OTHERS_AT_ONCE) as u64
@@ -109,8 +112,8 @@ fn largest_others(description: &Description) -> usize {
     (0..description.records.len()).map(of).max().unwrap_or(0)
 }
 
-/// Returns the offset and the bytes of each state tensor that is not cut into chunks, in the memory that these tensors
-/// share.
+/// Some state tensors of the record are not cut into chunks. Returns the offset and the size in bytes of each of these
+/// tensors. They share one memory slot, and the offset counts from the start of this slot.
 fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
     description.records[record].whole().scan(0, |at, tensor| {
         let (start, nbytes) = (*at, tensor.nbytes() as usize);
@@ -133,20 +136,21 @@ impl Application {
     }
 }
 
-/// A job that applies an [`Application`] to its record.
+/// A job that calls the function of an [`Application`] on its record.
 pub(crate) struct Apply {
     asked: Arc<Application>,
-    /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
+    /// The kept gradient of the record. `None` if the record is not in RAM, or if the function gets no gradient.
     kept: Option<Arc<Kept>>,
     /// Bytes of memory that the whole record takes.
     whole_bytes: usize,
-    /// The record's values in the caller's memory, if the job takes them from there instead of reading them.
+    /// The record's values in the caller's memory. With `None`, the job reads the values from storage.
     live: Option<Live>,
-    /// Whether the job copies the record out of the RAM tier and back, instead of reading and staging it.
+    /// True if the job copies the record from the RAM tier to staging memory, and copies the results back. Otherwise
+    /// the job reads the record from storage and stages the results.
     in_memory: bool,
-    /// Memory for state tensors that are not cut into chunks; `claim` leases it.
+    /// Memory for state tensors that are not cut into chunks. `claim` leases this memory.
     others: RefCell<Option<Shared>>,
-    /// Memory for the whole record, if the function gets it whole; `claim` leases it.
+    /// Memory for the whole record, if the function gets the whole record. `claim` leases this memory.
     all: RefCell<Option<Shared>>,
 }
 
@@ -158,14 +162,18 @@ impl Apply {
         {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
-                "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"
+                "the state tensor {of:?} of {name:?} has one item for {grain} elements, so the engine cannot pass the \
+                 whole \
+                 record unchanged: apply the function in chunks (whole=False), or to widened state"
             )));
         }
         let needed = Plan::new(store, record, asked.spilled, asked.is_wide())?.bytes;
         if asked.is_whole() && needed > whole_bytes {
             let name = &store.description().records[record].name;
             return Err(Error::Invalid(format!(
-                "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
+                "the whole of {name:?} takes {needed} bytes, and the engine has {whole_bytes} for whole records; start \
+                 the \
+                 engine with whole={needed}"
             )));
         }
         let asked = Arc::new(asked);
@@ -173,17 +181,17 @@ impl Apply {
         Ok(Self { asked, kept: None, whole_bytes: needed, live: None, in_memory: false, others, all })
     }
 
-    /// Returns the job with a gradient that the RAM tier keeps in memory.
+    /// Sets the kept gradient, from which the job takes the gradient of the record.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
 
-    /// Returns the job with values that the caller gave.
+    /// Sets `live`, from which the job copies the values. With `None`, the job reads the values from storage.
     pub(crate) fn on_live(self, live: Option<Live>) -> Self {
         Self { live, ..self }
     }
 
-    /// Returns the job, which now changes the record in RAM itself, after the commit of its step.
+    /// Makes the job change the record in the RAM tier. The job must run after the commit of its step.
     pub(crate) fn in_memory(self) -> Self {
         Self { in_memory: true, ..self }
     }
@@ -198,8 +206,8 @@ impl Work for Apply {
         false
     }
 
-    /// Leases memory for state tensors that are not cut into chunks, and for the whole record. Returns `false` if
-    /// either memory is not free.
+    /// Leases the memory for state tensors that are not cut into chunks, and the memory for the whole record. Returns
+    /// `false` if one of them has no free slot.
     fn claim(&self, bench: &Workbench<'_>, record: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
@@ -226,7 +234,8 @@ impl Work for Apply {
     }
 
     /// A function that gets the record in chunks takes one turn for each chunk, and at least one turn. A function that
-    /// gets the whole record takes one turn to read each chunk, one for the call, and one to write each chunk.
+    /// gets the whole record takes one turn to read each chunk, one turn for the call, and one turn to write each
+    /// chunk.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         let chunks = bench.chunks_of(record);
         if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
@@ -266,8 +275,8 @@ impl Work for Apply {
         if !self.asked.is_whole() {
             return self.calling(bench, record, self.of_chunk(bench, turn)?)();
         }
-        // This calls a function with the whole record only if the record has no elements, which needs no memory.
-        // Otherwise such a call runs on the thread of `Caller`.
+        // A record without elements needs no memory, and its call happens here. For all other records, `called_at`
+        // returns the turn of the call, and the thread of `Caller` runs the call.
         if index == chunks {
             return self.calling(bench, record, self.in_one_piece(bench, record, memory)?)();
         }
@@ -281,7 +290,8 @@ impl Work for Apply {
         }
     }
 
-    /// The call with a whole record runs after the turns that read the record, and before the turns that write it.
+    /// The function's call on a whole record comes after the turns that read the record, and before the turns that
+    /// write the record.
     fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
         let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)
@@ -360,7 +370,8 @@ impl Apply {
         Ok(Chunk { values, gradient, state, start, count, last })
     }
 
-    /// Returns the state tensors in the order of the description; `chunked` has the tensors that are cut into chunks.
+    /// Returns all state tensors, in the order of the description. `chunked` has the tensors that are cut into chunks.
+    /// `self.others` has the memory of all other state tensors.
     fn state(&self, bench: &Workbench<'_>, record: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
         let description = bench.store.description();
         let described = &description.records[record];
@@ -372,12 +383,12 @@ impl Apply {
             } else {
                 others.as_ref().zip(other.next()).and_then(|(memory, (at, nbytes))| memory.part(at, nbytes))
             };
-            found.ok_or_else(|| Error::Invalid("a tensor of the state has no memory".into()))
+            found.ok_or_else(|| Error::Invalid("report this bug: a state tensor has no memory".into()))
         };
         described.state.iter().map(part).collect()
     }
 
-    /// Returns the extents of the state tensors that are not cut into chunks, each with its memory.
+    /// Returns the extents of the state tensors that are not cut into chunks, each extent with its memory.
     fn other_extents(&self, bench: &Workbench<'_>, record: usize) -> Result<Vec<(u32, Shared)>> {
         let (layout, description) = (bench.store.layout(), bench.store.description());
         let others = self.others.borrow();

@@ -1,4 +1,4 @@
-//! Calls functions on a separate thread, one at a time, while the pipeline's thread reads and writes.
+//! Calls the users' functions on a separate thread, one at a time, while the pipeline's thread reads and writes.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -8,8 +8,8 @@ use std::{
 
 use crate::{Error, Result, job::Call, queue::Queue};
 
-/// The thread for calls. One thread serves all calls, because torch creates a team of threads for every thread that
-/// computes.
+/// The thread that runs the calls. All calls share one thread, because torch creates a team of threads for every thread
+/// that computes.
 struct Calls {
     begun: Sender<Call>,
     ended: Receiver<thread::Result<Result<()>>>,
@@ -19,12 +19,12 @@ struct Calls {
 /// Calls one function at a time. Dropping a `Caller` waits for the running call.
 #[derive(Default)]
 pub(crate) struct Caller {
-    /// `None` until the first call: most engines call no function.
+    /// `None` until the first call, because most engines never call a function.
     calls: Option<Calls>,
 }
 
 impl Caller {
-    /// Begins a call. The pipeline has waited for the previous call.
+    /// Starts a call. The pipeline must have waited for the previous call.
     pub(crate) fn begin(&mut self, queue: &Queue, call: Call) -> Result<()> {
         let calls = match self.calls.take() {
             Some(calls) => calls,
@@ -61,11 +61,14 @@ fn started(queue: &Queue) -> Result<Calls> {
         }
     };
     let thread = thread::Builder::new().name("memascend-call".into()).spawn(serve);
-    let thread = thread.map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
+    let thread =
+        thread.map_err(|error| Error::Invalid(format!("could not start a thread ({error}): raise ulimit -u")))?;
     queue.calls_on(thread.thread().id());
     Ok(Calls { begun, ended, thread })
 }
 
 fn ended() -> Error {
-    Error::Usage("the thread that calls functions has ended".into())
+    Error::Usage(
+        "the engine's thread that calls functions has ended; close this engine and open the store again".into(),
+    )
 }

@@ -1,13 +1,13 @@
-//! Counts the bytes that the pipeline moves, and the time of its thread.
+//! Counts the jobs and bytes of the pipeline, and the time that the pipeline's thread spends.
 
 use std::time::Duration;
 
-/// Jobs and bytes of the pipeline, and the time of its thread, since the engine started.
+/// Jobs, bytes and times of the pipeline since the engine started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Records updated.
+    /// Number of updates of records.
     pub updates: u64,
-    /// Jobs that computed values of deferred updates without writing them.
+    /// Jobs that computed the values of a record with a deferred update, without writing the record.
     pub computed: u64,
     /// Records to which a function was applied.
     pub applied: u64,
@@ -19,7 +19,7 @@ pub struct Counters {
     pub chunks: u64,
     /// Bytes of state read.
     pub state_read: u64,
-    /// Bytes of values read. An update reads values only if they are the master weights, or a part of them.
+    /// Bytes of values read. An update reads the values only if the record has no separate master weights.
     pub values_read: u64,
     /// Bytes of state written.
     pub state_written: u64,
@@ -29,23 +29,26 @@ pub struct Counters {
     pub spill_read: u64,
     /// Bytes of spilled gradients written.
     pub spill_written: u64,
-    /// Bytes of gradients written to the log.
+    /// Bytes of gradients written to the gradient log.
     pub log_written: u64,
-    /// Updates of logged records for whose gradients the log had no room. Each such record was written whole.
+    /// Updates whose gradient did not fit into the gradient log. The pipeline wrote the whole record of each such
+    /// update instead.
     pub unlogged: u64,
     /// Bytes of callers' tensors in queued and running jobs.
     pub queued: u64,
-    /// Peak of `queued`, measured when a job of a step is queued; first values alone do not raise it.
+    /// Peak of `queued`, measured each time a job of a step is queued. Jobs that only write first values are not
+    /// measured.
     pub queued_peak: u64,
-    /// Bytes of gradients of records in RAM that wait for their step.
+    /// Bytes of the gradients that stay in memory until their step is committed. Only records in RAM have such
+    /// gradients.
     pub waiting: u64,
     /// Peak of `waiting`.
     pub waiting_peak: u64,
-    /// Time spent on updates of records in RAM after commits.
+    /// Time spent on updates of records in RAM. These updates run after the commit.
     pub applying: Duration,
-    /// Time without a job.
+    /// Time that the pipeline's thread waited for a job.
     pub idle: Duration,
-    /// Time spent waiting for reads, including their checksums.
+    /// Time spent waiting for reads, including the verification of checksums.
     pub reading: Duration,
     /// Time spent computing, including waits for functions that run on another thread.
     pub computing: Duration,

@@ -1,10 +1,10 @@
-//! Leaves updates of streamed records to the next step.
+//! Defers updates of streamed records: the next step computes and writes these updates.
 //!
-//! [Note: deferred updates] A commit may name a record's spilled gradient in place of a new slot. The record is then
-//! *behind*: its slot lacks this one update. A [`Settle`] job *settles* the record: it computes the update from slot
-//! and gradient, and stages it, before the next commit at the latest. Until then, `Engine::fetch` computes the record's
-//! values from slot and gradient. A discard drops neither the named gradient nor a settled record, because both belong
-//! to the last commit.
+//! [Note: deferred updates] A commit may name a record's spilled gradient, instead of a slot with the updated record.
+//! The record is then *behind*: its slot still holds the record before this one update. A [`Settle`] job *settles* the
+//! record: it reads the slot and the gradient, computes the update, and stages the updated record. This happens before
+//! the next commit at the latest. Until then, `Engine::fetch` computes the record's values from the slot and the
+//! gradient. A discard keeps the named gradient and the settled record, because both belong to the last commit.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -33,7 +33,7 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// The maximum number of factors of a deferred update; the log stores each factor.
+/// The largest number of factors of a deferred update. The number is bounded because the log stores each factor.
 const FACTORS_MAX: usize = 16;
 
 /// The deferred updates of an engine; see [Note: deferred updates].
@@ -42,22 +42,23 @@ pub(crate) struct Deferred(Mutex<State>);
 
 #[derive(Default)]
 pub(crate) struct State {
-    /// The updates that the next commit will name, by record: update number and rule.
+    /// The deferred updates that the next commit will name: for each record, the number of the update and its rule.
     named: BTreeMap<usize, (u64, LoggedRule)>,
-    /// The updates that the last commit named, by record.
+    /// The deferred updates that the last commit named, by record.
     behind: BTreeMap<usize, Arc<Behind>>,
-    /// The marks of the jobs that settle each record. A job settles some chunks of the record, or all. The queue may
-    /// have dropped some of these jobs.
+    /// For each record, the marks of the jobs that settle the record. A job settles some chunks of the record, or all
+    /// chunks. The queue may have dropped some of these jobs.
     settling: BTreeMap<usize, Vec<Arc<Mark>>>,
 }
 
-/// An update that the last commit named, and that the record's slot lacks.
+/// A deferred update that the last commit named. The record's slot does not contain this update yet.
 pub(crate) struct Behind {
     rule: (Taken, Vec<f32>),
     dtype: Dtype,
-    /// The checksum of each chunk's values; 0 until a job has computed the values.
+    /// The checksum of each chunk's updated values. It is 0 until a job has computed the values of the chunk.
     sums: Box<[AtomicU64]>,
-    /// True after the next commit: the slot that this update started from may be overwritten.
+    /// True once a later commit contains this update. From then on, the slot that holds the record before this update
+    /// may be overwritten.
     over: AtomicBool,
 }
 
@@ -72,17 +73,19 @@ impl Deferred {
         locked(&self.0)
     }
 
-    /// Returns the updates that the next commit names.
+    /// Returns the record, the number and the rule of each deferred update that the next commit will name.
     pub(crate) fn named(&self) -> Vec<(usize, u64, LoggedRule)> {
         self.lock().named.iter().map(|(&record, (step, rule))| (record, *step, rule.clone())).collect()
     }
 
-    /// Forgets the updates that the next commit would name; if `record` is given, only that record's.
+    /// Forgets the deferred updates that the next commit would name. If `record` is given, forgets only the update of
+    /// this record.
     pub(crate) fn discard(&self, record: Option<usize>) {
         self.lock().named.retain(|&one, _| record.is_some_and(|record| record != one));
     }
 
-    /// Records a commit: updates that were behind are over, and the updates that the commit named are behind.
+    /// Call this after a commit. It marks the updates that the previous commit named as over, and moves the updates
+    /// that this commit named to `behind`.
     pub(crate) fn committed(&self, store: &Store) -> Result<()> {
         let mut state = self.lock();
         let named = std::mem::take(&mut state.named);
@@ -103,19 +106,21 @@ impl Deferred {
         Ok(())
     }
 
-    /// Returns the update that the slot of a record lacks, unless the record is settled.
+    /// Returns the deferred update that the record's slot does not contain yet. Returns `None` if the record has no
+    /// deferred update or is settled.
     pub(crate) fn behind(&self, store: &Store, record: usize) -> Option<Arc<Behind>> {
         self.lock().behind.get(&record).cloned().filter(|_| store.is_behind(record))
     }
 }
 
 impl Engine {
-    /// Leaves the update of a record by its spilled gradient, multiplied by each factor in turn, to the next step. This
-    /// step's commit names the gradient. The record is settled before the next step's commit, or as soon as a reader
-    /// needs more than the values that [`Engine::fetch`] computes.
+    /// Defers the update of a record to the next step. The update multiplies the spilled gradient of the record by each
+    /// factor, one after the other, and applies the product. The commit of the present step names the gradient. The
+    /// engine settles the record before the commit of the next step. It settles the record earlier if a reader needs
+    /// more than the values that [`Engine::fetch`] computes.
     ///
-    /// Returns `false` if the update cannot be deferred: the record is in RAM, has no second place for its gradient or
-    /// has state that is not cut into chunks, or `factors` has more than 16 factors.
+    /// Returns `false` if the update cannot be deferred. There are four possible reasons: the record is in RAM, it has
+    /// no second place for its gradient, it has state that is not cut into chunks, or there are more than 16 factors.
     pub fn defer(&self, record: usize, rule: impl Into<Rule>, factors: &[f32], mut wait: Wait<'_>) -> Result<bool> {
         let described = self.known(record)?;
         let store = &self.shared.store;
@@ -133,13 +138,16 @@ impl Engine {
             Entry::Vacant(place) => drop(place.insert((rule.step(), logged))),
             Entry::Occupied(_) => {
                 let name = &described.name;
-                return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+                return Err(Error::Usage(format!(
+                    "an update of {name:?} is staged already; commit or discard the step first"
+                )));
             }
         }
         Ok(true)
     }
 
-    /// Queues a job that settles a record, if it is behind, after the jobs in the queue.
+    /// Queues a job that settles a record, if the record has a deferred update. The job runs after the jobs that are in
+    /// the queue already.
     pub fn settle_later(&self, record: usize, wait: &mut Wait<'_>) -> Result<()> {
         self.known(record)?;
         match self.shared.settling(record, false) {
@@ -148,41 +156,42 @@ impl Engine {
         }
     }
 
-    /// Returns the number of records that are behind and not settled yet.
+    /// Returns the number of records with a deferred update that is not settled yet.
     #[must_use]
     pub fn behind(&self) -> usize {
         let state = self.shared.deferred.lock();
         state.behind.keys().filter(|&&record| self.shared.store.is_behind(record)).count()
     }
 
-    /// True if the last commit left any record behind, even if a job has settled the record since. [`Engine::catch_up`]
-    /// must commit the settled record before a new step stages it.
+    /// True if the last commit deferred an update, even if a job has settled the record since then.
+    /// [`Engine::catch_up`] must commit the settled record before a new step stages the record.
     #[must_use]
     pub fn is_behind(&self) -> bool {
         !self.shared.deferred.lock().behind.is_empty()
     }
 
-    /// Settles the records that the last commit left behind, and commits them as a part of the same step. Returns
-    /// `false` if no record was behind. Nothing of another step may be staged.
+    /// Settles all records with a deferred update, and commits the settled records as a part of the last step. Returns
+    /// `false` if the last commit deferred no update. The next step must not be staged yet.
     pub fn catch_up(&self, mut wait: Wait<'_>) -> Result<bool> {
         self.here()?;
         if !self.is_behind() {
             return Ok(false);
         }
         self.settle_rest(&mut wait)?;
-        // Urgent jobs wait during the commit: a fetch of another thread must compute from one commit only.
-        let _pause = self.shared.queue.paused(&mut wait, "updates that are settled", QueueState::is_idle)?;
+        // Hold back urgent jobs during the commit: a fetch on another thread must not mix the data of two commits.
+        let _pause = self.shared.queue.paused(&mut wait, "deferred updates", QueueState::is_idle)?;
         self.shared.queue.lock().failure()?;
         let store = &self.shared.store;
         if store.is_staging() || self.ram_tier.has_waiting() || !self.shared.deferred.named().is_empty() {
-            return Err(Error::Usage("a step is staged; commit or discard that first".into()));
+            return Err(Error::Usage("a step is staged; commit or discard this step first".into()));
         }
         store.commit(Commit { step: store.info().step, ..Commit::default() }, wait)?;
         self.shared.deferred.committed(store)?;
         Ok(true)
     }
 
-    /// Settles all records that are behind. Waits until they are settled and all other jobs have ended.
+    /// Settles all records with a deferred update. Returns after all of these records are settled and all other jobs
+    /// have ended.
     pub(crate) fn settle_rest(&self, wait: &mut Wait<'_>) -> Result<()> {
         loop {
             let records: Vec<usize> = self.shared.deferred.lock().behind.keys().copied().collect();
@@ -192,15 +201,15 @@ impl Engine {
                 }
             }
             self.shared.queue.wait(wait, "records to be written", QueueState::is_idle)?.failure()?;
-            // A job in flight may have settled only some chunks of a record, or may have been dropped: try again.
+            // Try again if a job settled only some chunks of a record, or was dropped.
             if self.behind() == 0 {
                 return Ok(());
             }
         }
     }
 
-    /// Makes the step name the spilled gradients of its deferred updates. If a commit cannot name a gradient in its
-    /// present place, first spills the gradient again, to the record's other place.
+    /// Makes the commit of this step name the spilled gradients of the deferred updates. If the commit cannot name the
+    /// place where a gradient is now, this function first copies the gradient to the other place of its record.
     pub(crate) fn name_deferred(&self, wait: &mut Wait<'_>) -> Result<()> {
         let store = &self.shared.store;
         let mut moved = Vec::new();
@@ -224,7 +233,8 @@ impl Engine {
 }
 
 impl Shared {
-    /// Creates a job that settles a record; `None` if the record is not behind, or other jobs settle it already.
+    /// Creates a job that settles a record. Returns `None` if the record has no deferred update, or if other jobs are
+    /// settling the record already.
     pub(crate) fn settling(&self, record: usize, urgent: bool) -> Option<Job> {
         let behind = self.deferred.behind(&self.store, record)?;
         let mut state = self.deferred.lock();
@@ -243,8 +253,8 @@ impl Shared {
         Some(job)
     }
 
-    /// Creates a job that computes the values of `count` chunks of a record from chunk `first` on, and copies them to
-    /// `into`. With `writes`, the job also settles these chunks.
+    /// Creates a job for `count` chunks of a record, beginning with chunk `first`. The job computes the updated values
+    /// of these chunks, and copies the values to `into`. If `writes` is true, the job also settles these chunks.
     pub(crate) fn computing(
         &self,
         (record, behind): (usize, Arc<Behind>),
@@ -259,7 +269,7 @@ impl Shared {
         job
     }
 
-    /// Settles those of `records` that are behind, and waits until they are settled.
+    /// Settles each record in `records` that has a deferred update, and waits until all of these records are settled.
     pub(crate) fn settle(&self, records: &[usize], wait: &mut Wait<'_>) -> Result<()> {
         for &record in records {
             while self.deferred.behind(&self.store, record).is_some() {
@@ -268,7 +278,7 @@ impl Shared {
                 }
                 let marks = self.deferred.lock().settling.get(&record).cloned().unwrap_or_default();
                 let ended = |state: &QueueState| !marks.iter().any(|mark| state.holds(mark));
-                self.queue.wait(wait, "updates that are settled", ended)?.alive()?;
+                self.queue.wait(wait, "deferred updates", ended)?.alive()?;
                 marks.iter().try_for_each(|mark| mark.result())?;
             }
         }
@@ -279,33 +289,36 @@ impl Shared {
 /// Returns the error for a fetch of values that a later commit has overwritten.
 pub(crate) fn overwritten(store: &Store, record: usize) -> Error {
     let name = &store.description().records[record].name;
-    Error::Usage(format!("a later commit overwrote the values of {name:?} in these parts; begin anew"))
+    Error::Usage(format!(
+        "a later commit overwrote the values of {name:?} before they were fetched: begin the read again"
+    ))
 }
 
-/// A job that applies a deferred update: settles the record, or only computes the values of some chunks.
+/// A job that applies a deferred update to some chunks of a record, or to all chunks. It either settles these chunks or
+/// only computes their values.
 pub(crate) struct Settle {
     pub(crate) behind: Arc<Behind>,
-    /// The first chunk, and the number of chunks.
+    /// The job handles `count` chunks of the record, beginning with chunk `first`.
     pub(crate) first: u32,
     pub(crate) count: u32,
-    /// Where the job copies the values, if anywhere.
+    /// The memory to which the job copies the updated values. With `None`, the job does not copy the values.
     pub(crate) into: Option<Room>,
-    /// Whether the job stages the chunks, which settles them.
+    /// True if the job settles the chunks: it stages their updated values and state.
     pub(crate) writes: bool,
 }
 
 impl Settle {
-    /// Returns the turn with the index that its chunk has in the record: `turn.index` counts from the job's first
-    /// chunk.
+    /// Returns a copy of `turn` whose index counts from the first chunk of the record. The index of `turn` counts from
+    /// the first chunk of the job.
     fn turn(&self, turn: &Turn) -> Turn {
         Turn { record: turn.record, index: self.first + turn.index, memory: turn.memory.clone() }
     }
 
-    /// Returns an error if the values differ from an earlier computation of the same chunk.
+    /// Returns an error if the values differ from the values that an earlier job computed for the same chunk.
     fn check(&self, bench: &Workbench<'_>, turn: &Turn, values: &[u8]) -> Result<()> {
         let mut sum = Checksum::default();
         sum.update(values);
-        // 0 means "not computed yet".
+        // Replace a checksum of 0 by 1, because 0 stands for values that no job has computed yet.
         let sum = sum.value().max(1);
         let before = self.behind.sums[turn.index as usize].swap(sum, Relaxed);
         if before == 0 || before == sum {
@@ -313,8 +326,9 @@ impl Settle {
         }
         let name = &bench.store.description().records[turn.record].name;
         Err(Error::Usage(format!(
-            "chunk {} of the values of {name:?} was computed twice from the same state and gradient, and differs: memory or \
-             processor are at fault; the last commit stands",
+            "the values of chunk {} of {name:?} were computed twice from the same state and gradient, and the results \
+             differ: the memory or the processor of this machine is faulty. Check the machine, then resume from the last \
+             commit",
             turn.index
         )))
     }
@@ -323,7 +337,8 @@ impl Settle {
 impl Work for Settle {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.behind.is_over() {
-            // A later commit has the settled record, so a job that only settles the record has nothing to do.
+            // A later commit contains the updated record. So the job has nothing to do, unless a caller waits for
+            // values of the earlier commit.
             return if self.into.is_some() { Err(overwritten(bench.store, record)) } else { Ok(()) };
         }
         if self.writes { bench.begin_settling(record) } else { Ok(()) }

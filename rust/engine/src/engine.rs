@@ -1,4 +1,4 @@
-//! Owns the pipeline's thread and memory, and takes jobs from callers.
+//! Defines the engine. The engine owns the pipeline's thread and memory, and queues jobs for its callers.
 
 use std::{
     num::NonZeroUsize,
@@ -28,9 +28,10 @@ use crate::{
     workbench::{Parts, Workbench},
 };
 
-/// The minimum of staging chunks: the pipeline reads one while it writes another.
+/// The smallest number of staging chunks: the pipeline reads one chunk while it writes the other chunk.
 const CHUNKS_MIN: usize = 2;
-/// The maximum of staging chunks. Some drives need more than the default; no drive gained from more than this.
+/// The largest number of staging chunks. Some drives need more chunks than the default. No drive that was measured
+/// became faster with more than 64 chunks.
 const CHUNKS_MAX: usize = 64;
 
 /// The options of an engine.
@@ -39,13 +40,14 @@ const CHUNKS_MAX: usize = 64;
 pub struct Options {
     /// Number of staging chunks.
     pub chunks: usize,
-    /// Bytes of gradients that the queue may hold. A larger gradient waits until the queue is empty.
+    /// The largest number of bytes that the gradients in the queue may have. A gradient with more bytes waits until the
+    /// queue is empty.
     pub queue_bytes_max: usize,
-    /// Bytes of memory for one whole record, for functions that get the whole record.
+    /// Bytes of memory for one whole record. The engine needs this memory to call functions that get whole records.
     pub whole_bytes: usize,
-    /// Bytes of memory for a second whole record, which the pipeline reads or writes while a function computes on the
-    /// first; at most `whole_bytes`. A larger record waits until the first record's memory is free; with 0, every
-    /// record does.
+    /// Bytes of memory for a second whole record, at most `whole_bytes`. The pipeline reads or writes this second
+    /// record while a function computes on the first record. A second record that is larger than this memory waits for
+    /// the memory of the first record.
     pub whole_next_bytes: usize,
     /// Number of threads that apply updates to records in RAM after a commit.
     pub threads: NonZeroUsize,
@@ -78,7 +80,7 @@ pub struct Engine {
 pub(crate) struct Shared {
     pub(crate) store: Arc<Store>,
     pub(crate) queue: Queue,
-    /// The staging chunks; `chunks` is their number.
+    /// The memory of the staging chunks. `chunks` is the number of staging chunks.
     pub(crate) staging: Scratch,
     pub(crate) chunks: usize,
     pub(crate) deferred: Deferred,
@@ -89,7 +91,9 @@ impl Engine {
     pub fn new(store: Arc<Store>, options: &Options) -> Result<Self> {
         let chunks = options.chunks;
         if !(CHUNKS_MIN..=CHUNKS_MAX).contains(&chunks) {
-            return Err(Error::Invalid(format!("{chunks} staging chunks: {CHUNKS_MIN} to {CHUNKS_MAX} work")));
+            return Err(Error::Invalid(format!(
+                "an engine cannot have {chunks} staging chunks: choose {CHUNKS_MIN} to {CHUNKS_MAX}"
+            )));
         }
         let chunk_bytes = Parts::new(store.description()).bytes();
         let staging = Scratch::new(chunk_bytes, chunks, "update staging")?;
@@ -108,29 +112,30 @@ impl Engine {
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
             .spawn(move || theirs.serve(others, wholes))
-            .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
+            .map_err(|error| Error::Invalid(format!("could not start a thread ({error}): raise ulimit -u")))?;
         let (ram_tier, thread) = (RamTierGradients::default(), Mutex::new(Some(thread)));
         let (whole_bytes, threads, maker) = (options.whole_bytes, options.threads, Maker::here());
         Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, maker })
     }
 
-    /// Queues a job that writes the first values of a record, and sets the record's count of updates to `first.step`.
-    /// The job reads nothing from storage.
+    /// Queues a job that writes the first values of a record. The job also sets the record's count of updates to
+    /// `first.step`. It reads nothing from storage.
     ///
-    /// Returns once the queue has room for the tensors. The job holds the tensors until it has written them.
+    /// Returns once the queue has room for the tensors in `first`. The job holds these tensors until it has written
+    /// them to storage.
     pub fn fill(&self, record: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let fill = Fill::new(&self.shared.store, record, first)?;
         self.shared.queue.push(Job::new(record, fill), &mut wait)
     }
 
-    /// Queues update number `rule.step()` of a record by its gradient.
+    /// Queues an update of a record. `source` gives the gradient. The update has the number `rule.step()`.
     ///
-    /// `values` are the record's values as the last commit left them. If the update computes with the record's values,
-    /// it takes them from `values` instead of reading them from storage. The job holds `values` as long as the
-    /// gradient; `values` do not count towards the queue's bound.
+    /// `values` are the record's values after the last commit. If the update computes with the record's values, it
+    /// copies `values` instead of reading storage. The job holds `values` as long as it holds the gradient. The bytes
+    /// of `values` do not count towards the queue's bound.
     ///
-    /// Returns once the queue has room for the gradient. The job holds the gradient until it has used it.
+    /// Returns once the queue has room for the gradient. The job holds the gradient until the update is computed.
     pub fn update(
         &self,
         record: usize,
@@ -145,14 +150,19 @@ impl Engine {
             && gradient.elements() != described.elements()
         {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
-            return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
+            return Err(Error::Invalid(format!(
+                "the gradient of {name:?} has {got} elements, not {wanted}: pass the gradient of the whole record"
+            )));
         }
         let rule = rule.into();
         let ram_tier = self.shared.store.is_in_ram(record);
-        // A record in RAM does not need `values`: `Workers::check` verifies the values in the RAM tier in place.
+        // An update of a record in RAM uses the values in the RAM tier, which `Workers::check` verifies. So drop
+        // `values`.
         let values = values.filter(|_| !ram_tier);
         if ram_tier && matches!(&source, GradientSource::Given(gradient) if !gradient.is_here()) {
-            return Err(Error::Invalid("the gradient of a record in RAM must be in host memory".into()));
+            return Err(Error::Invalid(
+                "the gradient of a record in RAM must be in host memory: copy the gradient to host memory first".into(),
+            ));
         }
         let update = KernelUpdate::new(&self.shared.store, record, source, values, rule)?;
         if spilled {
@@ -165,12 +175,12 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Queues the update of a record that is not in RAM, and spills its gradient in the same turns. The result is the
-    /// same as that of [`Engine::spill`] followed by an update by the spilled gradient. But the update does not read
-    /// the gradient from storage, and memory holds the gradient once.
+    /// Queues the update of a record that is not in RAM. The same job spills the gradient of the record. The result is
+    /// the same as that of two calls: [`Engine::spill`], then [`Engine::update`] with the spilled gradient. But this
+    /// job does not read the gradient back from storage, and the gradient is in memory only once.
     ///
-    /// If the job fails, or is discarded before it ends, no spilled gradient remains. After the job has ended, a
-    /// discard drops the update and keeps the spilled gradient.
+    /// If the job fails, or is discarded before it ends, the record has no spilled gradient. If the job is discarded
+    /// after it has ended, the discard drops the update and keeps the spilled gradient.
     pub fn update_spilling(
         &self,
         record: usize,
@@ -184,7 +194,7 @@ impl Engine {
         if store.is_in_ram(record) {
             let name = &described.name;
             return Err(Error::Invalid(format!(
-                "{name:?} is in RAM: its update waits for the step, and its gradient with it"
+                "{name:?} is in RAM, so its update cannot spill the gradient: call spill(), then update()"
             )));
         }
         let update = KernelUpdate::new(store, record, GradientSource::Spilled(Vec::new()), values, rule.into())?;
@@ -192,12 +202,13 @@ impl Engine {
         self.shared.queue.push(Job::new(record, update), &mut wait)
     }
 
-    /// Queues a job that spills a gradient to the record's place for a spilled gradient. With `add`, the job adds the
-    /// gradient to the spilled gradient: it computes in fp32 (float64 gradients: in float64), and rounds the sum once,
-    /// to the spilled gradient's dtype.
+    /// Queues a job that writes a gradient to the record's place for a spilled gradient. With `add`, the job adds
+    /// `gradient` to the gradient that is in this place already. It computes the sum in fp32, or in float64 for float64
+    /// gradients. It rounds the sum once, to the dtype of the spilled gradient.
     ///
-    /// Returns as [`Engine::update`] does. A spilled gradient is not part of a step: a commit does not remove it, and
-    /// opening the store again forgets it. If the job is discarded or fails, no gradient remains in the place.
+    /// Returns once the queue has room for the gradient. A spilled gradient is not part of a step: a commit keeps the
+    /// spilled gradient, and opening the store again forgets it. If the job fails or is discarded, the record has no
+    /// spilled gradient.
     pub fn spill(&self, record: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         if add {
@@ -211,7 +222,8 @@ impl Engine {
         self.shared.queue.push(Job::new(record, spill), &mut wait)
     }
 
-    /// Waits for the jobs of a record, and returns the check (finite or not, sum of squares) of its spilled gradient.
+    /// Waits for the jobs of a record. Then returns the [`Check`] of its spilled gradient: whether all elements are
+    /// finite, and the sum of their squares.
     pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Check> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
@@ -222,8 +234,8 @@ impl Engine {
         spilled.ok_or_else(|| nothing(&self.shared.store, record))
     }
 
-    /// Reads a spilled gradient into `into`, after the jobs of the record that are queued already. Nothing else may use
-    /// the memory of `into` meanwhile.
+    /// Reads the spilled gradient of a record into `into`, after all queued jobs of the record. No other code may use
+    /// the memory of `into` during the read.
     pub fn read_spilled(&self, record: usize, mut into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {
@@ -239,10 +251,10 @@ impl Engine {
             return Ok(());
         }
         state.failure()?;
-        Err(Error::Usage("the read of a spilled gradient was discarded".into()))
+        Err(Error::Usage("the read of a spilled gradient was discarded with its step; read the gradient again".into()))
     }
 
-    /// Forgets the spilled gradient of a record, after the jobs of the record that are queued already.
+    /// Forgets the spilled gradient of a record, after all queued jobs of the record.
     pub fn drop_spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.ram_tier.forget(record);
@@ -254,10 +266,11 @@ impl Engine {
         Ok(self.shared.store.set_spilled(record, None)?)
     }
 
-    /// Queues the application of a function to a record: one chunk after the other, or the whole record at once.
+    /// Queues a job that calls a function on a record: on one chunk after the other, or on the whole record at once.
     ///
-    /// Returns as [`Engine::update`] does; `values` have the same meaning. State that is not cut into chunks is read
-    /// before the first call and staged after the last.
+    /// Returns once the queue has room for the function's tensors. `values` are the record's values after the last
+    /// commit, as for [`Engine::update`]. State tensors that are not cut into chunks are read before the first call of
+    /// the function, and staged after the last call.
     pub fn apply(
         &self,
         record: usize,
@@ -281,7 +294,8 @@ impl Engine {
         self.shared.queue.push(Job::new(record, apply.on_live(live)), &mut wait)
     }
 
-    /// Returns an error if the record has no spilled gradient and no queued job that will spill one.
+    /// Returns an error if the record has no spilled gradient and no job in the queue will spill a gradient of the
+    /// record.
     pub(crate) fn will_be_spilled(&self, record: usize) -> Result<()> {
         if self.ram_tier.kept(record).is_some() {
             return Ok(());
@@ -295,16 +309,17 @@ impl Engine {
         if there {
             return Ok(());
         }
-        // If an error of this step lost the gradient, return that error instead.
+        // If an earlier error of this step lost the gradient, return the earlier error.
         self.shared.queue.lock().failure()?;
         Err(nothing(&self.shared.store, record))
     }
 
-    /// Returns an error in a forked child. The child has none of the engine's threads; waiting for a lock that one of
-    /// them held would never end.
+    /// Returns an error in a forked child process. The engine's threads do not run in the child. A lock that such a
+    /// thread held at the fork would never be released there.
     pub(crate) fn here(&self) -> Result<()> {
         if self.maker.is_elsewhere() {
-            let why = "this engine belongs to the process that made it, and this process is a fork of it: update there";
+            let why =
+                "this process is a fork of the process that created the engine: use the engine in the original process";
             return Err(Error::Usage(why.into()));
         }
         Ok(())
@@ -313,7 +328,9 @@ impl Engine {
     pub(crate) fn known(&self, record: usize) -> Result<&memascend_store::Record> {
         self.here()?;
         let records = &self.shared.store.description().records;
-        records.get(record).ok_or_else(|| Error::Invalid(format!("record {record} of {}", records.len())))
+        records
+            .get(record)
+            .ok_or_else(|| Error::Invalid(format!("no record {record}: the store has {} records", records.len())))
     }
 
     /// Returns the store that the engine updates.
@@ -322,8 +339,8 @@ impl Engine {
         &self.shared.store
     }
 
-    /// Returns the bytes of the staging chunks and of the memory for functions: all memory that the engine holds,
-    /// except tensors in its queue.
+    /// Returns how many bytes of memory the engine has allocated: the staging chunks, and the memory for functions.
+    /// Tensors in the queue do not count.
     #[must_use]
     pub fn staging_bytes(&self) -> usize {
         self.staging_bytes
@@ -359,8 +376,8 @@ impl Engine {
         }
     }
 
-    /// Drops queued jobs, drains running jobs and ends the thread. Uncommitted updates are lost. A second call does
-    /// nothing; neither does a call in a forked child.
+    /// Drops the queued jobs, waits until the running jobs have stopped, and ends the thread. Uncommitted updates are
+    /// lost. A second call does nothing. A call in a forked child does nothing, too.
     pub fn close(&self) {
         if self.here().is_err() {
             return;
@@ -368,8 +385,8 @@ impl Engine {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = locked(&self.thread).take();
-        // A function may close the engine that runs it. A thread cannot join itself, so it is not joined here: it ends
-        // after the function has returned.
+        // A function may close the engine that runs it. The thread of the engine is then not joined, because a thread
+        // cannot wait for itself. The thread of the engine ends after the function has returned.
         if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());
         }
@@ -385,8 +402,8 @@ impl Drop for Engine {
 impl Shared {
     fn serve(&self, others: Option<Scratch>, wholes: Vec<Scratch>) {
         self.queue.work_here();
-        // If this panics, unwinding drops the reads and writes in flight, and each drop waits for its devices. So the
-        // kernel never accesses freed memory.
+        // If the pipeline panics, unwinding drops its reads and writes in flight. Each drop waits for the device. So no
+        // device accesses memory after it is freed.
         let served = catch_panic(|| {
             let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::default();
@@ -399,8 +416,8 @@ impl Shared {
             lose_spilled(&self.store, mark);
         }
         self.queue.notify();
-        // Dropping the jobs drops the callers' buffers, and the drop of a buffer may panic, too. So `notify` has woken
-        // all waiters before.
+        // `notify` comes first, so that all waiting callers wake even if the line below panics. Dropping the jobs drops
+        // the callers' buffers, and the drop of a buffer may panic.
         drop(caught(|| drop(dropped)));
     }
 }

@@ -2,18 +2,19 @@
 
 use std::sync::Arc;
 
-/// The error of a function that `Engine::apply` called.
+/// The error that a function of the caller returned: a function for `Engine::apply`, or the [`Source`](crate::Source)
+/// of a gradient.
 pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
 
 /// The result of this crate's fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of an update. It is `Clone` because the queue keeps the error of a failed step and returns it to several
-/// callers.
+/// An error of the engine. The type is `Clone` because the queue keeps the error of a failed step and returns this
+/// error to several callers.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is wrong. The call started nothing.
+    /// An argument is wrong, so the call was rejected.
     #[error("{0}")]
     Invalid(String),
 
@@ -21,37 +22,39 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
 
-    /// The store failed: a device, or the contents of the store.
+    /// The store returned an error. For example, a device failed, or the data in the store is damaged.
     #[error(transparent)]
     Store(#[from] memascend_store::Error),
 
     /// The staging chunks could not be allocated.
-    #[error("no memory for the staging chunks: {0}")]
+    #[error("the engine could not get memory for its staging chunks: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
-    /// A function that `Engine::apply` called returned an error.
+    /// A function for `Engine::apply`, or the source of a gradient, returned an error.
     #[error("the function applied to {name:?} failed: {cause}")]
     Function {
         /// The name of the record.
         name: String,
-        /// The function's error.
+        /// The error that the function returned.
         cause: Cause,
     },
 
     /// A panic of this crate, or of an applied function, ended the engine's thread.
     #[error(
-        "the engine's thread has ended by a fault ({0}): uncommitted updates are lost, and the last commit stands; close \
-         this engine and resume from there"
+        "a panic ended the engine's thread ({0}), so updates that were not committed are lost; close this engine and \
+         resume \
+         from the last commit, which is intact"
     )]
     Panicked(String),
 
-    /// The kernels reject a hyperparameter.
+    /// The update kernels reject a hyperparameter.
     #[error(transparent)]
     Math(#[from] memascend_math::Error),
 }
 
 impl Error {
-    /// Converts the error into a store error, for the callback with which the store settles records.
+    /// Converts this error into an error of the store. The callback through which the store settles records must return
+    /// errors of the store.
     pub(crate) fn of_store(self) -> memascend_store::Error {
         match self {
             Self::Store(error) => error,
@@ -66,7 +69,7 @@ impl From<memascend_mem::Error> for Error {
     }
 }
 
-/// Runs `work` and turns a panic of it into [`Error::Panicked`].
+/// Runs `work`. If `work` panics, returns [`Error::Panicked`].
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     memascend_mem::caught(work).unwrap_or_else(|what| Err(Error::Panicked(what)))
 }

@@ -1,4 +1,4 @@
-//! Writes the first values of a record, extent by extent, without reading.
+//! Writes the first values of a record, one extent after the other. Reads nothing from storage.
 
 use std::ops::Range;
 
@@ -14,32 +14,33 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, clear_from, elements_mut},
 };
 
-/// The name of the state tensor whose first contents are the values, widened to float32.
+/// The name of the state tensor with the master weights. If the caller gives no first contents for this tensor, the job
+/// fills the tensor with the values, widened to float32.
 const MASTER: &str = "master";
 
-/// The first values of a record's tensors. The job holds this memory until it has written the values.
+/// The first contents of the tensors of a record. The job holds this memory until it has written the contents.
 pub struct First {
-    /// The values.
+    /// The values of the record.
     pub values: Box<dyn Buffer>,
-    /// The state tensors, in the order of the description. For `None`, the job writes zeros; but to a float32 "master"
-    /// of the record's shape, it writes the values.
+    /// The state tensors, in the order of the description. For `None`, the job writes zeros. There is one exception:
+    /// for a float32 tensor that is named "master" and has the record's shape, `None` makes the job write the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
-    /// Float32 tensors for state that the record's format does not store in float32: compact master weights, and
-    /// moments in 16 or 8 bits. The job rounds these tensors to the format, to nearest. If master weights are given,
-    /// `values` must be these weights, rounded.
+    /// Float32 contents for state that the record's format stores in fewer bits: compact master weights, and moments in
+    /// 16 or 8 bits. The job rounds each float32 number to the nearest number of the format. If master weights are
+    /// given, `values` must be the master weights, rounded to the dtype of the values.
     pub wide: WideState<Box<dyn Buffer>>,
-    /// The number of updates of the record that led to this state.
+    /// The number of updates that the record has had. It is 0 for a new record.
     pub step: u64,
 }
 
-/// The source of a state tensor's bytes.
+/// Where the first bytes of a state tensor come from.
 enum Source {
     Given(Box<dyn Buffer>),
     Zeros,
     Values,
 }
 
-/// A job that writes a [`First`] that fits its record.
+/// A job that writes a [`First`] to storage. `new` has checked that the tensors fit the record.
 pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
@@ -55,13 +56,13 @@ impl Fill {
         let name = &described.name;
         if first.state.len() != described.state.len() {
             let (got, wanted) = (first.state.len(), described.state.len());
-            return Err(Error::Invalid(format!("{name:?} has {wanted} state tensors, not {got}")));
+            return Err(Error::Invalid(format!("{name:?} has {wanted} state tensors, but {got} were given")));
         }
         let given = std::iter::once(Some(&first.values)).chain(first.state.iter().map(Option::as_ref));
         for (tensor, nbytes) in given.zip(&wanted) {
             if let Some(tensor) = tensor.filter(|tensor| tensor.len() != *nbytes) {
                 let got = tensor.len();
-                return Err(Error::Invalid(format!("a tensor of {name:?} has {nbytes} bytes, not {got}")));
+                return Err(Error::Invalid(format!("a tensor of {name:?} has {nbytes} bytes, but {got} were given")));
             }
         }
         let widens = |tensor: &StateTensor| {
@@ -72,7 +73,7 @@ impl Fill {
         };
         let element = described.dtype.bytes() as usize;
         if !first.values.is_empty() && !first.values.as_ptr().addr().is_multiple_of(element) {
-            return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
+            return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype; copy them")));
         }
         require_wide(described, &first.wide)?;
         let source = |(tensor, given): (&StateTensor, Option<Box<dyn Buffer>>)| match given {
@@ -92,7 +93,8 @@ impl Fill {
         }
     }
 
-    /// Rounds the tensors of `wide` to the record's format. `build` has filled the rest of the chunk.
+    /// Rounds one chunk of the tensors in `wide` to the format of the record. `build` has filled the rest of the
+    /// staging chunk before.
     fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let elements = bench.elements(record, chunk);
@@ -111,7 +113,7 @@ impl Fill {
             _ => false,
         };
         if negative {
-            return Err(Error::Invalid("a second moment is negative: exp_avg_sq is a mean of squares".into()));
+            return Err(Error::Invalid("a second moment is negative: give an exp_avg_sq of at least 0".into()));
         }
         let has_master = wide.master.is_some();
         encode(wide, state, bench.exec)?;
@@ -131,9 +133,12 @@ impl Fill {
         if let Some(at) = (0..elements.len()).find(differs) {
             let name = &bench.store.description().records[record].name;
             let (at, dtype) = (elements.start + at, self.dtype.name());
-            return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to {dtype}")));
+            return Err(Error::Invalid(format!(
+                "element {at} of {name:?} is not its master weight rounded to {dtype}; round the master weights to get \
+                 the values"
+            )));
         }
-        // Keep the payloads of given NaNs.
+        // Copy the given values, because rounding changes the payload bits of a NaN.
         rounded.copy_from_slice(&given);
         Ok(())
     }
@@ -144,7 +149,8 @@ impl Fill {
         let place = store.layout().extent(description, record, extent);
         let described = &description.records[record];
         let used = place.used_bytes as usize;
-        // Iterates over the state tensors that are cut into chunks, or over those that are not, each with its source.
+        // `sources(true)` yields the state tensors that are cut into chunks, and `sources(false)` yields all other
+        // state tensors. Each tensor comes with its source.
         let sources = |chunked: bool| {
             let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.grain > 0) == chunked;
             described.state.iter().zip(&self.state).filter(of)
@@ -154,7 +160,7 @@ impl Fill {
         match place.content {
             Content::Values { chunk } => {
                 let element = described.dtype.bytes() as usize;
-                // SAFETY: as above.
+                // SAFETY: only this turn uses the chunk now.
                 copied(
                     &*self.values,
                     bench.elements(record, chunk).start * element,
@@ -165,9 +171,9 @@ impl Fill {
                 let elements = bench.elements(record, chunk);
                 let mut filled = 0;
                 for ((_, at, nbytes), (tensor, source)) in bench.in_chunk(record, chunk).zip(sources(true)) {
-                    // SAFETY: as above.
+                    // SAFETY: only this turn uses the chunk now.
                     let bytes = unsafe { bytes_mut(part) };
-                    // The padding between two tensors is stored as zeros.
+                    // The padding between two tensors is stored, too, so fill it with zeros.
                     bytes[filled..at].fill(0);
                     filled = at + nbytes;
                     match source {
@@ -178,18 +184,18 @@ impl Fill {
                         Source::Zeros => bytes[at..filled].fill(0),
                         Source::Values => {
                             let values = floats(&*self.values, self.dtype, elements.start, elements.len());
-                            // SAFETY: as above; nothing uses `bytes` after this line.
+                            // SAFETY: only this turn uses the chunk now, and nothing uses `bytes` after this line.
                             let master = unsafe { elements_mut::<f32>(part, at, elements.len()) };
                             widen(values, master, bench.exec)?;
                         }
                     }
                 }
-                // SAFETY: as above.
+                // SAFETY: only this turn uses the chunk now.
                 unsafe { clear_from(part, filled) };
             }
             Content::Whole { tensor, part: index } => {
                 let before = (u64::from(index) * memascend_store::WHOLE_EXTENT_BYTES) as usize;
-                // SAFETY: as above.
+                // SAFETY: only this turn uses the chunk now.
                 let bytes = &mut unsafe { bytes_mut(part) }[..used];
                 match sources(false).nth(tensor as usize) {
                     Some((_, Source::Given(given))) => {
@@ -219,7 +225,8 @@ impl Work for Fill {
         bench.begin(record, self.step)
     }
 
-    /// The job takes one turn for each chunk, and one for each extent of a state tensor that is not cut into chunks.
+    /// The job takes one turn for each chunk, and one turn for each extent of a state tensor that is not cut into
+    /// chunks.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         bench.chunks_of(record) + bench.store.layout().extents_of(record) - bench.first_other_extent(record)
     }
@@ -243,8 +250,8 @@ impl Work for Fill {
     }
 }
 
-/// Returns an error if a tensor of `wide` does not have the size of the record in float32, is not aligned, or is of a
-/// kind that the record's format stores in float32 anyway.
+/// Returns an error if a tensor in `wide` is not aligned, or does not have the record's number of float32 elements.
+/// Also returns an error for a tensor that the record's format stores in float32, or does not store at all.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = described.elements() as usize * size_of::<f32>();
@@ -261,14 +268,16 @@ fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result
         if !fits || tensor.len() != nbytes || !(aligned || tensor.is_empty()) {
             let (got, format) = (tensor.len(), described.format.name());
             return Err(Error::Invalid(format!(
-                "a {what} of {got} bytes for {name:?}, which takes one of {nbytes} if its format, {format:?}, has none in float32"
+                "{name:?} cannot take a float32 {what} of {got} bytes: it must have {nbytes} aligned bytes, and the \
+                 format of \
+                 the record, {format:?}, must store a rounded {what}"
             )));
         }
     }
     Ok(())
 }
 
-/// Returns these elements of the float32 tensor `given`; `None` without a tensor.
+/// Returns the given range of elements of the float32 tensor `given`. Returns `None` if there is no tensor.
 fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Option<&'a [f32]> {
     match floats(given?, Dtype::F32, elements.start, elements.len()) {
         Floats::F32(part) => Some(part),
@@ -285,11 +294,12 @@ fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// Fills `out` with the bytes of a caller's buffer, from its byte `start` on.
+/// Fills `out` with bytes of a caller's buffer, beginning with byte `start` of the buffer.
 pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
     // SAFETY: the assertion above keeps the range inside `memory`, which stays mapped while it is borrowed.
     let first = unsafe { memory.as_ptr().add(start) };
-    // SAFETY: as above; nothing writes to the buffer ([Note: handed-over memory]), and `out` is borrowed exclusively.
+    // SAFETY: the assertion above keeps the range inside `memory`. Nothing writes to `memory` ([Note: handed-over
+    // memory]), and `out` is borrowed exclusively.
     unsafe { std::ptr::copy_nonoverlapping(first, out.as_mut_ptr(), out.len()) };
 }

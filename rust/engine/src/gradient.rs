@@ -1,8 +1,8 @@
-//! Defines gradients: memory that a job holds until it has used it, or a source that lends the gradient window by
-//! window.
+//! Defines gradients. A gradient is either host memory that a job holds, or a source that lends the gradient one window
+//! after the other.
 //!
-//! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to the buffer's memory until
-//! the engine drops the buffer. So any thread of the engine may read the memory without a lock.
+//! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to the memory of the buffer
+//! until the engine drops the buffer. So every thread of the engine may read this memory without a lock.
 
 use std::{cell::Cell, ptr::NonNull, sync::Arc};
 
@@ -11,7 +11,7 @@ use memascend_store::{Buffer, Dtype, Store};
 
 use crate::{Cause, Error, Result};
 
-/// A parameter's gradient, contiguous in the parameter's own order.
+/// The gradient of a parameter. Its elements are contiguous, in the order of the parameter's elements.
 pub struct Gradient {
     memory: Memory,
     dtype: Dtype,
@@ -19,7 +19,7 @@ pub struct Gradient {
 
 enum Memory {
     Here(Arc<Host>),
-    /// Outside host memory. `window` is the range that `source` lent last.
+    /// The gradient is outside host memory, for example on a GPU. `window` is the range that `source` lent last.
     Away {
         source: Box<Source>,
         nbytes: usize,
@@ -27,7 +27,7 @@ enum Memory {
     },
 }
 
-/// A gradient in host memory, which several threads may read.
+/// A gradient in host memory. Several threads may read it.
 pub(crate) struct Host(Box<dyn Buffer>);
 
 // SAFETY: nothing writes to the memory ([Note: handed-over memory]), so any thread may read it.
@@ -47,13 +47,14 @@ impl std::ops::Deref for Host {
     }
 }
 
-/// Lends a gradient that the engine cannot read where it is, such as one on a device. `source(start, nbytes)` returns a
-/// window of host memory that has these bytes of the gradient; it may have more bytes if they cost nothing. The window
-/// must stay unchanged until the next call of any source of this engine. The engine calls sources on its own thread, in
-/// order. A source must not wait for the engine.
+/// A function that lends a gradient which the engine cannot read directly, for example a gradient on a GPU.
+/// `source(start, nbytes)` returns a window of host memory with `nbytes` bytes of the gradient, beginning with byte
+/// `start`. The window may have more bytes of the gradient if they cost nothing. The window must stay unchanged until
+/// the engine calls a source again, even the source of another gradient. The engine calls all sources on one thread,
+/// one after the other. A source must not wait for the engine.
 pub type Source = dyn Fn(usize, usize) -> std::result::Result<Window, Cause> + Send;
 
-/// A range of a gradient's bytes that is in host memory.
+/// A range of a gradient's bytes in host memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
     address: NonNull<u8>,
@@ -61,15 +62,16 @@ pub struct Window {
     nbytes: usize,
 }
 
-// SAFETY: only the engine's thread reads the window, between two calls of its source.
+// SAFETY: only the thread of the engine reads the window, between two calls of the source.
 unsafe impl Send for Window {}
 
 impl Window {
-    /// Describes `nbytes` bytes of a gradient from its byte `start` on, which are at `address`.
+    /// Describes `nbytes` bytes of a gradient, beginning with byte `start` of the gradient. `address` points to these
+    /// bytes.
     ///
     /// # Safety
-    /// `address` must be valid for reads of `nbytes` bytes and aligned for the gradient's dtype. Nothing may write to
-    /// the memory until the next call of any source of the same engine, or until all jobs of this source have ended.
+    /// `address` must be valid for reads of `nbytes` bytes, and aligned for the dtype of the gradient. Nothing may
+    /// write to this memory until the engine calls a source again, or until all jobs of this source have ended.
     #[must_use]
     pub unsafe fn new(address: NonNull<u8>, start: usize, nbytes: usize) -> Self {
         Self { address, start, nbytes }
@@ -77,27 +79,33 @@ impl Window {
 }
 
 impl Gradient {
-    /// Creates a gradient of `dtype` in `memory`, which must be aligned for this dtype.
+    /// Creates a gradient of `dtype` in `memory`. The memory must be aligned for `dtype`.
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
         let element = require_float(dtype)?;
         if !memory.is_empty()
             && (!memory.as_ptr().addr().is_multiple_of(element) || !memory.len().is_multiple_of(element))
         {
-            return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
+            return Err(Error::Invalid(format!(
+                "the gradient's memory does not hold whole, aligned elements of {}",
+                dtype.name()
+            )));
         }
         Ok(Self { memory: Memory::Here(Host::new(memory)), dtype })
     }
 
-    /// Creates a gradient of `nbytes` bytes of `dtype`, which `source` lends window by window.
+    /// Creates a gradient of `nbytes` bytes of `dtype`. The engine calls `source` for each window of the gradient.
     pub fn lent(source: Box<Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
-            return Err(Error::Invalid(format!("{nbytes} bytes are not a whole number of {}", dtype.name())));
+            return Err(Error::Invalid(format!(
+                "a gradient of {nbytes} bytes does not have a whole number of {} elements",
+                dtype.name()
+            )));
         }
         Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
-    /// Returns the gradient's size in bytes. A job occupies this many bytes of the queue's bound until it has used the
-    /// gradient.
+    /// Returns the size of the gradient in bytes. These bytes count towards the queue's bound until the job has used
+    /// the gradient.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         match &self.memory {
@@ -106,11 +114,13 @@ impl Gradient {
         }
     }
 
-    /// Returns the gradient's host memory; an error if a source lends the gradient.
+    /// Returns the host memory of the gradient. Returns an error if a source lends the gradient.
     pub(crate) fn memory(&self) -> Result<Arc<Host>> {
         match &self.memory {
             Memory::Here(memory) => Ok(Arc::clone(memory)),
-            Memory::Away { .. } => Err(Error::Invalid("the gradient of a record in RAM must be in host memory".into())),
+            Memory::Away { .. } => Err(Error::Invalid(
+                "the gradient of a record in RAM must be in host memory: copy the gradient to host memory first".into(),
+            )),
         }
     }
 
@@ -127,8 +137,8 @@ impl Gradient {
         self.dtype
     }
 
-    /// Returns `nbytes` bytes from byte `start` on. Panics if they exceed the gradient. Bytes that a source lent are
-    /// valid until the next call of any source of the engine.
+    /// Returns `nbytes` bytes of the gradient, beginning with byte `start`. Panics if the gradient ends before this
+    /// range ends. Bytes that a source lent are valid until the engine calls a source again.
     pub(crate) fn bytes(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
         let first = self.at(store, record, start, nbytes)?;
         // SAFETY: `at` checked the range. `self` keeps the memory mapped, and nothing writes to it ([Note: handed-over
@@ -136,24 +146,26 @@ impl Gradient {
         Ok(unsafe { elements(first, 0, nbytes) })
     }
 
-    /// Returns `count` elements from element `start` on, like [`Gradient::bytes`].
+    /// Returns `count` elements of the gradient, beginning with element `start`. Otherwise like [`Gradient::bytes`].
     pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
         let element = self.dtype.bytes() as usize;
         let first = self.at(store, record, start * element, count * element)?;
-        // SAFETY: as in `bytes`; the memory is aligned for the dtype, as `Gradient::new` and `Window::new` require.
+        // SAFETY: `at` checked the range, and nothing writes to the memory. The memory is aligned for the dtype, as
+        // `Gradient::new` and `Window::new` require.
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
-    /// Returns `count` elements of a float64 gradient from element `start` on, like [`Gradient::bytes`].
+    /// Returns `count` elements of a float64 gradient, beginning with element `start`. Otherwise like
+    /// [`Gradient::bytes`].
     pub(crate) fn doubles(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<&[f64]> {
         assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
         let first = self.at(store, record, start * size_of::<f64>(), count * size_of::<f64>())?;
-        // SAFETY: as in `part`.
+        // SAFETY: `at` checked the range, nothing writes to the memory, and the memory is aligned for float64.
         Ok(unsafe { elements(first, 0, count) })
     }
 
-    /// Returns the address of `nbytes` bytes from byte `start` on. Calls the source if its last window lacks these
-    /// bytes.
+    /// Returns the address of `nbytes` bytes of the gradient, beginning with byte `start`. Calls the source if its last
+    /// window does not have all of these bytes.
     fn at(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<*const u8> {
         assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
         let (memory, from) = match &self.memory {
@@ -172,12 +184,12 @@ impl Gradient {
                 (lent.address.as_ptr().cast_const(), lent.start)
             }
         };
-        // SAFETY: the assertions above keep the range inside the memory, or inside the lent window.
+        // SAFETY: the assertions above keep the range inside the memory of the gradient, or inside the window.
         Ok(unsafe { memory.add(start - from) })
     }
 }
 
-/// Returns the bytes of an element of `dtype`; an error if a gradient cannot have this dtype.
+/// Returns the size of an element of `dtype` in bytes. Returns an error if a gradient cannot have this dtype.
 fn require_float(dtype: Dtype) -> Result<usize> {
     if dtype != Dtype::F64 {
         require_update(dtype)?;
@@ -185,40 +197,44 @@ fn require_float(dtype: Dtype) -> Result<usize> {
     Ok(dtype.bytes() as usize)
 }
 
-/// Returns an error if the update kernels take no gradient of `dtype`.
+/// Returns an error if the update kernels cannot use a gradient of `dtype`.
 pub(crate) fn require_update(dtype: Dtype) -> Result<()> {
     if matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
         return Ok(());
     }
-    Err(Error::Invalid(format!("a gradient of {}: float32, bfloat16 and float16 have an update", dtype.name())))
+    Err(Error::Invalid(format!(
+        "the engine cannot update with a gradient of {}: use float32, bfloat16 or float16",
+        dtype.name()
+    )))
 }
 
-/// Returns `count` elements from element `start` on of memory that holds float64, under the conditions of [`floats`].
+/// Returns `count` float64 elements of `memory`, beginning with element `start`. `memory` must be aligned for float64.
 pub(crate) fn doubles(memory: &dyn Buffer, start: usize, count: usize) -> &[f64] {
     assert!((start + count) * size_of::<f64>() <= memory.len(), "elements past the end of a tensor");
-    // SAFETY: as in `floats`, for float64.
+    // SAFETY: the assertion above keeps the elements inside `memory`. The memory is aligned for float64 and stays
+    // mapped while it is borrowed, and nothing writes to it meanwhile.
     unsafe { elements(memory.as_ptr(), start, count) }
 }
 
-/// Returns `count` elements from element `start` on. `memory` must be aligned for `dtype`, which must be float32,
-/// bfloat16 or float16.
+/// Returns `count` elements of `memory`, beginning with element `start`. `dtype` must be float32, bfloat16 or float16.
+/// `memory` must be aligned for `dtype`.
 pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize) -> Floats<'_> {
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
-    // SAFETY: the assertion above keeps the elements inside `memory`, which is aligned for the dtype and stays mapped
-    // while it is borrowed. Nothing writes to it meanwhile: neither callers ([Note: handed-over memory]) nor the turn
-    // that owns a staging chunk.
+    // SAFETY: the assertion above keeps the elements inside `memory`. The memory is aligned for the dtype and stays
+    // mapped while it is borrowed. Callers do not write to it meanwhile ([Note: handed-over memory]). If it is a
+    // staging chunk, only the turn that owns the chunk could write to it, and this turn is reading.
     unsafe { floats_at(memory.as_ptr(), dtype, start, count) }
 }
 
 /// # Safety
-/// The conditions of [`elements`], for the element type of `dtype`.
+/// The conditions of [`elements`] must hold for the element type of `dtype`.
 unsafe fn floats_at<'a>(memory: *const u8, dtype: Dtype, start: usize, count: usize) -> Floats<'a> {
     match dtype {
         // SAFETY: the caller meets the conditions of `elements` for this type.
         Dtype::F32 => Floats::F32(unsafe { elements(memory, start, count) }),
-        // SAFETY: as for `F32`.
+        // SAFETY: the caller meets the conditions of `elements` for this type.
         Dtype::Bf16 => Floats::Bf16(unsafe { elements::<Bf16>(memory, start, count) }),
-        // SAFETY: as for `F32`.
+        // SAFETY: the caller meets the conditions of `elements` for this type.
         _ => Floats::F16(unsafe { elements::<F16>(memory, start, count) }),
     }
 }

@@ -1,4 +1,4 @@
-//! Defines jobs, which the pipeline runs, and [`Work`], which each kind of job implements in a file of its own.
+//! Defines jobs, which the pipeline runs. Each kind of job implements the trait [`Work`].
 
 use std::sync::Arc;
 
@@ -8,28 +8,30 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// A function call for [`Caller`](crate::caller::Caller). When its result arrives, the call has dropped everything that
-/// it captured.
+/// A function call that [`Caller`](crate::caller::Caller) runs. The call drops everything that it captured, and the
+/// pipeline gets the result only after that.
 pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// A kind of job: defines what each turn reads, computes and writes. The pipeline decides the order of turns.
+/// A kind of job. It defines what each turn reads, computes and writes. The pipeline decides the order of the turns.
 pub(crate) trait Work: Send {
-    /// Returns the bytes of the caller's tensors that the job holds until it has used them.
+    /// Returns how many bytes of the caller's tensors the job holds.
     fn nbytes(&self) -> usize {
         0
     }
 
-    /// True if the job belongs to a step and so counts towards `Counters::queued_peak`; first values do not.
+    /// True if the job belongs to a step. Only such a job can raise `Counters::queued_peak`. A job that writes first
+    /// values does not belong to a step.
     fn is_of_a_step(&self) -> bool {
         true
     }
 
-    /// True if our own kernels do the arithmetic. Several threads may then update one record of the RAM tier in place.
+    /// True if kernels of this library compute the update, and false if a function of the user computes it. The kernels
+    /// can update one record of the RAM tier in place, on several threads.
     fn is_ours(&self) -> bool {
         true
     }
 
-    /// Returns what the job, if it succeeds, leaves in its record's place for a spilled gradient.
+    /// Returns what the record's place for a spilled gradient contains after the job has succeeded.
     fn leaves(&self) -> Leaves {
         Leaves::Same
     }
@@ -43,43 +45,44 @@ pub(crate) trait Work: Send {
     /// Prepares the record before the first turn.
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()>;
 
-    /// Returns the number of turns. Each turn gets a staging chunk of its own.
+    /// Returns the number of turns of the job. Each turn gets one staging chunk.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         bench.chunks_of(record)
     }
 
-    /// Begins the reads of a turn. Dropping a read waits for it.
+    /// Starts the reads of a turn. Dropping a [`Read`] waits until the read has ended.
     fn reads<'a>(&self, _bench: &Workbench<'a>, _turn: &Turn) -> Result<Vec<Read<'a>>> {
         Ok(Vec::new())
     }
 
-    /// Returns the turn, if any, whose arithmetic is a call on the thread of [`Caller`](crate::caller::Caller).
-    /// Meanwhile the pipeline reads, computes and writes turns of other jobs. This turn reads and writes nothing, and
-    /// the job's next turn begins after the call.
+    /// Returns the turn in which [`Caller`](crate::caller::Caller) calls a function on a separate thread. Returns
+    /// `None` if the job has no such turn. The turn reads and writes nothing. During the call, the pipeline reads,
+    /// computes and writes turns of other jobs. The next turn of this job begins after the call.
     fn called_at(&self, _bench: &Workbench<'_>, _record: usize) -> Option<u32> {
         None
     }
 
-    /// Returns the call of the turn that [`Work::called_at`] names.
+    /// Returns the function call for the turn that [`Work::called_at`] returns.
     fn call(&self, _bench: &Workbench<'_>, _turn: &Turn) -> Result<Call> {
-        Err(Error::Invalid("a job without a function to call".into()))
+        Err(Error::Invalid("report this bug: a job has no function to call".into()))
     }
 
-    /// Does the arithmetic of a turn that [`Work::called_at`] does not name, after the turn's reads have ended.
+    /// Computes a turn after its reads have ended. The pipeline does not call `compute` for the turn that
+    /// [`Work::called_at`] returns.
     fn compute(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()>;
 
-    /// Begins the writes of a turn. Dropping a write waits for it.
+    /// Starts the writes of a turn. Dropping a [`Write`] waits until the write has ended.
     fn writes<'a>(&self, _bench: &mut Workbench<'a>, _turn: &Turn) -> Result<Vec<Write<'a>>> {
         Ok(Vec::new())
     }
 
-    /// Returns the counter that the pipeline increments once the last turn is computed.
+    /// Returns the counter of this kind of job. The pipeline increments the counter once the last turn is computed.
     fn counted<'a>(&self, _counters: &'a mut Counters) -> Option<&'a mut u64> {
         None
     }
 }
 
-/// A job on one record, and the mark through which callers follow it.
+/// A job on one record. Callers follow the progress of the job through its mark.
 pub(crate) struct Job {
     pub(crate) work: Box<dyn Work>,
     pub(crate) mark: Arc<Mark>,
@@ -90,7 +93,7 @@ impl Job {
         Self::boxed(record, Box::new(work))
     }
 
-    /// Creates an urgent job: it goes before all jobs that are not urgent, because a caller waits to compute with its
+    /// Creates an urgent job. The pipeline runs it before all jobs that are not urgent, because a caller waits for its
     /// results.
     pub(crate) fn urgent(record: usize, work: impl Work + 'static) -> Self {
         Self { work: Box::new(work), mark: Arc::new(Mark::urgent(record)) }

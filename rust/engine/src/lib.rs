@@ -1,12 +1,13 @@
-//! Updates the training state of a store in a pipeline: reads a chunk of state, computes, and writes it to the slot
-//! that is not live.
+//! Updates the training state of a store in a pipeline. The pipeline reads a chunk of state, computes the update, and
+//! writes the updated chunk to the slot that the last commit does not use.
 //!
-//! An [`Engine`] owns a few staging chunks and one thread. [`Engine::update`] queues a parameter's gradient and returns
-//! at once; it waits only while the queue already holds [`Options::queue_bytes_max`] bytes of gradients.
-//! [`Engine::finish`] waits until every update is staged; [`Engine::commit`] makes the step live, [`Engine::discard`]
-//! drops it.
+//! An [`Engine`] owns one thread and a few staging chunks, the buffers through which the state passes.
+//! [`Engine::update`] queues the update of one parameter and returns at once. It waits only if the queue has no room
+//! for the gradient ([`Options::queue_bytes_max`]). [`Engine::finish`] waits until every update is staged.
+//! [`Engine::commit`] makes the staged step the valid state of the store, and [`Engine::discard`] drops the staged
+//! step.
 
-#![expect(clippy::cast_possible_truncation, reason = "64-bit sizes are sizes in memory, and usize has 64 bits here")]
+#![expect(clippy::cast_possible_truncation, reason = "usize has 64 bits here, so a 64-bit size fits into it")]
 
 mod apply;
 mod caller;

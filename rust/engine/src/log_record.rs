@@ -1,5 +1,5 @@
-//! Appends the gradient of a record in RAM to the log. If the record is due (`Store::is_due`), also stages the whole
-//! record in its state before the step.
+//! Appends the gradient of a record in RAM to the gradient log. If the record is due (`Store::is_due`), also stages the
+//! whole record, as it was before the step.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, bytes_of, clear_from},
 };
 
-/// A gradient for the log: as the caller gave it, before any factor.
+/// A gradient for the log. It is the gradient that the caller gave, before it is multiplied by any factor.
 pub(crate) struct Logged {
     memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -26,12 +26,13 @@ impl Logged {
     }
 }
 
-/// A job that writes a record in RAM during the backward: its gradient, the whole record, or both. The update itself is
-/// applied in memory after the commit.
+/// A job that writes data of a record in RAM during the backward: the gradient, the whole record, or both. The update
+/// runs in memory after the commit.
 pub(crate) struct RamTierWrite {
-    /// The gradient, if it is logged. `Store::begin_append` has reserved its place in the log.
+    /// The gradient that the job writes to the log, or `None` if the job only writes the record. `Store::begin_append`
+    /// has reserved the place of the gradient in the log.
     pub(crate) gradient: Option<Logged>,
-    /// Whether to stage the whole record, as it is in memory.
+    /// True if the job stages the whole record, as it is in memory.
     pub(crate) whole: bool,
 }
 
@@ -49,7 +50,7 @@ impl Work for RamTierWrite {
         let start = bench.elements(turn.record, turn.index).start * bytes_of(gradient.dtype);
         // SAFETY: only this turn uses the chunk now ([Note: a turn owns its staging chunk]).
         copied(&**gradient.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
-        // SAFETY: as above. The rest of the last page is stored as zeros.
+        // SAFETY: only this turn uses the chunk now. The unused rest of the last page of `part` is stored as zeros.
         unsafe { clear_from(&part, used) };
         Ok(())
     }
@@ -61,7 +62,7 @@ impl Work for RamTierWrite {
             writes.push(bench.append(turn, gradient.dtype)?);
         }
         if self.whole {
-            // On an error, dropping `writes` waits for the writes that were begun.
+            // On an error, Rust drops `writes`. The drop waits until the started writes have ended.
             for extent in bench.extents_of_chunk(record, chunk) {
                 writes.push(bench.stage_in_ram(record, extent)?);
             }
@@ -70,7 +71,7 @@ impl Work for RamTierWrite {
     }
 }
 
-/// True if updates of a record may be logged: all of its state is cut into chunks.
+/// True if the log may store updates of the record. This requires that all state of the record is cut into chunks.
 pub(crate) fn may_log(store: &Store, record: usize) -> bool {
     store.description().records[record].whole().next().is_none()
 }

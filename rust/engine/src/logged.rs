@@ -1,4 +1,4 @@
-//! Applies gradients of the log with the kernels that would have applied them in their step.
+//! Applies gradients of the gradient log, with the same kernels that apply gradients in a step.
 
 use memascend_math::{Rule, scale};
 use memascend_store::{Dtype, Shared, Store};
@@ -12,12 +12,12 @@ use crate::{
     workbench::{Workbench, floats, floats_mut, paged},
 };
 
-/// Returns the bytes of a turn's chunk of a logged gradient, in whole pages.
+/// Returns how many bytes of a logged gradient belong to the chunk of the turn, rounded up to whole pages.
 pub(crate) fn chunk_bytes(bench: &Workbench<'_>, turn: &Turn, dtype: Dtype) -> usize {
     paged(bench.elements(turn.record, turn.index).len(), dtype).1
 }
 
-/// Decodes a rule of the log; an error if the record does not have the state that the rule needs.
+/// Decodes a rule of the log. Returns an error if the record does not have the state that the rule needs.
 pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let (taken, factors) = rule::taken(rule)?;
     let described = &store.description().records[record];
@@ -31,10 +31,14 @@ pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Logg
         return Ok((taken, factors));
     }
     let (name, rule) = (&described.name, &rule.name);
-    Err(Error::Invalid(format!("the store's log has gradients for {name:?} by {rule:?}, for which it has no state")))
+    Err(Error::Invalid(format!(
+        "the store's log has gradients of {name:?} for the rule {rule:?}, but {name:?} does not have the state that \
+         this \
+         rule needs: open the store with the version of memascend that wrote it"
+    )))
 }
 
-/// Updates a turn's chunk by a logged gradient, and multiplies the factors into `gradient` itself.
+/// Updates the chunk of a turn with a logged gradient. First multiplies `gradient` by each factor, in place.
 pub(crate) fn applied(
     bench: &Workbench<'_>,
     turn: &Turn,
@@ -54,7 +58,8 @@ pub(crate) fn applied(
     }
 }
 
-/// Registers the engine's kernels with a store, which applies its log with them for callers that read without a replay.
+/// Registers the engine's kernels with a store. The store calls these kernels to apply its log for a caller that reads
+/// the store before the log is replayed.
 pub fn apply_logs(store: &Store) {
     store.apply_with(|store, logged| {
         let apply = || {

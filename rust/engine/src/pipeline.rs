@@ -1,14 +1,15 @@
 //! Overlaps reads, arithmetic and writes of several turns, in a fixed order.
 //!
-//! The pipeline takes turns in the order of the queue, across jobs. It reads into half of the staging chunks, ahead of
-//! the turn that it computes, while it writes from the other half. The order of operations depends on the jobs alone,
-//! never on time, so that a run on a simulated device can be repeated. The pipeline begins a job once no operation of
-//! an earlier job of the same record is in flight.
+//! The pipeline runs the turns of all jobs, in the order of the queue. It computes one turn at a time. Meanwhile it
+//! reads the next turns into half of the staging chunks, and writes earlier turns from the other half. The order of
+//! operations depends on the jobs alone, never on time, so that a run on a simulated device can be repeated. The
+//! pipeline begins a job after all operations of earlier jobs of the same record have ended.
 //!
 //! A function that gets a whole record runs on the thread of [`Caller`]. Meanwhile the pipeline writes the previous
-//! such record and reads the next one, if the engine has memory for two. The pipeline never polls the call. It waits
-//! for the call before it starts the next function, and when nothing else is left to do. So no two functions run at
-//! once, and the turns that free a record's memory wait for earlier turns only.
+//! whole record and reads the next whole record, if the engine has memory for two whole records. The pipeline never
+//! polls the call. It waits for the call in two cases: before it starts the next function, and if nothing else is left
+//! to do. So two functions never run at once. A turn that frees the memory of a whole record waits for earlier turns
+//! only, so there is no deadlock.
 
 use std::{
     cell::Cell,
@@ -31,27 +32,28 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// Default number of staging chunks. A disk that four requests of 1 MiB keep busy needs more than four chunks: the
-/// engine computes one chunk, and a chunk whose last request is in flight has no further request for the disk until
-/// that request ends. In a model of such a disk, with a spin loop for the arithmetic, 4 chunks reached 0.8 of the speed
-/// of pure I/O, 12 chunks reached at least 0.95, and 16 chunks were no faster than 12.
+/// The default number of staging chunks. Take a disk that is busy only with four requests of 1 MiB in flight. Four
+/// chunks are too few for this disk. The engine computes one of the four chunks. For another chunk, perhaps only the
+/// last request is in flight. So the four chunks together may have fewer than four requests in flight. A benchmark
+/// simulated such a disk, with a spin loop as the arithmetic. With 4 chunks, the pipeline reached 0.8 of the speed of
+/// I/O without arithmetic. With 12 chunks, it reached at least 0.95. With 16 chunks, it was no faster than with 12.
 pub const CHUNKS_DEFAULT: usize = 12;
-/// The longest wait for a staging chunk. A chunk is free once the pipeline has waited for its last write. If no chunk
-/// becomes free within this time, functions have kept tensors of chunks.
+/// The longest time that the pipeline waits for a staging chunk. A chunk becomes free when its last write has ended. If
+/// no chunk becomes free within this time, functions of the user have kept tensors of chunks.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A job that has begun. Fields drop in this order: first `work` with the caller's tensors, then `_room`, which frees
-/// their bytes in the queue.
+/// A job that has begun. Rust drops the fields in their order. So `work` drops the caller's tensors before `_room`
+/// subtracts the bytes of these tensors from the queue.
 struct Begun<'a> {
     work: Box<dyn Work>,
     turns: u32,
-    /// The turn whose arithmetic runs on the thread of [`Caller`].
+    /// The turn in which [`Caller`] calls a function on a separate thread. `None` if the job has no such turn.
     called_at: Option<u32>,
     _room: Room<'a>,
     running: Rc<Running<'a>>,
 }
 
-/// A job's share of the queue's bound. Dropping it frees the share.
+/// The bytes that a job occupies in the queue. Dropping a `Room` frees these bytes.
 struct Room<'a> {
     queue: &'a Queue,
     nbytes: usize,
@@ -64,18 +66,20 @@ impl Drop for Room<'_> {
     }
 }
 
-/// Marks a job as running until its last write has ended, or the job failed.
+/// The sign that a job is running. It is dropped after the last write of the job has ended, or after the job has
+/// failed.
 struct Running<'a> {
     store: &'a Store,
     queue: &'a Queue,
     mark: Arc<Mark>,
-    /// True once a write of the job failed, or was dropped without a wait.
+    /// True once a write of the job has failed, or was dropped before the pipeline waited for it.
     failed: Cell<bool>,
 }
 
 impl Running<'_> {
-    /// Records the first error of the step before the job ends. So a caller that finds the job ended, or finds no
-    /// spilled gradient, finds the reason, too. The error of an urgent job ends that job alone, and the step goes on.
+    /// Records an error of the job before the job ends. So a caller that finds the job ended, or finds no spilled
+    /// gradient, also finds the reason. The queue keeps only the first error of a step. An error of an urgent job ends
+    /// only this job, and the step continues.
     fn record_error(&self, result: Result<()>) -> Result<()> {
         let Err(error) = &result else { return Ok(()) };
         if self.mark.urgent {
@@ -98,8 +102,8 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Forgets the record's spilled gradient if the job with this mark was to write it and failed or was dropped: the place
-/// then does not hold the gradient that the caller wanted there.
+/// Forgets the spilled gradient of a record, if the job with this mark should have written the gradient. Call this if
+/// the job failed or was dropped: the store then does not have the gradient that the caller spilled.
 pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     if mark.leaves == Leaves::Gradient {
         // `set_spilled` fails only for a record without a place for gradients.
@@ -108,13 +112,14 @@ pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
 }
 
 impl Begun<'_> {
-    /// True if the turn calls a function, on this thread or on that of [`Caller`].
+    /// True if the turn calls a function of the user, on the thread of the pipeline or on the thread of [`Caller`].
     fn calls(&self, turn: u32) -> bool {
         self.called_at.map_or_else(|| !self.work.is_ours(), |called_at| called_at == turn)
     }
 }
 
-/// A turn that is being read. `reads` drops before the staging chunk in `turn`, and waits for the reads.
+/// A turn that is being read. Rust drops `reads` before `turn`. So the reads have ended before `turn` frees the staging
+/// chunk.
 struct Reading<'a> {
     reads: Vec<Read<'a>>,
     turn: Turn,
@@ -129,21 +134,23 @@ struct Writing<'a> {
 
 /// The state of the pipeline's thread.
 pub(crate) struct Pipeline<'a> {
-    /// The first field, so that unwinding waits for the call before it drops the call's job.
+    /// This field comes first, so that a panic drops it first. The drop waits for the running call, which uses data of
+    /// the job in `calling`.
     caller: Caller,
     bench: Workbench<'a>,
     queue: &'a Queue,
     staging: &'a Scratch,
     chunks: usize,
-    /// The job whose turns are being begun, and its next turn.
+    /// The job that the pipeline is working on, and the next turn of this job.
     current: Option<(Rc<Begun<'a>>, u32)>,
-    /// An urgent job, whose turns go before the turns of `current`, and its next turn.
+    /// The urgent job that the pipeline is working on, and the next turn of this job. Its turns run before the turns of
+    /// `current`.
     urgent: Option<(Rc<Begun<'a>>, u32)>,
     /// The job whose function `caller` runs now, and the turn of that call.
     calling: Option<(Rc<Begun<'a>>, u32)>,
-    /// Jobs whose functions have returned, and their next turns. These turns go before new jobs.
+    /// Jobs whose functions have returned, each with its next turn. These turns run before the turns of new jobs.
     called: VecDeque<(Rc<Begun<'a>>, u32)>,
-    /// A job that the pipeline has taken from the queue and that cannot begin yet.
+    /// A job that the pipeline has taken from the queue but cannot begin yet.
     next: Option<Job>,
     reading: VecDeque<Reading<'a>>,
     writing: VecDeque<Writing<'a>>,
@@ -203,10 +210,10 @@ impl<'a> Pipeline<'a> {
         self.reading.is_empty() && self.calling.is_none() && self.writing.is_empty()
     }
 
-    /// Begins the reads of the next turns, then computes the first turn that is being read. If no turn is being read,
-    /// waits for the call and the writes.
+    /// Starts the reads of the next turns, then computes the first turn whose reads were started. If there is no such
+    /// turn, waits for the writes, or for the function call if there are no writes.
     fn turn(&mut self) -> Result<()> {
-        // Read ahead at least one turn, and at most half of the chunks.
+        // Read at least one turn ahead. Use half of the staging chunks, rounded up, for turns that are being read.
         let ahead_max = self.chunks.div_ceil(2);
         while self.reading.len() < ahead_max {
             let Some((job, turn)) = self.next_turn()? else { break };
@@ -218,7 +225,7 @@ impl<'a> Pipeline<'a> {
         if let Some(reading) = self.reading.pop_front() {
             return self.compute(reading);
         }
-        // No turn is being read: only the call and the writes are left to wait for.
+        // No turn is left to compute. Wait for the call only if there are no writes to wait for.
         if self.writing.is_empty() {
             self.finish_call()?;
         }
@@ -229,8 +236,8 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Returns the next turn of the current job, or the first turn of the next job. Waits for a job only when nothing
-    /// is in flight.
+    /// Returns the next turn to read. This is a turn of the urgent job, else of the current job, else of a new job.
+    /// Waits for a new job only if nothing is in flight.
     fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
             if let Some((job, turn)) = self.urgent.take() {
@@ -248,7 +255,8 @@ impl<'a> Pipeline<'a> {
                 if turn == job.turns || job.running.mark.is_cancelled() {
                     continue;
                 }
-                // A job continues after its call through `called`, not through `current`.
+                // If this turn calls a function, `called` keeps the job after the call. So `current` must not keep the
+                // job.
                 if job.called_at != Some(turn) {
                     self.current = Some((Rc::clone(&job), turn + 1));
                 }
@@ -256,7 +264,7 @@ impl<'a> Pipeline<'a> {
             }
             let or_wait = self.is_still();
             let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
-            // Urgent jobs need not wait: they change no data that an earlier job of the record uses.
+            // An urgent job does not wait, because it changes no data that an earlier job of the record uses.
             if !job.mark.urgent && self.is_in_flight(job.mark.record) {
                 self.next = Some(job);
                 return Ok(None);
@@ -275,7 +283,7 @@ impl<'a> Pipeline<'a> {
             || self.writing.iter().any(|writing| writing.running.mark.record == record)
     }
 
-    /// Begins a job, or returns it if memory that it needs is not free yet.
+    /// Begins a job. Returns the job instead if the memory that it needs is not free yet.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
         let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.record) };
         if matches!(claimed, Ok(false)) && !self.is_still() {
@@ -369,8 +377,8 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Waits for the function that is being called, if any. The remaining turns of the function's job then go before
-    /// new jobs.
+    /// Waits for the function call that is running, if there is one. The remaining turns of the job that made the call
+    /// then run before new jobs.
     fn finish_call(&mut self) -> Result<()> {
         let Some((job, turn)) = self.calling.take() else { return Ok(()) };
         let began = Instant::now();
@@ -401,13 +409,14 @@ impl<'a> Pipeline<'a> {
         writing.running.record_error(result)
     }
 
-    /// Ends the step after an error: records the first error, drops waiting jobs, and drains operations in flight.
+    /// Ends the step after an error: records the first error, drops the waiting jobs, and waits for the operations in
+    /// flight.
     fn fail(&mut self, error: Error) {
         let mut state = self.queue.lock();
         state.failed.get_or_insert(error);
         let mut waiting = state.drop_waiting(None);
         drop(state);
-        // Urgent jobs go on, with their reads and writes.
+        // Urgent jobs continue, so keep their reads and writes.
         let (kept, ended) = mem::take(&mut self.writing).into_iter().partition(|one| one.running.mark.urgent);
         self.writing = kept;
         let ended: VecDeque<Writing<'_>> = ended;
@@ -424,8 +433,8 @@ impl<'a> Pipeline<'a> {
             lose_spilled(self.bench.store, &job.mark);
         }
         drop(waiting);
-        // This comes last, because `wait` resumes a panic of the function. The step has failed already, so the call's
-        // result is dropped.
+        // Wait for the call last, because `wait` panics if the function has panicked. The result of the call does not
+        // matter, because the step has failed already.
         if let Some(calling) = self.calling.take() {
             drop(self.caller.wait());
             drop(calling);
@@ -442,7 +451,10 @@ fn count(work: &dyn Work, counters: &mut Counters) {
     }
 }
 
-/// Returns the error for staging memory that is not free although no operation in flight uses it.
+/// Returns the error for staging memory that is not free, although no operation in flight uses it.
 fn kept() -> Error {
-    Error::Usage("tensors of a chunk are kept beyond the function that got them; drop them".into())
+    Error::Usage(
+        "a function returned but still holds tensors of its chunk: delete these tensors before the function returns"
+            .into(),
+    )
 }

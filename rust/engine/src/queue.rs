@@ -1,4 +1,5 @@
-//! Queues jobs up to a bound in bytes. A backward that makes gradients faster than the disk writes them waits for room.
+//! Queues jobs, up to a bound in bytes. If a backward makes gradients faster than the disk writes them, the backward
+//! waits for room in the queue.
 
 use std::{
     collections::VecDeque,
@@ -18,7 +19,7 @@ use crate::{
 #[derive(Default)]
 pub(crate) struct QueueState {
     jobs: VecDeque<Job>,
-    /// Urgent jobs, which go before `jobs`.
+    /// Urgent jobs. The pipeline takes them before the jobs in `jobs`.
     urgent: VecDeque<Job>,
     /// The marks of the jobs that the pipeline has taken and that have not ended.
     running: Vec<Arc<Mark>>,
@@ -26,17 +27,17 @@ pub(crate) struct QueueState {
     pub(crate) queued_bytes: usize,
     /// True while the pipeline has a job, or an operation in flight.
     busy: bool,
-    /// Number of [`Pause`]s that are not dropped. Their owners change data that urgent jobs read, so the pipeline
-    /// begins no urgent job meanwhile.
+    /// The number of living [`Pause`]s. While a [`Pause`] lives, the pipeline begins no urgent job, because the owner
+    /// of the [`Pause`] changes data that urgent jobs read.
     pauses: u32,
     pub(crate) closing: bool,
-    /// The first error of the step. `failure` returns it once; after that the step can only be discarded.
+    /// The first error of the step. `failure` returns this error once. After that, the step can only be discarded.
     pub(crate) failed: Option<Error>,
     /// True once `failure` has returned `failed`.
     pub(crate) is_reported: bool,
-    /// The error that ended the pipeline's thread before `closing`. No job runs after it.
+    /// The error that ended the pipeline's thread before the engine was closed. No job runs after this error.
     ended_by: Option<Error>,
-    /// `piped` has the counts of the pipeline, `counters` has the counts of all other code.
+    /// `piped` has the counts of the pipeline. `counters` has the counts of all other code.
     pub(crate) piped: Counters,
     pub(crate) counters: Counters,
 }
@@ -52,8 +53,8 @@ impl QueueState {
         self.ended_by.clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the step's error on the first call; on later calls, an error which says that the step can only be
-    /// discarded.
+    /// Returns the error of a failed step. The first call returns the error itself. Later calls return an error which
+    /// says that the step can only be discarded.
     pub(crate) fn failure(&mut self) -> Result<()> {
         self.alive()?;
         match &self.failed {
@@ -75,7 +76,8 @@ impl QueueState {
         self.running.retain(|running| !Arc::ptr_eq(running, mark));
     }
 
-    /// Subtracts the bytes of a job that the pipeline took but never began, and removes its mark from `running`.
+    /// Removes a job that the pipeline took but never began: subtracts the bytes of the job, and removes its mark from
+    /// `running`.
     pub(crate) fn dropped(&mut self, job: &Job) {
         self.queued_bytes -= job.mark.nbytes;
         self.ended(&job.mark);
@@ -91,18 +93,18 @@ impl QueueState {
         self.marks().any(|known| Arc::ptr_eq(known, mark))
     }
 
-    /// Returns the contents that the record's place for a spilled gradient will have if all jobs of the record succeed.
+    /// Returns what the place for a spilled gradient of the record will contain if all jobs of the record succeed.
     pub(crate) fn leaves(&self, record: usize) -> Leaves {
         let of_record = self.marks().filter(|mark| mark.record == record && mark.leaves != Leaves::Same);
         of_record.last().map_or(Leaves::Same, |mark| mark.leaves)
     }
 
-    /// Returns the marks of the running jobs, then those of the waiting jobs, in the order in which the jobs run.
+    /// Returns the marks of the running jobs, then the marks of the waiting jobs, in the order in which the jobs run.
     fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
         self.running.iter().chain(self.urgent.iter().chain(&self.jobs).map(|job| &job.mark))
     }
 
-    /// Cancels the running jobs that are not urgent; if `record` is given, only that record's.
+    /// Cancels the running jobs that are not urgent. If `record` is given, cancels only jobs of this record.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         self.running
             .iter()
@@ -110,8 +112,8 @@ impl QueueState {
             .for_each(|mark| mark.cancel());
     }
 
-    /// Ends the queue: every present waiter and later caller gets `error`. Returns the waiting jobs, and the marks of
-    /// all jobs.
+    /// Ends the queue. Every caller that waits now, and every later caller, gets `error`. Returns the waiting jobs, and
+    /// the marks of all jobs.
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
@@ -123,7 +125,8 @@ impl QueueState {
         (dropped, marks)
     }
 
-    /// Removes and returns the waiting jobs that are not urgent; if `record` is given, only that record's.
+    /// Removes and returns the waiting jobs that are not urgent. If `record` is given, removes only jobs of this
+    /// record.
     pub(crate) fn drop_waiting(&mut self, record: Option<usize>) -> Vec<Job> {
         let (dropped, kept): (Vec<Job>, Vec<Job>) =
             self.jobs.drain(..).partition(|job| record.is_none_or(|record| job.mark.record == record));
@@ -133,7 +136,7 @@ impl QueueState {
     }
 }
 
-/// Holds back urgent jobs until it is dropped.
+/// While a `Pause` lives, the pipeline begins no urgent job.
 pub(crate) struct Pause<'a>(&'a Queue);
 
 impl Drop for Pause<'_> {
@@ -147,10 +150,10 @@ impl Drop for Pause<'_> {
 pub(crate) struct Queue {
     state: Guarded<QueueState>,
     bytes_max: usize,
-    /// The pipeline's thread. It must not wait for the engine, that is, for itself.
+    /// The thread of the pipeline. It must not wait for the engine, because it would wait for itself.
     worker: OnceLock<ThreadId>,
-    /// The thread on which functions are called. The pipeline waits for this thread, so this thread must not wait for
-    /// the engine either.
+    /// The thread that calls the functions of the user. The pipeline waits for this thread, so this thread must not
+    /// wait for the engine.
     caller: OnceLock<ThreadId>,
 }
 
@@ -159,17 +162,17 @@ impl Queue {
         Self { state: Guarded::default(), bytes_max, worker: OnceLock::new(), caller: OnceLock::new() }
     }
 
-    /// Registers the current thread as the pipeline's.
+    /// Registers the current thread as the pipeline's thread.
     pub(crate) fn work_here(&self) {
         self.worker.get_or_init(|| thread::current().id());
     }
 
-    /// Registers the thread on which functions are called.
+    /// Registers the thread that calls the functions of the user.
     pub(crate) fn calls_on(&self, thread: ThreadId) {
         self.caller.get_or_init(|| thread);
     }
 
-    /// True if the current thread is the pipeline's, or the one on which functions are called.
+    /// True if the current thread is the pipeline's thread, or the thread that calls the functions of the user.
     pub(crate) fn is_worker(&self) -> bool {
         let here = Some(&thread::current().id());
         self.worker.get() == here || self.caller.get() == here
@@ -183,8 +186,8 @@ impl Queue {
         self.state.notify_all();
     }
 
-    /// Adds a job once the queue has room for its bytes. A job with more bytes than the bound is added once the queue
-    /// is empty.
+    /// Adds a job once the queue has room for its bytes. A job whose bytes exceed the bound is added once the queue is
+    /// empty.
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
@@ -198,7 +201,7 @@ impl Queue {
         let mut state = self.wait(wait, "room in the queue", has_room)?;
         state.failure()?;
         if state.closing {
-            return Err(Error::Usage("the engine has been closed".into()));
+            return Err(Error::Usage("the engine has been closed; start a new engine".into()));
         }
         state.queued_bytes += bytes;
         if job.work.is_of_a_step() {
@@ -210,13 +213,13 @@ impl Queue {
         Ok(())
     }
 
-    /// Adds a job whose results a caller waits for. The job goes before all jobs that are not urgent, and is accepted
-    /// even in a failed step.
+    /// Adds an urgent job, whose results a caller waits for. The pipeline runs this job before all jobs that are not
+    /// urgent. The queue accepts it even if the step has failed.
     pub(crate) fn push_urgent(&self, job: Job) -> Result<()> {
         let mut state = self.lock();
         state.alive()?;
         if state.closing {
-            return Err(Error::Usage("the engine has been closed".into()));
+            return Err(Error::Usage("the engine has been closed; start a new engine".into()));
         }
         state.urgent.push_back(job);
         drop(state);
@@ -224,8 +227,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits until `ready` returns true. The pipeline then begins no urgent job until the returned [`Pause`] is
-    /// dropped.
+    /// Waits until `ready` returns true. From then on, the pipeline begins no urgent job until the returned [`Pause`]
+    /// is dropped.
     pub(crate) fn paused(
         &self,
         wait: &mut Wait<'_>,
@@ -238,7 +241,7 @@ impl Queue {
         Ok(Pause(self))
     }
 
-    /// Takes the next urgent job. Returns `None` if no urgent job waits, or if a [`Pause`] is not dropped yet.
+    /// Takes the next urgent job. Returns `None` if no urgent job waits, or if a [`Pause`] lives.
     pub(crate) fn next_urgent(&self) -> Option<Job> {
         let mut state = self.lock();
         let job = state.take_urgent()?;
@@ -247,8 +250,9 @@ impl Queue {
         Some(job)
     }
 
-    /// Takes the next job. Returns `None` if no job waits and `or_wait` is false, or if the engine is closing. The
-    /// pipeline sets `or_wait` only when it has nothing in flight. So the queue counts as idle if no job waits then.
+    /// Takes the next job. If no job waits, `or_wait` decides: if it is false, returns `None`; if it is true, waits for
+    /// a job, and returns `None` only if the engine is closing. The pipeline sets `or_wait` only if nothing is in
+    /// flight. So the queue counts as idle during this wait.
     pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -271,7 +275,7 @@ impl Queue {
         }
     }
 
-    /// Waits until `ready` returns true. The lock is free while `wait.keep_waiting` runs.
+    /// Waits until `ready` returns true. Does not hold the lock while `wait.keep_waiting` runs.
     pub(crate) fn wait(
         &self,
         wait: &mut Wait<'_>,
@@ -279,7 +283,10 @@ impl Queue {
         ready: impl Fn(&QueueState) -> bool,
     ) -> Result<MutexGuard<'_, QueueState>> {
         if self.is_worker() {
-            return Err(Error::Usage("a function on the engine's thread cannot wait for the engine".into()));
+            return Err(Error::Usage(
+                "a function that the engine runs cannot wait for the engine: wait after the function has returned"
+                    .into(),
+            ));
         }
         let waited = self.state.wait_until(wait, ready);
         waited.map_err(|ended| memascend_store::Error::of_wait(ended, what).into())

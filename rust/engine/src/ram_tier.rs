@@ -1,5 +1,5 @@
-//! Keeps the gradients and updates of the RAM tier's records until their step is committed. Where a streamed record
-//! spills its gradient to storage, a record in RAM keeps its gradient in memory here.
+//! Keeps the gradients and updates of records in RAM until their step is committed. The gradient of a streamed record
+//! is spilled to storage. The gradient of a record in RAM stays in memory here.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -22,28 +22,29 @@ use crate::{
     workbench::{Workbench, bytes_mut, floats},
 };
 
-/// An update of a record in RAM that waits for its step.
+/// An update of a record in RAM. It waits for the commit of its step.
 pub(crate) struct Waiting {
     pub(crate) record: usize,
-    /// The number of this update in the record's count of updates.
+    /// The number of this update, counted from 1 over all updates of the record.
     pub(crate) step: u64,
     pub(crate) work: Box<dyn Work>,
-    /// Whether the update is applied in memory after the commit; otherwise the pipeline stages it before the commit.
+    /// True if the update is applied in memory after the commit. Otherwise the pipeline stages the update before the
+    /// commit.
     pub(crate) applies: bool,
-    /// The update's rule for the log, if the log has its gradient.
+    /// The rule of the update that the log stores. `None` if the gradient is not in the log.
     pub(crate) rule: Option<LoggedRule>,
 }
 
-/// Waiting updates and kept gradients of records in RAM.
+/// The waiting updates and the kept gradients of all records in RAM.
 #[derive(Default)]
 pub(crate) struct RamTierGradients(Mutex<WaitingUpdates>);
 
 #[derive(Default)]
 pub(crate) struct WaitingUpdates {
     jobs: Vec<Waiting>,
-    /// The records of `jobs`. This is a set because each new update looks up its record among thousands of jobs.
+    /// The records of `jobs`. A set is used because each new update looks up its record among thousands of jobs.
     records: HashSet<usize>,
-    /// Gradients that are kept in memory instead of spilled, by record.
+    /// The gradients that are kept in memory and not spilled, by record.
     kept: BTreeMap<usize, Arc<Kept>>,
     /// Bytes of gradients in `jobs` and `kept`. Each change updates this number, because summing thousands of jobs
     /// would take long.
@@ -67,7 +68,7 @@ impl WaitingUpdates {
         self.peak = self.peak.max(self.bytes);
     }
 
-    /// Removes the jobs for which `asked` is true, and returns them in their order.
+    /// Removes the jobs for which `asked` returns true, and returns these jobs in the order of `jobs`.
     fn take(&mut self, asked: impl Fn(&Waiting) -> bool) -> Vec<Waiting> {
         let (taken, left): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(asked);
         self.jobs = left;
@@ -83,7 +84,7 @@ impl WaitingUpdates {
         self.records.remove(&job.record);
     }
 
-    /// Sets or removes the kept gradient of a record, and returns the previous one.
+    /// Sets or removes the kept gradient of a record. Returns the gradient that was kept before.
     fn replace_kept(&mut self, record: usize, kept: Option<Kept>) -> Option<Arc<Kept>> {
         let bytes = kept.as_ref().map_or(0, |kept| kept.memory.len());
         let replaced = match kept {
@@ -105,7 +106,9 @@ impl RamTierGradients {
     pub(crate) fn require_none(&self, store: &Store, record: usize) -> Result<()> {
         if self.lock().records.contains(&record) {
             let name = &store.description().records[record].name;
-            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+            return Err(Error::Usage(format!(
+                "an update of {name:?} is staged already; commit or discard the step first"
+            )));
         }
         Ok(())
     }
@@ -118,8 +121,8 @@ impl RamTierGradients {
         state.jobs.push(waiting);
     }
 
-    /// Returns the step's head for the log: the updates whose gradients the log has, and the deferred updates. Returns
-    /// `None` if there are no such updates.
+    /// Returns the head of the step for the log. The head lists the updates whose gradients are in the log, and the
+    /// deferred updates. Returns `None` if the step has no such updates.
     pub(crate) fn head(&self, deferred: Vec<(usize, u64, LoggedRule)>) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
         let state = self.lock();
@@ -135,8 +138,8 @@ impl RamTierGradients {
         (!head.updates.is_empty()).then_some(head)
     }
 
-    /// Removes and returns the next update that the pipeline stages before the commit. The caller queues one update at
-    /// a time, so an interrupt loses no update that is still in `jobs`.
+    /// Removes and returns the next update that the pipeline stages before the commit. The caller takes and queues one
+    /// update at a time. So the remaining updates are still in `jobs` if Ctrl-C interrupts the caller.
     pub(crate) fn next_through(&self) -> Option<Waiting> {
         let mut state = self.lock();
         let at = state.jobs.iter().position(|job| !job.applies)?;
@@ -145,13 +148,14 @@ impl RamTierGradients {
         Some(job)
     }
 
-    /// Returns record and update number of the updates that are applied in memory. The updates stay in `jobs`.
+    /// Returns the record and the number of each update that is applied in memory after the commit. The updates stay in
+    /// `jobs`.
     pub(crate) fn applying(&self) -> Vec<(usize, u64)> {
         self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.record, job.step)).collect()
     }
 
-    /// Removes and returns the updates that are applied in memory: first those by our own kernels, then calls of
-    /// functions.
+    /// Removes and returns the updates that are applied in memory after the commit. The first list has the updates by
+    /// kernels of this library. The second list has the calls of functions of the user.
     pub(crate) fn take_applying(&self) -> (Vec<Waiting>, Vec<Waiting>) {
         let applying = self.lock().take(|job| job.applies);
         applying.into_iter().partition(|job| job.work.is_ours())
@@ -162,7 +166,7 @@ impl RamTierGradients {
         !self.lock().jobs.is_empty()
     }
 
-    /// Drops waiting updates; if `record` is given, only that record's. Kept gradients stay.
+    /// Drops the waiting updates. If `record` is given, drops only the update of this record. The kept gradients stay.
     pub(crate) fn discard(&self, record: Option<usize>) {
         let dropped = self.lock().take(|job| record.is_none_or(|record| job.record == record));
         // Drop the callers' buffers without holding the lock.
@@ -171,8 +175,8 @@ impl RamTierGradients {
 
     // --- gradients that are kept in memory instead of spilled -----------------------
 
-    /// Keeps a gradient in memory. With `adds`, adds it to the kept gradient: computes in fp32 (float64 gradients: in
-    /// float64), and rounds the sum once, to the kept gradient's dtype.
+    /// Keeps a gradient in memory. With `adds`, adds `gradient` to the gradient that is kept already. Computes this sum
+    /// in fp32, or in float64 for float64 gradients. Rounds the sum once, to the dtype of the kept gradient.
     pub(crate) fn keep(&self, store: &Store, record: usize, gradient: &Gradient, adds: bool) -> Result<()> {
         let dtype = spill_dtype(store, record)?;
         let given = gradient.memory()?;
@@ -183,8 +187,8 @@ impl RamTierGradients {
         Ok(())
     }
 
-    /// Returns the sum of the kept gradient and `given`, in new memory: the kept gradient may be in the caller's
-    /// memory, which must not change.
+    /// Returns the sum of the kept gradient and `given`, in new memory. The kept gradient itself must not change,
+    /// because it may be in memory of the caller.
     fn sum(&self, store: &Store, record: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(record).ok_or_else(|| crate::spill::nothing(store, record))?;
         let mut own = Own::copy_of(&**kept.memory);
@@ -207,7 +211,8 @@ impl RamTierGradients {
     }
 }
 
-/// A gradient of a record in RAM. It is kept in memory, while a streamed record would spill it to storage.
+/// The gradient of a record in RAM, which is kept in memory. The gradient of a streamed record would be spilled to
+/// storage.
 pub(crate) struct Kept {
     pub(crate) memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -215,7 +220,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Copies a chunk of the gradient to the part of the staging chunk into which a spilled gradient would be read.
+    /// Copies a chunk of the gradient to the staging chunk, to the part that is reserved for a spilled gradient.
     pub(crate) fn lay(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let (part, used) = bench.spill_part(turn.record, turn.index, &turn.memory)?;
         let element = self.dtype.bytes() as usize;
@@ -229,7 +234,9 @@ impl Kept {
     pub(crate) fn read(&self, store: &Store, record: usize, into: &mut dyn Buffer) -> Result<()> {
         if into.len() != self.memory.len() {
             let (name, wanted, got) = (&store.description().records[record].name, self.memory.len(), into.len());
-            return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
+            return Err(Error::Invalid(format!(
+                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}"
+            )));
         }
         // SAFETY: both buffers are mapped while they are borrowed, and have the same length; `into` is borrowed
         // exclusively.
@@ -238,7 +245,8 @@ impl Kept {
     }
 }
 
-/// Returns the check (finite or not, sum of squares) of a gradient, merged chunk by chunk as for a spilled gradient.
+/// Returns the [`Check`] of a gradient: whether all elements are finite, and the sum of their squares. Checks one chunk
+/// after the other, as a `Spill` job does.
 fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Check> {
     let (mut found, exec) = (Check::NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
@@ -250,7 +258,7 @@ fn measured(store: &Store, record: usize, memory: &dyn Buffer, dtype: Dtype) -> 
     Ok(found)
 }
 
-/// A gradient in memory that the engine owns, aligned for any dtype.
+/// A gradient in memory that the engine has allocated. The memory is aligned for any dtype.
 struct Own {
     words: Vec<u64>,
     nbytes: usize,
@@ -279,9 +287,9 @@ impl Own {
             // SAFETY: the assertion above keeps the elements inside `words`, which is aligned for the three types and
             // borrowed exclusively. Every bit pattern is a float.
             Dtype::F32 => FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
-            // SAFETY: as above.
+            // SAFETY: the assertion above keeps the elements inside `words`, and `words` is borrowed exclusively.
             Dtype::Bf16 => FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
-            // SAFETY: as above.
+            // SAFETY: the assertion above keeps the elements inside `words`, and `words` is borrowed exclusively.
             _ => FloatsMut::F16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
         }
     }

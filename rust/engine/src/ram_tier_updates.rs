@@ -1,5 +1,5 @@
-//! Applies updates to records in RAM after their step is committed. An update is arithmetic alone, which cannot fail
-//! half-way.
+//! Applies updates to records in RAM after the commit of their step. Such an update only computes in memory, so it
+//! cannot fail half-way.
 
 use std::{
     sync::{
@@ -15,14 +15,14 @@ use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
 use crate::{Result, error::catch_panic, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
-/// The longest wait for a staging chunk. Only these threads use staging chunks after a commit, so no thread waits this
-/// long.
+/// The longest time that a thread waits for a staging chunk. After a commit, only the threads of [`Workers`] use
+/// staging chunks, and there is a chunk for each of them. So no thread waits this long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Updates chunks of records in RAM on several threads.
 pub(crate) struct Workers<'a> {
     pub(crate) store: &'a Store,
-    /// Each thread leases one staging chunk, for data that is not in the RAM tier's extents, such as a gradient.
+    /// The staging chunks. Each thread leases one chunk, for data that is not in the RAM tier, such as a gradient.
     pub(crate) staging: &'a Scratch,
     pub(crate) threads: usize,
 }
@@ -30,13 +30,13 @@ pub(crate) struct Workers<'a> {
 /// Updates that several threads read.
 struct SharedUpdates<'a>(Vec<(Waiting, InMemoryUpdate<'a>)>);
 
-// SAFETY: threads only read the updates, and nothing writes to the gradient of a record in RAM: it is host memory
-// ([Note: handed-over memory]).
+// SAFETY: threads only read the updates. Nothing writes to the gradient of a record in RAM, because the gradient is in
+// host memory ([Note: handed-over memory]).
 unsafe impl Sync for SharedUpdates<'_> {}
 
 impl Workers<'_> {
-    /// Returns an error if anything but an update wrote to the values of these records. Runs before the commit, so the
-    /// step can be discarded.
+    /// Returns an error if code other than an update has changed the values of these records. Runs before the commit,
+    /// so that the step can still be discarded.
     pub(crate) fn check(&self, records: &[(usize, u64)]) -> Result<()> {
         let chunks = self.chunks(records.iter().map(|&(record, _)| record));
         self.each(chunks.len(), &|next| {
@@ -47,8 +47,8 @@ impl Workers<'_> {
         })
     }
 
-    /// Applies updates whose commit was made. After an error the store returns an error to every caller: memory matches
-    /// no step.
+    /// Applies updates after their commit. If an update fails, the store returns an error to every later caller,
+    /// because the records in memory then belong to no step.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
         let applied = catch_panic(|| self.applied(waiting));
@@ -77,15 +77,16 @@ impl Workers<'_> {
         Ok(chunks.len() as u64)
     }
 
-    /// Returns all chunks of `records`: the record's position in `records`, the record, the chunk.
+    /// Returns all chunks of `records`. For each chunk, returns the position of its record in `records`, the record,
+    /// and the index of the chunk.
     fn chunks(&self, records: impl Iterator<Item = usize>) -> Vec<(usize, usize, u32)> {
         let of =
             |(number, record)| (0..self.store.layout().chunks_of(record)).map(move |chunk| (number, record, chunk));
         records.enumerate().flat_map(of).collect()
     }
 
-    /// Runs `work` on `self.threads` threads, or on `count` threads if that is fewer. `work` takes numbers from the
-    /// counter, which all threads share, until a number reaches `count`.
+    /// Runs `work` on `self.threads` threads, but on at most `count` threads. All threads share one counter. Each
+    /// thread takes numbers from the counter until a number reaches `count`.
     fn each(&self, count: usize, work: &(dyn Fn(&AtomicUsize) -> Result<()> + Sync)) -> Result<()> {
         let next = AtomicUsize::new(0);
         let threads = self.threads.min(count).max(1);

@@ -1,5 +1,5 @@
-//! Updates a record in a reduced format (moments in 16 or 8 bits, master weights that are compact or absent), or with
-//! the state of torch's SGD.
+//! Updates a record in a reduced format, or with the state of SGD in torch. A reduced format has moments in 16 or 8
+//! bits, or has master weights that are compact, or has no master weights.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Format, Master, MomentForm, Record, key_of};
@@ -10,23 +10,25 @@ use crate::{
     workbench::{Workbench, clear_from},
 };
 
-/// True if the state is in a reduced format. For the other formats, `Plain` and `Compact`, the fp32 kernels do Adam's
-/// updates.
+/// True if the state is in a reduced format. The formats `Plain` and `Compact` are not reduced: for these two formats,
+/// the fp32 kernels compute Adam.
 pub(crate) fn is_reduced(record: &Record) -> bool {
     !matches!(record.format, Format::Plain | Format::Compact)
 }
 
-/// Updates one chunk in place. The read of the chunk has completed.
+/// Updates one chunk in place. The read of the chunk must have ended.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     let described = &bench.store.description().records[turn.record];
     let state = chunk(bench, turn)?;
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
-    // Stochastic rounding draws by the element's index in the whole parameter, so shards draw alike.
+    // Stochastic rounding draws a random number for the index of an element in the whole parameter. So the result does
+    // not depend on the shards of the parameter.
     let first = bench.store.first_element(turn.record) + bench.elements(turn.record, turn.index).start as u64;
     Ok(update(state, gradient, rule, Position { random, first }, bench.exec)?)
 }
 
-/// Returns the state of a turn's chunk. Writes zeros to the unused rest of the values' last page.
+/// Returns the weights and moments of the chunk of a turn. Fills the unused rest of the last page of the values with
+/// zeros.
 pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
     let &Turn { record, index: chunk, ref memory } = turn;
     let described = &bench.store.description().records[record];
@@ -38,8 +40,9 @@ pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced
     let first = state.map_or(0, |state| state.as_ptr().as_ptr().expose_provenance());
     let places = bench.in_chunk(record, chunk).map(|(_, at, _)| first + at);
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
-    // SAFETY: as above; the tensors of a chunk are disjoint in its extent and aligned to 64 bytes. The extent is mapped
-    // while the turn holds its memory, or, in the RAM tier, while the store holds it.
+    // SAFETY: only this turn uses the chunk now. The tensors of a chunk are disjoint in its extent, and aligned to 64
+    // bytes. An extent in a staging chunk stays mapped while the turn holds the chunk. An extent in the RAM tier stays
+    // mapped while the store holds the RAM tier.
     unsafe { form.at(elements, values.as_ptr().as_ptr().expose_provenance(), places) }
 }
 
@@ -50,14 +53,14 @@ pub struct Form {
     pub format: Format,
     /// The dtype of the values.
     pub dtype: Dtype,
-    /// Whether the state has SGD's one moment instead of Adam's two. If this is false, [`Format::Plain`] state has no
-    /// moment at all.
+    /// True if the state has one moment, the momentum of SGD. If false, the state has the two moments of Adam, or no
+    /// moment if the format is [`Format::Plain`].
     pub has_momentum: bool,
 }
 
 impl Form {
-    /// Returns the state of `elements` elements. The values begin at address `values`, and the state tensors, in their
-    /// order, at the addresses of `state`.
+    /// Returns the weights and moments of `elements` elements. `values` is the address of the values. `state` gives the
+    /// address of each state tensor, in the order of the tensors.
     ///
     /// # Safety
     /// Each address must be valid for the elements that belong to it, aligned for their type, and not borrowed
@@ -88,7 +91,7 @@ impl Form {
                 Weights::Compact { values, rest, rounded_up }
             }
             (Master::None, values) => Weights::Stochastic(values),
-            (Master::Compact, _) => return Err(Error::Invalid("a compact record that is not bfloat16".into())),
+            (Master::Compact, _) => return Err(Error::Invalid("compact master weights need bfloat16 values".into())),
         };
         let has_second = !self.has_momentum;
         let moments = match form {
@@ -112,7 +115,7 @@ impl Form {
     }
 }
 
-/// Makes one slice for each address, in their order.
+/// Makes one slice from each address. `next` uses the addresses in their order.
 struct Tensors<I>(I);
 
 impl<I: Iterator<Item = usize>> Tensors<I> {
@@ -124,7 +127,7 @@ impl<I: Iterator<Item = usize>> Tensors<I> {
     }
 
     fn next<'a, T>(&mut self, count: usize) -> Result<&'a mut [T]> {
-        let lacks = || Error::Invalid("a record whose state is not that of its format".into());
+        let lacks = || Error::Invalid("the state has fewer tensors than its format needs".into());
         let address = self.0.next().ok_or_else(lacks)?;
         if count == 0 {
             return Ok(&mut []);

@@ -1,4 +1,4 @@
-//! Replays the gradient log of a store that was not closed, with the kernels that would have applied it.
+//! Replays the gradient log of a store that was not closed. Uses the same kernels that apply gradients in a step.
 
 use std::{
     collections::VecDeque,
@@ -20,7 +20,7 @@ use crate::{
     workbench::{Read, Workbench, Write, inside},
 };
 
-/// Number of gradients of a chunk that are read ahead.
+/// The number of gradients that a turn reads ahead.
 const AHEAD: usize = 4;
 
 /// A job that applies the logged gradients of one record.
@@ -30,16 +30,17 @@ struct RecordReplay {
     rules: Vec<(Taken, Vec<f32>)>,
     /// Memory for the gradients that are read ahead.
     room: Arc<Scratch>,
-    /// Bytes of gradients applied so far, over all records.
+    /// How many bytes of gradients the replay has applied so far, counted over all records.
     done: Arc<AtomicU64>,
     step: u64,
 }
 
 impl Engine {
-    /// Applies the gradients in the store's log, writes their records whole, and commits these as a part of the last
-    /// step; the store has no log afterwards. Returns `false` if the store had no log. Verifies all data that it reads
-    /// before it writes any ([`Store::check_log`](memascend_store::Store::check_log)). `progress` gets the bytes of
-    /// gradients done and in total. If it returns `false`, the replay ends and the store stays as it was.
+    /// Applies the gradients in the log of the store. Then writes the updated records whole, and commits them as a part
+    /// of the last step. After that, the store has no log. Returns `false` if the store had no log. Before the first
+    /// write, verifies all data that the replay will read ([`Store::check_log`](memascend_store::Store::check_log)).
+    /// `progress` gets two numbers: the bytes of gradients that are done, and the bytes of all gradients. If `progress`
+    /// returns `false`, the replay ends, and the store stays as it was.
     ///
     /// No other job may be queued during the replay.
     pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
@@ -61,8 +62,8 @@ impl Engine {
             jobs.push(Job::new(record, RecordReplay { replay, rules, room, done, step }));
         }
         let mut report = || progress(done.load(Relaxed), all);
-        // Verify first: staging overwrites the previous commit, which `existing="previous"` opens if the last commit is
-        // damaged.
+        // Verify first, because staging overwrites the previous commit. If the last commit is damaged, the user can
+        // still open the previous commit with `existing="previous"`.
         store.check_log(&mut report)?;
         let replayed = if report() { self.replayed(jobs, &mut report) } else { Err(interrupted()) };
         if replayed.is_err() {

@@ -1,15 +1,18 @@
-//! Encodes the rule of a logged gradient (kernel, hyperparameters, factors), and decodes it.
+//! Encodes and decodes the rule of a logged gradient: the kernel, the hyperparameters, and the factors of the gradient.
 
 use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule, Scalars};
 use memascend_store::{LoggedRule, Record};
 
 use crate::{Error, Result, reduced::is_reduced};
 
-/// Adam on float32 moments; the log stores the scalars that the kernel computes with.
+/// The name of the rule for Adam on float32 moments. With this rule, the log stores the scalars that the kernel
+/// computes with.
 const ADAM: &str = "adam";
-/// SGD on torch's own state, with or without momentum; the log stores the hyperparameters.
+/// The name of the rule for SGD on float32 state, with or without momentum. With this rule, the log stores the
+/// hyperparameters.
 const MOMENTUM: &str = "momentum";
-/// Adam and momentum on state in a reduced format; the log stores the hyperparameters.
+/// The names of the rules for Adam, and for SGD with momentum, on state in a reduced format. With these two rules, the
+/// log stores the hyperparameters.
 const REDUCED_ADAM: &str = "adam in a format";
 const REDUCED_MOMENTUM: &str = "momentum in a format";
 
@@ -21,14 +24,14 @@ pub(crate) enum Taken {
     Momentum(Momentum),
 }
 
-/// Returns the log's rule for an update by Adam with these hyperparameters, which multiplies the gradient by each
-/// factor in turn.
+/// Returns the rule that the log stores for an update by Adam. The update multiplies the gradient by each factor, one
+/// after the other.
 fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<LoggedRule> {
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
 
-/// Returns the log's rule for an update of the record `described`, which multiplies the gradient by each factor in
-/// turn.
+/// Returns the rule that the log stores for an update of the record `described`. The update multiplies the gradient by
+/// each factor, one after the other.
 pub fn rule_of(described: &Record, numbers: &Rule, factors: &[f32]) -> Result<LoggedRule> {
     match numbers {
         Rule::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
@@ -50,7 +53,7 @@ fn rule(name: &str, arithmetic: u32, numbers: &[(&str, u64)], factors: &[f32]) -
     }
 }
 
-/// A number that the log stores as its bits.
+/// A type of number that the log stores as bits.
 trait Number: Sized {
     fn to_log(self) -> u64;
     fn from_log(bits: u64) -> Option<Self>;
@@ -82,13 +85,14 @@ numbers! {
 fn number<N: Number>(rule: &LoggedRule, name: &str) -> Result<N> {
     let kernel = &rule.name;
     let found = rule.numbers.iter().find(|(known, _)| known == name);
-    let lacks = || Error::Invalid(format!("the store's log says nothing of {name:?} for {kernel:?}"));
+    let lacks = || Error::Invalid(format!("the store's log has no {name:?} for the rule {kernel:?}"));
     let &(_, bits) = found.ok_or_else(lacks)?;
-    let wrong = || Error::Invalid(format!("the store's log says {bits:#x} of {name:?}, which is no float32"));
+    let wrong = || Error::Invalid(format!("the store's log has {bits:#x} as {name:?}, which is not a float32"));
     N::from_log(bits).ok_or_else(wrong)
 }
 
-/// Defines two functions: one encodes the fields of a struct for the log, each under its name; the other decodes them.
+/// Defines two functions for a struct. The first function encodes the fields for the log, each field under its name.
+/// The second function decodes the fields.
 macro_rules! named_numbers {
     ($of:ident, $encode:ident, $decode:ident, [$($field:ident),*]) => {
         fn $encode(of: &$of) -> Vec<(&'static str, u64)> {
@@ -120,7 +124,7 @@ named_numbers!(
     [lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed]
 );
 
-/// Decodes a rule and its factors; an error if this version does not know the rule.
+/// Decodes a rule and its factors. Returns an error if this version of memascend does not know the rule.
 pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let taken = match (rule.name.as_str(), rule.arithmetic) {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),
@@ -129,7 +133,8 @@ pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
         (MOMENTUM, REDUCED_ARITHMETIC) => Taken::Momentum(momentum(rule)?),
         (name, arithmetic) => {
             return Err(Error::Invalid(format!(
-                "the store's log has gradients for {name:?} with arithmetic {arithmetic}, which this version of memascend \
+                "the store's log has gradients for the rule {name:?} with arithmetic {arithmetic}, which this version \
+                 of memascend \
                  does not know: open the store with the version that wrote it, and close it there"
             )));
         }
@@ -187,9 +192,9 @@ mod tests {
         let other = LoggedRule { arithmetic: 2, ..rule.clone() };
         assert!(taken(&other).is_err_and(|error| error.to_string().contains("\"adam\" with arithmetic 2")));
         let other = LoggedRule { numbers: rule.numbers[1..].to_vec(), ..rule.clone() };
-        assert!(taken(&other).is_err_and(|error| error.to_string().contains("nothing of \"grad_factor\"")));
+        assert!(taken(&other).is_err_and(|error| error.to_string().contains("has no \"grad_factor\"")));
         let numbers = rule.numbers.iter().map(|(name, bits)| (name.clone(), bits | 1 << 40)).collect();
-        assert!(taken(&LoggedRule { numbers, ..rule }).is_err_and(|error| error.to_string().contains("no float32")));
+        assert!(taken(&LoggedRule { numbers, ..rule }).is_err_and(|error| error.to_string().contains("not a float32")));
         Ok(())
     }
 

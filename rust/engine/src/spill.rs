@@ -15,11 +15,11 @@ use crate::{
 
 /// A job that spills a gradient to its record's place for a spilled gradient.
 pub(crate) struct Spill {
-    /// `None`: the job copies the spilled gradient to the record's other place.
+    /// The gradient to write. With `None`, the job copies the spilled gradient to the other place of its record.
     gradient: Option<Gradient>,
-    /// Whether the job adds the gradient to the spilled gradient, in the spilled gradient's dtype.
+    /// True if the job adds the gradient to the spilled gradient, in the dtype of the spilled gradient.
     adds: bool,
-    /// The check (finite or not, sum of squares) of the chunks computed so far.
+    /// The [`Check`] of the chunks computed so far: whether all elements are finite, and the sum of their squares.
     so_far: Cell<Check>,
 }
 
@@ -29,13 +29,14 @@ impl Spill {
         Ok(Self { gradient: Some(gradient), adds, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// Creates a job that copies the spilled gradient to a place that the next commit can name.
+    /// Creates a job that copies the spilled gradient to the other place of its record, which the next commit can name.
     pub(crate) fn again(store: &Store, record: usize) -> Result<Self> {
         required(store, record)?;
         Ok(Self { gradient: None, adds: true, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// Returns an error if the gradient's dtype or number of elements is not that of the record's place for gradients.
+    /// Returns an error if the dtype or the number of elements of the gradient differs from what the record's place for
+    /// a spilled gradient holds.
     pub(crate) fn require_fit(store: &Store, record: usize, gradient: &Gradient) -> Result<()> {
         let described = &store.description().records[record];
         let name = &described.name;
@@ -44,7 +45,9 @@ impl Spill {
             let (got, elements) = (gradient.dtype().name(), gradient.elements());
             let (wanted, room) = (dtype.name(), described.elements());
             return Err(Error::Invalid(format!(
-                "the gradient of {name:?} has {elements} elements of {got}, and there is room for {room} of {wanted}"
+                "the gradient of {name:?} has {elements} elements of {got}, but there is room for {room} elements of \
+                 {wanted}: \
+                 give a gradient that fits"
             )));
         }
         Ok(())
@@ -65,7 +68,7 @@ impl Work for Spill {
             required(bench.store, record)?;
         }
         bench.store.begin_spill(record, self.adds)?;
-        // A gradient without chunks is complete at once.
+        // A record without elements has no chunks, so its gradient is complete at once.
         let whole = (bench.chunks_of(record) == 0).then(|| self.so_far.get());
         Ok(bench.store.set_spilled(record, whole)?)
     }
@@ -85,16 +88,16 @@ impl Work for Spill {
             None => {}
             Some(gradient) if self.adds && dtype == Dtype::F64 => {
                 let given = gradient.doubles(bench.store, record, elements.start, elements.len())?;
-                // SAFETY: as above; a part begins on a page, which is aligned for float64.
+                // SAFETY: only this turn uses the chunk now. A part begins on a page, so it is aligned for float64.
                 add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
             }
             Some(gradient) if self.adds => {
                 let given = gradient.part(bench.store, record, elements.start, elements.len())?;
-                // SAFETY: as above.
+                // SAFETY: only this turn uses the chunk now.
                 add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
             }
             Some(gradient) => {
-                // SAFETY: as above.
+                // SAFETY: only this turn uses the chunk now.
                 let bytes = unsafe { bytes_mut(&part) };
                 let size = used / elements.len().max(1);
                 bytes[..used].copy_from_slice(gradient.bytes(bench.store, record, elements.start * size, used)?);
@@ -104,7 +107,7 @@ impl Work for Spill {
         so_far.merge(&measure(&part, dtype, 0, elements.len(), bench.exec));
         self.so_far.set(so_far);
         if chunk + 1 == bench.chunks_of(record) {
-            // If a write of the gradient fails, `lose_spilled` undoes this.
+            // If a write of the gradient fails later, `lose_spilled` forgets the gradient.
             bench.store.set_spilled(record, Some(so_far))?;
         }
         Ok(())
@@ -130,13 +133,16 @@ pub(crate) struct Unspill {
 unsafe impl Send for Unspill {}
 
 impl Unspill {
-    /// Creates a job that reads into `into`. Nothing else may use that memory until the job has ended.
+    /// Creates a job that reads the spilled gradient into `into`. No other code may use the memory of `into` until the
+    /// job has ended.
     pub(crate) fn new(store: &Store, record: usize, mut into: Box<dyn Buffer>) -> Result<Self> {
         let described = &store.description().records[record];
         let wanted = described.elements() * spill_dtype(store, record)?.bytes();
         if into.len() as u64 != wanted {
             let (name, got) = (&described.name, into.len());
-            return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
+            return Err(Error::Invalid(format!(
+                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}"
+            )));
         }
         Ok(Self { first: into.as_mut_ptr(), into })
     }
@@ -158,8 +164,8 @@ impl Work for Unspill {
         assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
         // SAFETY: the assertion above keeps the range inside the memory.
         let first = unsafe { self.first.as_ptr().add(start) };
-        // SAFETY: nothing else uses the destination, as `new` requires; for the source, see [Note: a turn owns its
-        // staging chunk].
+        // SAFETY: no other code uses the destination, as `new` requires. Only this turn uses the source ([Note: a turn
+        // owns its staging chunk]).
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr().as_ptr(), first, used) };
         Ok(())
     }
@@ -186,7 +192,8 @@ impl Work for Forget {
     }
 }
 
-/// Returns the check (finite or not, sum of squares) of `count` elements of a gradient from element `start` on.
+/// Returns the [`Check`] of `count` elements of a gradient, beginning with element `start`: whether all elements are
+/// finite, and the sum of their squares.
 pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize, exec: Exec) -> Check {
     if dtype == Dtype::F64 {
         return check_doubles(doubles(memory, start, count));
@@ -195,17 +202,20 @@ pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: us
 }
 
 /// Returns the dtype of the record's spilled gradients. Returns an error if the record has no place for spilled
-/// gradients, or if their dtype has no arithmetic here.
+/// gradients, or if the engine cannot compute with this dtype.
 pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
     let described = &store.description().records[record];
     let name = &described.name;
     match described.spill {
         Some(dtype @ (Dtype::F64 | Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => Ok(dtype),
         Some(dtype) => Err(Error::Invalid(format!(
-            "the gradients of {name:?} spill as {}: float64, float32, bfloat16 and float16 can be computed with",
+            "the engine cannot compute with the spilled gradients of {name:?}, which are {}: describe the record with \
+             float64, float32, bfloat16 or float16 for spilled gradients",
             dtype.name()
         ))),
-        None => Err(Error::Invalid(format!("{name:?} was described without room for gradients that spill"))),
+        None => Err(Error::Invalid(format!(
+            "{name:?} was described without room for spilled gradients: describe the dtype of these gradients"
+        ))),
     }
 }
 
@@ -217,5 +227,7 @@ pub(crate) fn required(store: &Store, record: usize) -> Result<()> {
 /// Returns the error for a record without a spilled gradient.
 pub(crate) fn nothing(store: &Store, record: usize) -> Error {
     let name = &store.description().records[record].name;
-    Error::Usage(format!("no gradient of {name:?} is spilled, or it was lost to an error or a discard"))
+    Error::Usage(format!(
+        "no gradient of {name:?} is spilled, or an error or a discard removed the gradient: spill a gradient first"
+    ))
 }

@@ -1,4 +1,5 @@
-//! Commits or discards a step: starts the updates of records in RAM, and waits for all other updates.
+//! Commits or discards a step. A commit waits for the updates that the pipeline stages, and then applies the updates of
+//! records in RAM.
 
 use std::time::Instant;
 
@@ -22,8 +23,8 @@ impl Engine {
         self.shared.queue.push(job, wait)
     }
 
-    /// Holds back an update of a record in RAM until `finish` or the commit: until then the model computes with the
-    /// record.
+    /// Holds back an update of a record in RAM until `finish` or the commit, because the model computes with the record
+    /// until then.
     pub(crate) fn wait_for_step(&self, waiting: Waiting) -> Result<()> {
         self.shared.queue.lock().failure()?;
         self.ram_tier.require_none(&self.shared.store, waiting.record)?;
@@ -31,9 +32,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Holds back an update like [`Engine::wait_for_step`]. Marks it as applied in memory if its gradient has room in
-    /// the log, or if the store's durability is "none". If the gradient has room in the log, queues a job that writes
-    /// the gradient to the log and, if the record is due, the whole record.
+    /// Holds back an update by a kernel, like [`Engine::wait_for_step`]. The update will be applied in memory if the
+    /// log has room for its gradient, or if the durability of the store is "none". If the log has room, this function
+    /// queues a job that writes the gradient to the log. If the record is due (`Store::is_due`), this job also writes
+    /// the whole record.
     pub(crate) fn wait_to_update(
         &self,
         record: usize,
@@ -62,7 +64,8 @@ impl Engine {
         self.push_of_step(Job::new(record, RamTierWrite { gradient, whole: store.is_due(record) }), wait)
     }
 
-    /// Queues a job of the step. If the queue rejects the job, the step fails, since it lacks the job.
+    /// Queues a job of the step. If the queue rejects the job, the step fails, because it is incomplete without the
+    /// job.
     pub(crate) fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let begun = self.shared.queue.push(job, wait);
         if let Err(error) = &begun {
@@ -79,12 +82,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes all of the step except the updates that are applied in memory.
+    /// Writes everything that belongs to the step, except the updates that are applied in memory after the commit.
     fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.begin_through(wait)?;
         self.shared.queue.wait(wait, "updates", QueueState::is_idle)?.failure()?;
-        // `due` returns only records without a logged gradient in this step: the `RamTierWrite` jobs of `wait_to_update`
-        // have staged the other due records.
+        // `due` returns only records whose gradient was not logged in this step. The `RamTierWrite` jobs of
+        // `wait_to_update` have staged all other due records.
         for record in self.shared.store.due() {
             self.push_of_step(Job::new(record, RamTierWrite { gradient: None, whole: true }), wait)?;
         }
@@ -92,30 +95,31 @@ impl Engine {
         self.name_deferred(wait)
     }
 
-    /// Waits until every update is staged. The first error of the step is returned once, by this call or an earlier
-    /// one.
+    /// Waits until every update is staged. The first error of the step is returned once: by this call or by an earlier
+    /// call.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.begin_through(&mut wait)?;
         self.drain(wait)
     }
 
-    /// Waits until the queue is empty. Unlike [`Engine::finish`], does not start the updates of records in RAM.
+    /// Waits until the queue is empty. Unlike [`Engine::finish`], this function does not start the updates of records
+    /// in RAM.
     pub fn drain(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failure()
     }
 
-    /// Waits until every update that the pipeline stages before a commit is staged, makes the step live and durable,
-    /// and then applies the remaining updates, in memory. An error before the step is live leaves the last commit as it
-    /// is.
+    /// Waits until the pipeline has staged every update that it stages before a commit. Then makes the step live and
+    /// durable, and applies the remaining updates in memory. If an error occurs before the step is live, the last
+    /// commit stays live.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
 
-    /// Commits like [`Engine::commit`], together with other ranks: calls `agree` when all data is flushed and no root
-    /// names it yet. If `agree` returns `false`, the commit fails like after an error.
+    /// Commits like [`Engine::commit`], together with other ranks. Calls `agree` after all data is flushed, and before
+    /// a root names this data. If `agree` returns `false`, the commit fails, and the last commit stays live.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         self.here()?;
         self.write_all(&mut wait)?;
@@ -128,7 +132,7 @@ impl Engine {
         }
         workers.check(&applying)?;
         let log = self.ram_tier.head(self.shared.deferred.named());
-        // Urgent jobs wait during the commit: a fetch of another thread must compute from one commit only.
+        // Hold back urgent jobs during the commit: a fetch on another thread must not mix the data of two commits.
         let pause = self.shared.queue.paused(&mut wait, "updates", QueueState::is_idle)?;
         let generation = store.commit_agreed(Commit { log, ..commit }, wait, agree)?;
         self.shared.deferred.committed(store)?;
@@ -145,9 +149,9 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Applies functions to records in RAM by jobs of the pipeline, and waits for all of these jobs. Ignores Ctrl-C,
-    /// which would split a committed step. If a function fails, the store returns an error from then on: memory matches
-    /// no step.
+    /// Applies functions of the user to records in RAM by jobs of the pipeline, and waits for these jobs. Ignores
+    /// Ctrl-C, because a committed step must be applied completely. If a function fails, the store returns an error to
+    /// every later caller, because the records in memory then belong to no step.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;
@@ -167,7 +171,8 @@ impl Engine {
         called().inspect_err(|error: &Error| store.fail_application(first, &error.to_string()))
     }
 
-    /// Drops queued jobs, drains running jobs, and forgets the staged step. This ends a failed step.
+    /// Drops the queued jobs, waits until the running jobs have stopped, and forgets the staged step. If the step had
+    /// failed, a new step can begin now.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.cancel(None);
@@ -182,8 +187,8 @@ impl Engine {
         Ok(self.shared.store.discard(wait)?)
     }
 
-    /// Drops a record's queued jobs, drains its running jobs, and forgets its staged update; other records' jobs go on.
-    /// A failed step stays failed.
+    /// Drops the queued jobs of a record, waits until its running jobs have stopped, and forgets its staged update.
+    /// Jobs of other records continue. If the step has failed, it stays failed.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.cancel(Some(record));
@@ -193,8 +198,8 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Waits for the jobs of a record, then forgets its staged update. Unlike [`Engine::discard_record`], it keeps a
-    /// gradient that these jobs spilled.
+    /// Waits for the jobs of a record, then forgets the staged update of the record. Unlike [`Engine::discard_record`],
+    /// this function keeps a gradient that the jobs have spilled.
     pub fn take_back(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let _pause = self.shared.queue.paused(&mut wait, "updates", |state| !state.has(record))?;
@@ -203,7 +208,8 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Drops queued jobs and cancels running jobs; if `record` is given, only the jobs of that record.
+    /// Drops the queued jobs and cancels the running jobs. If `record` is given, does this only for jobs of this
+    /// record.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         let mut state = self.shared.queue.lock();
         let dropped = state.drop_waiting(record);

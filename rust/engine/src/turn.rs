@@ -1,9 +1,9 @@
-//! Defines turns of a job, and marks, through which callers and the pipeline follow a job.
+//! Defines turns and marks. A job is divided into turns. Callers and the pipeline follow a job through its mark.
 //!
 //! [Note: a turn owns its staging chunk] The pipeline leases each staging chunk to one turn. It calls `Work::compute`
-//! after all reads of the turn have ended and before it begins the turn's writes, so that `compute` has the chunk to
-//! itself. An update in place (`Workbench::in_place`) has its chunk to itself, too: one thread takes each chunk of the
-//! RAM tier, and no transfer of that chunk is in flight.
+//! after all reads of the turn have ended and before it starts the writes of the turn. So no other code uses the chunk
+//! during `compute`. An update in place (`Workbench::in_place`) works on a chunk of the RAM tier instead. Only one
+//! thread updates each chunk of the RAM tier, and no transfer of this chunk is in flight.
 
 use std::sync::{
     Mutex,
@@ -22,7 +22,7 @@ pub(crate) struct Turn {
     pub(crate) memory: Shared,
 }
 
-/// The contents of a record's place for a spilled gradient after a successful job.
+/// What the place for a spilled gradient of a record contains after a job has succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
     /// The place is unchanged.
@@ -31,20 +31,21 @@ pub(crate) enum Leaves {
     Nothing,
 }
 
-/// A queued or running job, as callers and the pipeline see it.
+/// The mark of a queued or running job. Callers and the pipeline share it.
 #[derive(Debug)]
 pub(crate) struct Mark {
     pub(crate) record: usize,
-    /// Bytes of the caller's tensors that the job holds until it has used them.
+    /// Bytes of the caller's tensors that the job holds.
     pub(crate) nbytes: usize,
     pub(crate) leaves: Leaves,
-    /// The job goes before other jobs, because a caller waits to compute with its results. It is not part of the step:
-    /// a discard does not drop it, and only callers that wait for this job get its error.
+    /// True if the pipeline runs the job before all jobs that are not urgent, because a caller waits for its results.
+    /// An urgent job is not part of the step: a discard does not drop it, and only callers that wait for the job get
+    /// its error.
     pub(crate) urgent: bool,
     failed: Mutex<Option<Error>>,
     /// True once the job is cancelled: the pipeline skips its remaining turns.
     cancelled: AtomicBool,
-    /// True once the last turn is computed.
+    /// True once the last turn of the job is computed.
     completed: AtomicBool,
 }
 
@@ -59,7 +60,7 @@ impl Mark {
         Self { urgent: true, ..Self::new(record, 0, Leaves::Same) }
     }
 
-    /// Returns the error of an urgent job, if it failed.
+    /// Returns the error of an urgent job, if the job failed.
     pub(crate) fn result(&self) -> Result<()> {
         locked(&self.failed).clone().map_or(Ok(()), Err)
     }

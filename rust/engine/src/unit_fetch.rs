@@ -1,5 +1,5 @@
-//! Fetches the values of units: reads them from storage, and computes the values of records that are behind ([Note:
-//! deferred updates]).
+//! Fetches the values of units. Reads the values from storage, and computes the values of records with a deferred
+//! update ([Note: deferred updates]).
 
 use std::{
     ptr::NonNull,
@@ -19,14 +19,14 @@ use crate::{
     workbench::Workbench,
 };
 
-/// The destination of computed values. Keeps the memory alive until the job has copied the values.
+/// The memory for computed values. It stays alive until the job has copied the values.
 pub(crate) struct Room {
     first: NonNull<u8>,
     nbytes: usize,
     _memory: Box<dyn Send>,
 }
 
-// SAFETY: nothing else uses the memory until the job that owns this has ended.
+// SAFETY: nothing else uses the memory until the job that owns this `Room` has ended.
 unsafe impl Send for Room {}
 
 impl Room {
@@ -34,7 +34,8 @@ impl Room {
         Self { first: memory.as_ptr(), nbytes: memory.len(), _memory: Box::new(memory) }
     }
 
-    /// Copies the values of a chunk into the destination, as its chunk `number`, counted from 0.
+    /// Copies the values of one chunk to the memory. `number` is the position of this chunk among the chunks in the
+    /// memory, counted from 0.
     pub(crate) fn put(&self, number: u64, values: &[u8], bench: &Workbench<'_>, record: usize) {
         let description = bench.store.description();
         let full = u64::from(description.chunk_elements) * description.records[record].dtype.bytes();
@@ -42,17 +43,17 @@ impl Room {
         assert!(start + values.len() <= self.nbytes, "values past the end of their memory");
         // SAFETY: the assertion above keeps the destination inside the memory.
         let first = unsafe { self.first.as_ptr().add(start) };
-        // SAFETY: nothing else uses this part of the memory, and `values` is in a staging chunk, which is disjoint from
-        // it.
+        // SAFETY: nothing else uses this part of the memory. `values` is in a staging chunk, which is disjoint from the
+        // memory.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), first, values.len()) };
     }
 }
 
-/// The values of a unit as the last commit left them, in parts; see [`Parts`].
+/// The values of a unit after the last commit, divided into parts; see [`Parts`].
 pub struct UnitParts {
     shared: Arc<Shared>,
     parts: Arc<Parts>,
-    /// The records that are behind, each with the update that its slot lacks.
+    /// The records of the unit that have a deferred update, each with its update.
     behind: Vec<(usize, Arc<Behind>)>,
     settles: bool,
 }
@@ -75,8 +76,9 @@ struct Computed {
 }
 
 impl Engine {
-    /// Divides the values of a unit into parts of at most `bytes_max` bytes; reads nothing yet. Each fetch of a part
-    /// computes the values of records that are behind and, with `settles`, also stages these records.
+    /// Divides the values of a unit into parts of at most `bytes_max` bytes. Reads nothing yet. A fetch of a part
+    /// computes the values of records with a deferred update. If `settles` is true, the fetch also stages these
+    /// records.
     pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
         self.here()?;
         let shared = &self.shared;
@@ -86,22 +88,25 @@ impl Engine {
         Ok(UnitParts { shared: Arc::clone(shared), parts, behind, settles })
     }
 
-    /// Begins to fetch the values of all records of a unit into memory of its size, ahead of all other work; see
-    /// [`Engine::parts`].
+    /// Starts to fetch the values of all records of a unit into `memory`, which must have the size of the unit. The
+    /// fetch goes before all other work. [`Engine::parts`] explains `settles`.
     pub fn fetch<B: Buffer + Sync>(&self, unit: usize, memory: B, settles: bool) -> Result<UnitFetch<B>> {
         let parts = self.parts(unit, u64::MAX, settles)?;
         let store = &self.shared.store;
         let wanted = store.layout().unit_bytes(unit);
         if memory.len() as u64 != wanted {
             let name = &store.description().units[unit];
-            return Err(Error::Invalid(format!("unit {name:?} has {wanted} bytes, not {}", memory.len())));
+            return Err(Error::Invalid(format!(
+                "unit {name:?} has {wanted} bytes, not {}: give memory of this size",
+                memory.len()
+            )));
         }
         parts.begun((wanted > 0).then_some(0), memory, None, true)
     }
 }
 
 impl Shared {
-    /// Returns the records of a unit that are behind, each with the update that its slot lacks.
+    /// Returns the records of a unit that have a deferred update, each with its update.
     fn records_behind(&self, unit: usize) -> Vec<(usize, Arc<Behind>)> {
         if unit >= self.store.description().units.len() {
             return Vec::new();
@@ -110,7 +115,7 @@ impl Shared {
         self.store.records_of(unit).filter_map(behind).collect()
     }
 
-    /// Queues a job that computes values of a record that is behind, and copies them to `memory`.
+    /// Queues a job that computes values of a record with a deferred update, and copies these values to `memory`.
     fn compute<B: Buffer + Sync>(
         &self,
         (run, behind): (DeferredRun, Arc<Behind>),
@@ -123,7 +128,8 @@ impl Shared {
         }
         let part = memory.part(at as usize, bytes as usize);
         let name = &self.store.description().records[record].name;
-        let outside = || Error::Invalid(format!("{bytes} bytes of {name:?} at offset {at} exceed the part's memory"));
+        let outside =
+            || Error::Invalid(format!("the memory is too small for {bytes} bytes of {name:?} at offset {at}"));
         let room = part.map(Room::new).ok_or_else(outside)?;
         let job = self.computing((record, Arc::clone(&behind)), (first, count), room, settles);
         let mark = Arc::clone(&job.mark);
@@ -133,13 +139,13 @@ impl Shared {
 }
 
 impl UnitParts {
-    /// Returns each part's first byte in the unit, and its number of bytes.
+    /// Returns, for each part, the offset of its first byte in the unit, and its number of bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.parts.places()
     }
 
-    /// Begins to fetch a part into memory of exactly its size; see [`Parts::begin`]. The threads of `checkers`, if
-    /// given, verify the data that is read.
+    /// Starts to fetch a part into `memory`, which must have exactly the size of the part; see [`Parts::begin`]. If
+    /// `checkers` is given, its threads verify the data that is read.
     pub fn begin<B: Buffer + Sync>(
         &self,
         index: usize,
@@ -171,7 +177,7 @@ impl UnitParts {
                 .behind
                 .iter()
                 .find(|&&(record, _)| record == run.record)
-                .ok_or_else(|| Error::Invalid("a part lacks values of a record that is not behind".into()))?;
+                .ok_or_else(|| Error::Invalid("report this bug: a record has no deferred update".into()))?;
             self.shared.compute((run, Arc::clone(behind)), &memory, self.settles)
         };
         let computed = runs.into_iter().map(compute).collect::<Result<_>>()?;
@@ -184,15 +190,15 @@ impl<B: Buffer + Sync> UnitFetch<B> {
     /// True if all values of the part are in memory, or the fetch has failed. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        // If the lock is taken, another thread waits for the fetch in `wait`: it is not done.
+        // If the lock is taken, another thread is in `wait`, so the fetch is not done.
         let Ok(computed) = self.computed.try_lock() else { return false };
         let state = self.shared.queue.lock();
         let is_computed = computed.iter().all(|one| !state.holds(&one.mark));
         is_computed && self.part.as_ref().is_none_or(Checking::is_done)
     }
 
-    /// Waits for the fetch, and verifies every extent that was read; a second call returns the same result. After a
-    /// success the caller may use the memory again.
+    /// Waits for the fetch, and verifies every extent that was read. A second call returns the same result. After a
+    /// successful wait, the caller may use the memory again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let began = Instant::now();
         let result = self.waited(&mut wait);
@@ -225,7 +231,7 @@ impl<B: Buffer + Sync> UnitFetch<B> {
 
 impl<B: Buffer + Sync> Drop for UnitFetch<B> {
     fn drop(&mut self) {
-        // A job that settles a record goes on, for later readers.
+        // Do not cancel a job that settles a record, because later readers need the settled record.
         if !self.settles {
             locked(&self.computed).iter().for_each(|one| one.mark.cancel());
         }

@@ -1,4 +1,5 @@
-//! Updates a record with one of our own kernels, chunk by chunk: reads, computes, writes.
+//! Updates a record with a kernel of this library. For each chunk, reads the state, computes the update, and writes the
+//! new state.
 
 use std::sync::Arc;
 
@@ -22,19 +23,21 @@ use crate::{
 pub enum GradientSource {
     /// A gradient that the caller gives.
     Given(Gradient),
-    /// The record's spilled gradient, multiplied by each of these factors in turn, in fp32 and rounded to the
-    /// gradient's dtype each time, as torch's `mul_` does. The spilled gradient itself stays unchanged.
+    /// The spilled gradient of the record. The update multiplies the gradient by each of these factors, one after the
+    /// other. Each product is computed in fp32 and rounded to the dtype of the gradient, as torch's `mul_` does. The
+    /// spilled gradient itself does not change.
     Spilled(Vec<f32>),
 }
 
 pub(crate) struct KernelUpdate {
     source: GradientSource,
-    /// The record's gradient, if the RAM tier keeps it in memory instead of spilling it.
+    /// The gradient of a record in RAM, if the caller has spilled it. Such a gradient stays in memory.
     kept: Option<Arc<Kept>>,
-    /// The job that spills the gradient in the turns of this update. The update then reads the gradient from the
-    /// staging chunk, not from storage.
+    /// If given, the turns of this update also spill the gradient. The update then takes the gradient from the staging
+    /// chunk, and does not read it from storage.
     spill: Option<Spill>,
-    /// The record's values in the caller's memory, if the update takes them from there instead of reading them.
+    /// The values of the record in memory of the caller. With `None`, an update that computes with the values reads the
+    /// values from storage.
     live: Option<Live>,
     rule: Rule,
 }
@@ -58,18 +61,18 @@ impl KernelUpdate {
         Ok(Self { source, kept: None, spill: None, live, rule })
     }
 
-    /// Returns this update, which now uses a gradient that the RAM tier keeps in memory, if one is given.
+    /// Sets the kept gradient, from which the update takes the gradient of the record.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
 
-    /// Returns this update, which now spills its own gradient in its turns.
+    /// Makes the update also spill its gradient.
     pub(crate) fn spilling(self, spill: Spill) -> Self {
         Self { spill: Some(spill), ..self }
     }
 
-    /// Returns what the log stores of the update: the gradient before any factor, and the rule. `None` if the update
-    /// reads a spilled gradient from storage.
+    /// Returns the data of this update that the log stores: the rule, and the gradient before it is multiplied by any
+    /// factor. Returns `None` if the update reads a spilled gradient from storage.
     pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::LoggedRule)>> {
         let described = &store.description().records[record];
         let (logged, factors) = match (&self.source, &self.kept) {
@@ -190,14 +193,16 @@ pub(crate) fn single(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, s
     let values = bench.part(record, chunk, memory)?;
     let mut starts = bench.in_chunk(record, chunk).map(|(_, start, _)| start);
     let mut next = || {
-        let start = starts.next().ok_or_else(|| Error::Invalid("a record without Adam's state".into()))?;
+        let start =
+            starts.next().ok_or_else(|| Error::Invalid("report this bug: a state of Adam is missing".into()))?;
         // SAFETY: the tensors of a chunk are disjoint in its extent and aligned to 64 bytes; see [Note: a turn owns its
         // staging chunk].
         Ok::<_, Error>(unsafe { elements_mut::<f32>(&state, start, elements) })
     };
-    // SAFETY: the turn owns the part for values, too. The rest of its last page is stored as zeros.
+    // SAFETY: the turn also owns the part that holds the values. The unused rest of the last page of this part is
+    // stored as zeros.
     unsafe { clear_from(&values, elements * dtype.bytes() as usize) };
-    // SAFETY: as above; the slice of `clear_from` is gone.
+    // SAFETY: the turn owns the part that holds the values, and `clear_from` no longer uses the part.
     let (master, out) = match unsafe { floats_mut(&values, dtype, elements) } {
         FloatsMut::F32(master) => (master, None),
         out => (next()?, Some(out)),
@@ -213,21 +218,25 @@ pub(crate) fn require_state(description: &Description, record: usize, rule: &Rul
     match rule {
         Rule::Adam(_) if has_adam(described) => Ok(()),
         Rule::Adam(_) => Err(Error::Invalid(format!(
-            "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
-             its values are of 16 bits; or a state in a format of its own"
+            "{name:?} does not have Adam's state. Describe the record with two moments, and with a master before the \
+             moments if the values have 16 bits. All of these must be float32 tensors of the record's shape. Or describe \
+             the record with another format"
         ))),
         Rule::Momentum(_) if reduced::is_reduced(described) && described.has_momentum() => Ok(()),
         Rule::Momentum(numbers) if has_sgd(described) && (numbers.momentum == 0.0 || described.has_momentum()) => {
             Ok(())
         }
         Rule::Momentum(_) => Err(Error::Invalid(format!(
-            "{name:?} does not have the state of SGD: float32 tensors of its shape, a momentum where there is one, and before \
-             it a master where its values are of 16 bits; or a momentum in a format of its own"
+            "{name:?} does not have the state of SGD. Describe the record with a master if the values have 16 bits, \
+             and \
+             with a momentum after the master if SGD uses momentum. Both must be float32 tensors of the record's shape. Or \
+             describe the record with another format"
         ))),
     }
 }
 
-/// True if a record has the state of torch's SGD: float32 values or master weights, and a momentum or none.
+/// True if a record has the state of SGD in torch. If its values have 16 bits, the state has float32 master weights.
+/// The state may also have a momentum.
 pub(crate) fn has_sgd(described: &Record) -> bool {
     let masters = match described.dtype {
         Dtype::F32 => 0,
@@ -242,8 +251,9 @@ pub(crate) fn has_sgd(described: &Record) -> bool {
         && described.state.iter().take(masters).all(|tensor| tensor.name == "master")
 }
 
-/// True if a record has Adam's state: two moments, and master weights unless its values are float32, all in float32 and
-/// of its shape; or Adam's state in another format.
+/// True if a record has the state of Adam. In the plain format, this is two moments, and master weights if the values
+/// have 16 bits. All of these are float32 tensors of the shape of the record. In any other format, a record has the
+/// state of Adam if the state has no momentum.
 pub(crate) fn has_adam(described: &Record) -> bool {
     if described.format != Format::Plain {
         return !described.has_momentum();

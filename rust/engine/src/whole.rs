@@ -1,4 +1,4 @@
-//! Gathers a whole record's tensors from staging chunks, and scatters them back.
+//! Copies the tensors of a whole record from staging chunks to one piece of memory, and back.
 
 use memascend_math::{WideState, decode, encode};
 use memascend_store::{Buffer, Dtype, Master, Record, Shared, Store};
@@ -10,16 +10,16 @@ use crate::{
     workbench::{Workbench, bytes_mut, clear_from, elements_mut, inside},
 };
 
-/// The alignment of each tensor, in bytes.
+/// The alignment of each tensor in the piece of memory, in bytes.
 const ALIGN: usize = 64;
 
-/// The layout of a record's tensors in one piece of memory ("the whole"): values, state of the record's shape,
-/// gradient.
+/// The layout of the tensors of a record in one piece of memory, called "the whole". The values come first, then the
+/// state tensors of the shape of the record, then the gradient.
 ///
 /// Widened state consists of the float32 tensors of [`WideState`]: master weights if the values have 16 bits, and one
 /// moment or two.
 pub(crate) struct Plan {
-    /// The offset of each tensor, and the bytes of one of its elements.
+    /// The offset of each tensor in bytes, and the size of an element of this tensor in bytes.
     tensors: Vec<(usize, usize)>,
     elements: usize,
     spilled: bool,
@@ -37,7 +37,9 @@ impl Plan {
         let described = &store.description().records[record];
         if wide && (!reduced::is_reduced(described) || described.format.master() == Master::None) {
             let (name, format) = (&described.name, described.format.name());
-            return Err(Error::Invalid(format!("{name:?} has state of the format {format:?}, which is not widened")));
+            return Err(Error::Invalid(format!(
+                "the engine cannot widen the state of {name:?}, whose format is {format:?}"
+            )));
         }
         let elements = described.elements() as usize;
         let mut dtypes = vec![described.dtype];
@@ -60,7 +62,7 @@ impl Plan {
         Ok(Self { tensors, elements, spilled, wide, bytes })
     }
 
-    /// Returns the values, the state of the record's shape, and the gradient.
+    /// Returns the values, the state tensors, and the gradient, as parts of the whole, `all`.
     pub(crate) fn parts(&self, all: &Shared) -> Result<(Shared, Vec<Shared>, Option<Shared>)> {
         let mut parts = Vec::with_capacity(self.tensors.len());
         for &(at, element) in &self.tensors {
@@ -72,8 +74,8 @@ impl Plan {
     }
 }
 
-/// Returns the elements of a chunk (`count` from element `start` on) of each widened tensor in `all`: master weights,
-/// first moment, second moment.
+/// Returns the elements of a chunk in each widened tensor of the whole, `all`. The chunk has `count` elements,
+/// beginning with element `start`. The tensors are master weights, first moment and second moment.
 ///
 /// # Safety
 /// No operation on `all` may be in flight, and nothing else may access these elements while the slices live.
@@ -93,8 +95,8 @@ unsafe fn wide_parts<'a>(
     WideState { master, first: places.next(), second: places.next() }
 }
 
-/// Returns the parts of a staging chunk that are copied unchanged: values, state that is not widened, gradient. With
-/// each part, returns the offset of its tensor in the whole, and the tensor's element size.
+/// Returns the parts of a staging chunk that are copied unchanged: values, state that is not widened, and gradient.
+/// Each part comes with the offset of its tensor in the whole, and with the size of an element of this tensor.
 fn staged(
     bench: &Workbench<'_>,
     (record, chunk): (usize, u32),
@@ -140,15 +142,15 @@ pub(crate) fn gathered(
     }
     if plan.wide {
         let described = &bench.store.description().records[of.0];
-        // SAFETY: as for `place`; each turn has elements of its own.
+        // SAFETY: only this job uses the whole, and each turn uses different elements.
         let wide = unsafe { wide_parts(described, plan, all, elements) };
         decode(reduced::chunk(bench, &turn)?, wide, bench.exec)?;
     }
     Ok(())
 }
 
-/// Copies a chunk of the whole, `all`, to its staging chunk, from which the pipeline writes it. Copies no gradient,
-/// because the job does not write the gradient.
+/// Copies a chunk of the whole, `all`, to its staging chunk. The pipeline then writes the staging chunk. The gradient
+/// is not copied, because the job does not write it.
 pub(crate) fn scattered(
     bench: &Workbench<'_>,
     of: (usize, u32),
@@ -167,19 +169,20 @@ pub(crate) fn scattered(
         let place = inside(all, at + elements.0 * element, part.len())?;
         // SAFETY: only this job uses the whole, and the function has returned.
         let from = unsafe { bytes_mut(&place) };
-        // SAFETY: as for `clear_from`; the staging chunk is disjoint from the whole.
+        // SAFETY: only this turn uses the staging chunk, which is disjoint from the whole.
         unsafe { bytes_mut(&part) }.copy_from_slice(from);
     }
     if plan.wide {
         let described = &bench.store.description().records[of.0];
-        // SAFETY: as for `from`, whose slice is gone.
+        // SAFETY: only this job uses the whole. The function has returned, and the slice `from` is no longer used.
         let WideState { master, first, second } = unsafe { wide_parts(described, plan, all, elements) };
         let wide = WideState {
             master: master.map(|part| &*part),
             first: first.map(|part| &*part),
             second: second.map(|part| &*part),
         };
-        // `encode` rounds 16-bit values from the master weights, and overwrites what the function wrote to the values.
+        // For values of 16 bits, `encode` rounds the master weights and overwrites the values. So values that the
+        // function wrote are lost.
         encode(wide, reduced::chunk(bench, &turn)?, bench.exec)?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Provides jobs with the store, parts of staging chunks, and counted reads and writes.
+//! Gives jobs the store and the parts of staging chunks. Starts reads and writes, and counts their bytes.
 
 use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 
@@ -14,8 +14,9 @@ use crate::{
     turn::{Mark, Turn},
 };
 
-/// Offsets of the parts of a staging chunk: a chunk's state (or a part of a state tensor that is not cut into chunks),
-/// its values, and, if any record may spill a gradient, its gradient.
+/// The offsets of the parts of a staging chunk. The first part is for the state of a chunk, or for a piece of a state
+/// tensor that is not cut into chunks. The second part is for the values of the chunk. The third part is for the
+/// gradient of the chunk; it is empty if no record can spill a gradient.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parts {
     values_at: usize,
@@ -37,13 +38,13 @@ impl Parts {
         }
     }
 
-    /// Returns the bytes of a staging chunk.
+    /// Returns the size of a staging chunk in bytes.
     pub(crate) fn bytes(self) -> usize {
         self.bytes
     }
 }
 
-/// Returns the bytes of one staging chunk of an engine on a store with this description.
+/// Returns the size of one staging chunk in bytes, for an engine on a store with this description.
 #[must_use]
 pub fn chunk_bytes(description: &Description) -> u64 {
     Parts::new(description).bytes as u64
@@ -82,18 +83,18 @@ pub(crate) struct Workbench<'a> {
     pub(crate) others: Option<Scratch>,
     /// Memory for whole records, the smaller slot first.
     pub(crate) whole: Vec<Scratch>,
-    /// The mark of the job that is being begun.
+    /// The mark of the job that the pipeline is beginning now.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
     extents: Extents,
 }
 
-/// The memory in which jobs find the extents of a record.
+/// Where the extents of a record are in memory.
 enum Extents {
-    /// The turn's staging chunk.
+    /// In the staging chunk of the turn.
     Staged,
-    /// The RAM tier itself.
+    /// In the RAM tier.
     RamTier,
-    /// The memory of the only chunk's values, and of its state if it has any.
+    /// In memory that the caller gave for one chunk: the values, and the state if the chunk has any.
     Given(Shared, Option<Shared>),
 }
 
@@ -111,27 +112,28 @@ impl<'a> Workbench<'a> {
         Ok(Self { extents: Extents::RamTier, ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Creates a workbench for one chunk, whose values and state are in memory that the caller gives.
+    /// Creates a workbench for one chunk. The caller gives the memory that holds the values and the state of the chunk.
     pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
         Ok(Self { extents: Extents::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Begins to stage a record. Waits for open reads of the slot; cancelling the job ends the wait.
+    /// Begins to stage a record. First waits for all reads of the slot that will be overwritten. Cancelling the job
+    /// ends this wait.
     pub(crate) fn begin(&self, record: usize, step: u64) -> Result<()> {
         self.waiting(|wait| self.store.begin(record, step, wait))
     }
 
-    /// Begins to stage a record in RAM as it is in memory; waits like [`Workbench::begin`].
+    /// Begins to stage a record in RAM with the contents that it has in memory. Waits like [`Workbench::begin`].
     pub(crate) fn begin_snapshot(&self, record: usize) -> Result<()> {
         self.waiting(|wait| self.store.begin_snapshot(record, wait))
     }
 
-    /// Begins to settle a record; waits like [`Workbench::begin`].
+    /// Begins to settle a record. Waits like [`Workbench::begin`].
     pub(crate) fn begin_settling(&self, record: usize) -> Result<()> {
         self.waiting(|wait| self.store.begin_settling(record, wait))
     }
 
-    /// Calls `begin` with a wait that ends when the job that is being begun is cancelled.
+    /// Calls `begin` with a [`Wait`]. The wait ends early if the job that the pipeline is beginning now is cancelled.
     fn waiting(&self, begin: impl FnOnce(Wait<'_>) -> memascend_store::Result<()>) -> Result<()> {
         let mut wanted = || self.beginning.borrow().as_ref().is_none_or(|mark| !mark.is_cancelled());
         Ok(begin(Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
@@ -141,17 +143,18 @@ impl<'a> Workbench<'a> {
         self.store.layout().chunks_of(record)
     }
 
-    /// Returns the extents of a chunk: that of its values, and that of its state if it has any.
+    /// Returns the extents of a chunk: first the extent of its values, then the extent of its state if the chunk has
+    /// any state.
     pub(crate) fn extents_of_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
         std::iter::once(chunk).chain(self.state_extent(record, chunk))
     }
 
-    /// Returns the extent of a chunk's state, if it has any.
+    /// Returns the extent of the state of a chunk. Returns `None` if the chunk has no state.
     pub(crate) fn state_extent(&self, record: usize, chunk: u32) -> Option<u32> {
         self.has_chunked_state(record).then_some(self.chunks_of(record) + chunk)
     }
 
-    /// Returns the first extent of the tensors that are not cut into chunks.
+    /// Returns the first extent of the state tensors that are not cut into chunks.
     pub(crate) fn first_other_extent(&self, record: usize) -> u32 {
         let chunks = self.chunks_of(record);
         if self.has_chunked_state(record) { 2 * chunks } else { chunks }
@@ -161,43 +164,43 @@ impl<'a> Workbench<'a> {
         self.chunks_of(record) > 0 && self.store.description().records[record].chunked().next().is_some()
     }
 
-    /// Returns the elements of a chunk, in the record's own order.
+    /// Returns the range of elements of the record that a chunk holds.
     pub(crate) fn elements(&self, record: usize, chunk: u32) -> Range<usize> {
         let description = self.store.description();
         let start = chunk as usize * description.chunk_elements as usize;
         start..start + description.elements_of_chunk(record, chunk)
     }
 
-    /// Returns the memory of an extent: its part of the staging chunk `memory`, unless the workbench has other
-    /// [`Extents`].
+    /// Returns the memory of an extent. With [`Extents::Staged`], this is a part of the staging chunk `memory`.
+    /// Otherwise it is the memory that [`Extents`] describes.
     pub(crate) fn part(&self, record: usize, extent: u32, memory: &Shared) -> Result<Shared> {
         match &self.extents {
             Extents::Staged => {}
             Extents::RamTier => return self.ram_tier_extent(record, extent),
             Extents::Given(values, _) if extent < self.chunks_of(record) => return Ok(values.clone()),
             Extents::Given(_, state) => {
-                let lacks = || Error::Invalid("a chunk without state".into());
+                let lacks = || Error::Invalid("report this bug: a chunk has no memory for state".into());
                 return state.clone().ok_or_else(lacks);
             }
         }
         let place = self.store.layout().extent(self.store.description(), record, extent);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
         let part = memory.part(start, place.bytes() as usize);
-        part.ok_or_else(|| Error::Invalid("an extent is larger than a staging chunk".into()))
+        part.ok_or_else(|| Error::Invalid("report this bug: an extent exceeds a staging chunk".into()))
     }
 
-    /// Begins to read an extent into its part of a staging chunk.
+    /// Starts to read an extent into its part of a staging chunk.
     pub(crate) fn read(&self, record: usize, extent: u32, memory: &Shared) -> Result<Read<'a>> {
         self.read_into(record, extent, self.part(record, extent, memory)?)
     }
 
-    /// Begins to read an extent into memory of its size.
+    /// Starts to read an extent into `part`, which must have the size of the extent.
     pub(crate) fn read_into(&self, record: usize, extent: u32, part: Shared) -> Result<Read<'a>> {
         let read = self.store.read(record, extent, part)?;
         Ok(if extent < self.chunks_of(record) { Read::Values(read) } else { Read::State(read) })
     }
 
-    /// Copies an extent from the RAM tier to `part`, memory of the same size.
+    /// Copies an extent from the RAM tier to `part`, which must have the size of the extent.
     pub(crate) fn take_ram_tier(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
         // SAFETY: only updates write to the RAM tier, and this is the record's only running update.
@@ -207,22 +210,22 @@ impl<'a> Workbench<'a> {
         Ok(())
     }
 
-    /// Copies `part` to an extent of the same size in the RAM tier.
+    /// Copies `part` to an extent in the RAM tier. The extent must have the size of `part`.
     pub(crate) fn put_in_ram(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: as in `take_ram_tier`.
+        // SAFETY: this is the only running update of the record, and only updates write to the RAM tier.
         let into = unsafe { bytes_mut(&ram_tier) };
-        // SAFETY: as in `take_ram_tier`.
+        // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         into.copy_from_slice(unsafe { bytes_mut(part) });
         Ok(())
     }
 
     fn ram_tier_extent(&self, record: usize, extent: u32) -> Result<Shared> {
         let extent = self.store.ram_tier_extent(record, extent);
-        extent.ok_or_else(|| Error::Invalid("a record that is not in RAM".into()))
+        extent.ok_or_else(|| Error::Invalid("report this bug: a record is not in RAM".into()))
     }
 
-    /// Waits for a read, verifies it, and counts its bytes.
+    /// Waits for a read, verifies the data, and counts its bytes.
     pub(crate) fn arrived(&mut self, read: Read<'a>) -> Result<()> {
         match read {
             Read::Values(read) => {
@@ -240,20 +243,21 @@ impl<'a> Workbench<'a> {
         Ok(())
     }
 
-    /// Begins to stage an extent from its part of a staging chunk.
+    /// Starts to stage an extent from its part of a staging chunk.
     pub(crate) fn stage(&mut self, record: usize, extent: u32, memory: &Shared) -> Result<Write<'a>> {
         self.stage_from(record, extent, self.part(record, extent, memory)?)
     }
 
-    /// Begins to stage a chunk's values and state from their parts of a staging chunk.
+    /// Starts to stage the values and the state of a chunk from their parts of a staging chunk.
     pub(crate) fn stage_chunk(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
         let state = self.state_extent(record, chunk).map(|extent| self.stage(record, extent, memory));
         let values = self.stage(record, chunk, memory);
-        // If one of the two failed to begin, `collect` drops the other, and the drop waits for that write.
+        // If one of the two writes fails to start, `collect` drops the other write. The drop waits until this other
+        // write has ended.
         state.into_iter().chain([values]).collect()
     }
 
-    /// Begins to stage an extent from memory of its size.
+    /// Starts to stage an extent from `part`, which must have the size of the extent.
     pub(crate) fn stage_from(&mut self, record: usize, extent: u32, part: Shared) -> Result<Write<'a>> {
         let bytes = part.len() as u64;
         let write = self.store.stage(record, extent, part)?;
@@ -261,7 +265,7 @@ impl<'a> Workbench<'a> {
         Ok(Write::Step(write))
     }
 
-    /// Begins to stage an extent from the RAM tier.
+    /// Starts to stage an extent from the RAM tier.
     pub(crate) fn stage_in_ram(&mut self, record: usize, extent: u32) -> Result<Write<'a>> {
         let write = self.store.stage_in_ram(record, extent)?;
         let bytes = self.store.layout().extent(self.store.description(), record, extent).bytes();
@@ -274,38 +278,38 @@ impl<'a> Workbench<'a> {
         *(if values { &mut self.counters.values_written } else { &mut self.counters.state_written }) += bytes;
     }
 
-    /// Returns the part of the turn's staging chunk that holds the turn's chunk of a logged gradient, and how many
-    /// bytes of the part the gradient uses.
+    /// Returns the part of the turn's staging chunk that is for a logged gradient. Also returns how many bytes of this
+    /// part the gradient uses.
     pub(crate) fn log_part(&self, turn: &Turn, dtype: Dtype) -> Result<(Shared, usize)> {
         let (used, bytes) = paged(self.elements(turn.record, turn.index).len(), dtype);
         let part = turn.memory.part(0, bytes);
-        let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
+        let part = part.ok_or_else(|| Error::Invalid("report this bug: a gradient exceeds its chunk".into()))?;
         Ok((part, used))
     }
 
-    /// Begins to append a turn's chunk of a gradient to the log.
+    /// Starts to append one chunk of a gradient to the log. The turn says which chunk.
     pub(crate) fn append(&mut self, turn: &Turn, dtype: Dtype) -> Result<Write<'a>> {
         let (part, _) = self.log_part(turn, dtype)?;
         self.counters.log_written += part.len() as u64;
         Ok(Write::Step(self.store.append(turn.record, turn.index, part)?))
     }
 
-    /// Returns the part of a staging chunk that holds a chunk of the spilled gradient, and how many bytes of the part
-    /// the gradient uses.
+    /// Returns the part of the staging chunk `memory` that is for a spilled gradient. Also returns how many bytes of
+    /// this part the gradient uses.
     pub(crate) fn spill_part(&self, record: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
         let (used, paged) = self.store.spill_bytes(record, chunk)?;
         let part = memory.part(self.parts.gradient_at, paged as usize);
-        let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
+        let part = part.ok_or_else(|| Error::Invalid("report this bug: a gradient exceeds its chunk".into()))?;
         Ok((part, used as usize))
     }
 
-    /// Begins to read a chunk of the spilled gradient into its part of a staging chunk.
+    /// Starts to read a chunk of the spilled gradient into its part of a staging chunk.
     pub(crate) fn read_spill(&self, record: usize, chunk: u32, memory: &Shared) -> Result<Read<'a>> {
         let (part, _) = self.spill_part(record, chunk, memory)?;
         Ok(Read::Gradient(self.store.read_spill(record, chunk, part)?))
     }
 
-    /// Begins to write a chunk of the spilled gradient from its part of a staging chunk.
+    /// Starts to write a chunk of the spilled gradient from its part of a staging chunk.
     pub(crate) fn write_spill(&mut self, record: usize, chunk: u32, memory: &Shared) -> Result<Write<'a>> {
         let (part, _) = self.spill_part(record, chunk, memory)?;
         let bytes = part.len() as u64;
@@ -314,18 +318,19 @@ impl<'a> Workbench<'a> {
         Ok(Write::Gradient(write))
     }
 
-    /// Returns dtype, first byte and number of bytes of each tensor of a chunk's state, in the order in which the
-    /// tensors follow each other in the state's extent.
+    /// Returns the dtype, the first byte and the number of bytes of each state tensor in a chunk. The tensors come in
+    /// the order in which the extent of the state stores them.
     pub(crate) fn in_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
         let description = self.store.description();
         description.in_chunk(record, description.elements_of_chunk(record, chunk))
     }
 }
 
-/// Returns `nbytes` bytes from byte `start` on of staging memory; an error if they exceed it.
+/// Returns `nbytes` bytes of staging memory, beginning with byte `start`. Returns an error if the memory ends before
+/// these bytes end.
 pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
     let part = memory.part(start, nbytes);
-    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes from {start} on of {} staged ones", memory.len())))
+    part.ok_or_else(|| Error::Invalid(format!("report this bug: {nbytes} bytes at {start} exceed {}", memory.len())))
 }
 
 pub(crate) fn bytes_of(dtype: Dtype) -> usize {
@@ -349,11 +354,11 @@ pub(crate) unsafe fn bytes_mut(part: &Shared) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) }
 }
 
-/// Returns `count` elements of `T` from byte `start` on of a part of a staging chunk.
+/// Returns `count` elements of type `T` of a part of a staging chunk, beginning with byte `start`.
 ///
 /// # Safety
-/// The conditions of [`bytes_mut`], for these elements. `start` must be aligned for `T`, and every bit pattern must be
-/// a valid `T`.
+/// The conditions of [`bytes_mut`] must hold for these elements. `start` must be aligned for `T`, and every bit pattern
+/// must be a valid `T`.
 #[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller guarantees exclusive access")]
 pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) -> &mut [T] {
     assert!(start + count * size_of::<T>() <= part.len(), "elements past the end of a staging chunk");
@@ -366,23 +371,24 @@ pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) 
 /// Returns the first `count` elements of a part of a staging chunk, as float32, bfloat16 or float16.
 ///
 /// # Safety
-/// The conditions of [`bytes_mut`].
+/// The conditions of [`bytes_mut`] must hold.
 pub(crate) unsafe fn floats_mut(part: &Shared, dtype: Dtype, count: usize) -> FloatsMut<'_> {
     match dtype {
         // SAFETY: the caller guarantees exclusive access; a part begins on a page, which is aligned for any of the
         // types.
         Dtype::F32 => FloatsMut::F32(unsafe { elements_mut(part, 0, count) }),
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees exclusive access, and a part begins on a page.
         Dtype::Bf16 => FloatsMut::Bf16(unsafe { elements_mut(part, 0, count) }),
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees exclusive access, and a part begins on a page.
         _ => FloatsMut::F16(unsafe { elements_mut(part, 0, count) }),
     }
 }
 
-/// Writes zeros from byte `used` of a part to its end, the unused rest of the last page.
+/// Fills a part with zeros, from byte `used` to the end of the part. These bytes are the unused rest of the last page
+/// of the part.
 ///
 /// # Safety
-/// The conditions of [`bytes_mut`], for these bytes.
+/// The conditions of [`bytes_mut`] must hold for these bytes.
 pub(crate) unsafe fn clear_from(part: &Shared, used: usize) {
     // SAFETY: the caller guarantees exclusive access to these bytes.
     unsafe { elements_mut::<u8>(part, used, part.len() - used) }.fill(0);

@@ -1,8 +1,9 @@
-//! Computes one step of `AdamW` or `Adam` on fp32 state, with an optional 16-bit gradient and output.
+//! Computes one step of `AdamW` or `Adam` on fp32 state. The gradient and the output may have 16 bits, and the output
+//! is optional.
 //!
-//! The order of operations and the bits are those of torch's fused CPU kernel, with one exception: torch rounds the
-//! second moment of the last elements of each thread's share differently, and this kernel computes all elements by one
-//! formula.
+//! The kernel computes in the same order as torch's fused CPU kernel and gives the same bits, with one exception. Torch
+//! rounds the second moment of the last elements of each thread's share differently. This kernel computes all elements
+//! by one formula.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
@@ -12,10 +13,11 @@ use crate::{
     stream::{self, Fill},
 };
 
-/// The version of this arithmetic: equal versions, state, gradient and scalars give equal bits.
+/// The version of this arithmetic. Calls with the same version, state, gradient and scalars give the same bits.
 pub const ADAM_ARITHMETIC: u32 = 1;
 
-/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole cache
+/// lines.
 const GRAIN: usize = 1024;
 
 /// The fp32 state of a parameter, updated in place.

@@ -1,11 +1,12 @@
 //! Checks gradients for overflow, sums their squares and unscales them in one pass.
 //!
-//! The sum is exact, so it depends neither on the order, nor on the number of threads, nor on the instruction set.
+//! The sum is exact. So the order of the elements, the number of threads and the instruction set do not change it.
 //!
 //! [Note: exact lanes] Lanes in float64 add the squares of a block. These additions are exact if the exponents of the
-//! block differ by at most `narrow`. If they differ by at most `wide`, each square is split into an upper and a lower
-//! part, which separate lanes add. Values that are too small even for split squares are summed in another pass over the
-//! block. The exact sums of the lanes are then added to a number that is wide enough for any sum (`Running`).
+//! block differ by at most `narrow`. If the exponents differ by more, but at most by `wide`, each square is split into
+//! an upper and a lower part, and separate lanes add the two parts. Values that are too small even for split squares
+//! are summed in another pass over the block. The exact sums of the lanes are then added to a number that is wide
+//! enough for any sum (`Running`).
 
 use std::{
     cmp::Ordering::{Equal, Greater, Less},
@@ -23,15 +24,15 @@ use crate::{
     squares::{Running, power_of_two},
 };
 
-/// Elements whose squares the lanes add before their sums go to `Running`.
+/// The number of elements whose squares the lanes add before the sums of the lanes go to `Running`.
 const BLOCK: usize = 2048;
-/// Sums in float64 that are computed side by side; lane `i` adds column `i` of a block.
+/// The number of float64 sums that are computed side by side. Lane `i` adds the squares of column `i` of a block.
 const LANES: usize = 32;
-/// Elements that one iteration of the inner loops takes.
+/// The number of elements in one iteration of the inner loops.
 const GROUP: usize = 4 * LANES;
 /// Each lane adds `2^LANE_BITS` squares per block.
 const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
-/// Bits of a float64's fraction.
+/// The number of bits in the fraction of a float64.
 const FRACTION: i32 = 52;
 
 const INFINITY: u32 = 0x7F80_0000;
@@ -39,17 +40,17 @@ const INFINITY: u32 = 0x7F80_0000;
 /// The result of one pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Check {
-    /// At least one result is an infinity or a NaN.
+    /// True if at least one checked element is an infinity or a NaN. `check_and_unscale` checks the products.
     pub nonfinite: bool,
-    /// The sum of the squares of the results; infinity or NaN if `nonfinite`.
+    /// The sum of the squares of the checked elements. It is infinity or NaN if `nonfinite` is true.
     pub squares: Squares,
 }
 
 impl Check {
-    /// The result for no elements.
+    /// The result of a check of no elements.
     pub const NOTHING: Self = Self { nonfinite: false, squares: Squares::ZERO };
 
-    /// Adds the result for other elements.
+    /// Adds the result of a check of other elements.
     pub fn merge(&mut self, other: &Self) {
         self.nonfinite |= other.nonfinite;
         self.squares.merge(&other.squares);
@@ -79,7 +80,7 @@ fn scaled<T: Columns>(data: &mut [T], factor: f32, exec: Exec) -> Check {
     pass(if factor == 1.0 { Data::Read(data) } else { Data::Scale(data, factor) }, exec)
 }
 
-/// The elements of a pass: only read, or multiplied in place first.
+/// The elements of a pass. `Read` only reads them. `Scale` first multiplies them in place by a factor.
 enum Data<'a, T> {
     Read(&'a [T]),
     Scale(&'a mut [T], f32),
@@ -125,7 +126,7 @@ impl<T: Columns> Work for Data<'_, T> {
 }
 
 impl<T: Columns> Kernel for Data<'_, T> {
-    /// Bits of the largest magnitude; the sum of squares, valid if that magnitude is finite.
+    /// (bits of the largest magnitude, sum of squares). The sum is valid only if the largest magnitude is finite.
     type Output = (u32, Squares);
 
     #[inline(always)]
@@ -206,26 +207,26 @@ impl Sum {
     }
 }
 
-/// The largest difference of exponents in a block for which lanes add whole squares without rounding. With E and e the
-/// largest and the smallest exponent, squares are multiples of `2^grid(e)` and below `2^(2E + 2)`. See [Note: exact
-/// lanes].
+/// The largest difference of exponents in a block for which lanes add whole squares without rounding. If E is the
+/// largest and e the smallest exponent, all squares are multiples of `2^grid(e)` and below `2^(2E + 2)`. See [Note:
+/// exact lanes].
 const fn narrow<T: Element>() -> i32 {
     (FRACTION - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
 
 /// The largest difference of exponents for which lanes add split squares without rounding. The upper part is a multiple
-/// of g = 2^(2E + 2 + 6 - 52), because a lane adds 2^6 upper parts; the lower part is at most g / 2.
+/// of g = 2^(2E + 2 + 6 - 52), because a lane adds 2^6 upper parts. The lower part is at most g / 2.
 const fn wide<T: Element>() -> i32 {
     FRACTION - LANE_BITS - T::PRECISION
 }
 
-/// Returns p such that `2^p` divides the square of every number with at least this exponent field.
+/// Returns p such that `2^p` divides the square of every number whose exponent field is at least `exponent`.
 const fn grid<T: Element>(exponent: i32) -> i32 {
     2 * (exponent - 127) - 2 * (T::PRECISION - 1)
 }
 
-/// Returns the float64 whose last bit weighs `2^power` and whose other bits are zero. A sum that starts from it is a
-/// multiple of `2^power`.
+/// Returns the float64 whose last bit weighs `2^power` and whose other bits are zero. A sum that starts from this
+/// float64 is a multiple of `2^power`.
 #[inline(always)]
 fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)
@@ -254,7 +255,8 @@ fn lane_gain_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) 
     lane_gain(&lanes, from, power)
 }
 
-/// Returns the exponent field of a magnitude; 1 for denormals, which have the same scale.
+/// Returns the exponent field of a magnitude. Returns 1 for a denormal, because denormals have the scale of exponent
+/// field 1.
 #[inline(always)]
 fn exponent(magnitude: u32) -> i32 {
     (magnitude >> 23).cast_signed().max(1)
@@ -266,15 +268,15 @@ struct Survey {
     peak: u32,
     /// Bits of the smallest magnitude that is not zero.
     low: u32,
-    /// The sum of each lane's squares; inexact if the exponents are too far apart. Zeros for fp32, because the
-    /// exponents of fp32 almost always are too far apart.
+    /// The sum of the squares of each lane. A sum is inexact if the exponents of the block are too far apart. For fp32,
+    /// whose exponents are almost always too far apart, all sums are zero.
     squares: [f64; LANES],
 }
 
 #[inline(always)]
 fn survey<T: Columns>(block: &[T; BLOCK]) -> Survey {
     let mut peaks = [T::Key::default(); LANES];
-    // `lows` has negated keys: the largest of them belongs to the smallest magnitude that is not zero.
+    // `lows` has negated keys. The largest negated key belongs to the smallest magnitude that is not zero.
     let mut lows = [T::Key::default(); LANES];
     let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<GROUP>().0 {
@@ -349,13 +351,14 @@ fn sum_squares_up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (
     lane_gain(&squares, from, power)
 }
 
-/// Returns the sums of the upper and of the lower parts of squares whose magnitudes are from `floor` to `peak`. With
-/// `ALL`, all magnitudes of the block must be in that range.
+/// Squares the elements whose magnitudes are from `floor` to `peak`. Returns the sum of the upper parts and the sum of
+/// the lower parts of these squares. With `ALL`, all magnitudes of the block must be in that range.
 #[inline(always)]
 fn sum_split_squares<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
     let scale = if ALL { 2 * T::SCALE } else { 0 };
     let (coarse, fine) = (2 * (exponent(peak) - 127) + 2 + LANE_BITS - FRACTION, grid::<T>(exponent(floor)));
-    // The lower parts have either sign. The last bit of a float64 weighs the same from 2/3 to 4/3 of `lower`.
+    // Lower parts may be negative, so their sums start from `lower`, 1.5 times a power of two. From 2/3 to 4/3 of
+    // `lower`, the last bit of a float64 always has the same weight.
     let (upper, lower) = (origin(coarse + scale), 1.5 * origin(fine + scale));
     let mut sums = [[upper; LANES], [lower; LANES]];
     for group in block.as_chunks::<GROUP>().0 {
@@ -377,29 +380,30 @@ fn sum_split_squares<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32
     [lane_gain(&sums[0], upper, coarse), lane_gain(&sums[1], lower, fine)]
 }
 
-/// Returns the magnitude of `value`, or zero if it is outside `floor..=peak`.
+/// Returns the magnitude of `value`, or zero if the magnitude is outside `floor..=peak`.
 #[inline(always)]
 fn inside<T: Element>(value: T, floor: u32, peak: u32) -> f64 {
     let value = value.magnitude();
     f64::from(if value.to_bits() >= floor && value.to_bits() <= peak { value } else { 0.0 })
 }
 
-/// Conversions of an element for the inner loops, in few and cheap operations.
+/// Cheap conversions of elements, for the inner loops.
 trait Columns: Element {
-    /// Bits of a magnitude, ordered as the magnitudes are.
+    /// The bits of a magnitude as an integer. A larger magnitude has a larger key.
     type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
     /// `column` returns elements times `2^SCALE`.
     const SCALE: i32;
-    /// The least exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number;
-    /// adding the square of this tiny number to the square of an element with this exponent field changes no bit.
+    /// The smallest exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number.
+    /// Adding the square of this tiny number to the square of an element with this exponent field changes no bit.
     const LEAST: i32;
 
     fn key(self) -> Self::Key;
 
-    /// The bits of the magnitude in fp32.
+    /// Returns the fp32 bits of the magnitude that `key` stands for.
     fn bits(key: Self::Key) -> u32;
 
-    /// Converts a quarter of a group's elements to float64, with any sign. Infinities and NaNs may become any value.
+    /// Converts a quarter of a group's elements to float64. The signs may be wrong, because only squares count.
+    /// Infinities and NaNs may become any value.
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES];
 }
 
@@ -430,10 +434,11 @@ impl Columns for f32 {
 
 impl Columns for Bf16 {
     type Key = Wrapping<u16>;
-    // Changes the bias from 127 to 768, which has no bit in common with an 8-bit exponent.
+    // Changes the bias of the exponent from 127 to 768. The number 768 has no bit in common with an 8-bit exponent, so
+    // `spread` can combine the two with `|`.
     const SCALE: i32 = 768 - 1023 + 127;
-    // `column` turns zero into 2^-255. A lane adds at most 2^6 squares of this number, which sum to 2^-504: less than
-    // half the last bit of 2^-446, the square of the smallest number with this exponent.
+    // `column` turns zero into 2^-255. A lane adds at most 2^6 squares of this number, which sum to 2^-504. This is
+    // less than half the last bit of 2^-446, the square of the smallest number with the exponent field `LEAST`.
     const LEAST: i32 = 32;
 
     #[inline(always)]
@@ -469,8 +474,8 @@ impl Columns for F16 {
 
     #[inline(always)]
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
-        // Twice the value less the implicit leading bit is right for zeros and denormals, and larger than the value for
-        // normal numbers: so the smaller of the two is right.
+        // `denormal`, twice the value minus the implicit leading bit, is right for zeros and denormals. For normal
+        // numbers, `denormal` is larger than the value. So the smaller of `denormal` and the value is right.
         let mut column = spread::<_, K, 10>(group, 992);
         for value in &mut column {
             let denormal = value.mul_add(2.0, -power_of_two(-30));
@@ -480,15 +485,15 @@ impl Columns for F16 {
     }
 }
 
-/// Converts 16-bit floats with F bits of fraction to float64: drops their signs, and adds `bias` to their exponent
-/// fields. Each of the four elements of a 64-bit word takes a shift and a mask; widening would take shuffles, of which
-/// Intel's processors do one per cycle. Zeros and denormals come out with the implicit leading bit that only normal
-/// numbers have.
+/// Converts 16-bit floats with F bits of fraction to float64. Drops the signs, and adds `bias` to the exponent fields.
+/// Each of the four elements of a 64-bit word needs a shift and a mask. Widening would need shuffles, and Intel's
+/// processors do only one shuffle per cycle. The results for zeros and denormals are wrong: they contain the implicit
+/// leading bit, which only normal numbers have.
 #[inline(always)]
 fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: u64) -> [f64; LANES] {
     const { assert!(size_of::<T>() == 2) };
-    // SAFETY: the group has as many bytes as the array; `read_unaligned` needs no alignment, and any bytes are valid
-    // `u64`s.
+    // SAFETY: the group has the same number of bytes as the array. `read_unaligned` needs no alignment, and any bytes
+    // are valid `u64`s.
     let words = unsafe { group.as_ptr().cast::<[u64; LANES]>().read_unaligned() };
     let (up, down) = ((52 - F).saturating_sub(16 * K), (16 * K).saturating_sub(52 - F));
     let mut column = [0.0; LANES];

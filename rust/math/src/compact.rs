@@ -1,18 +1,18 @@
 //! Splits fp32 master weights into a bfloat16 parameter and 16 remaining bits, and joins them.
 //!
 //! [Note: split masters] The *value* of a master with the bits `x` is its upper half, rounded to nearest even: the
-//! forward computes with the value. The *rest* is the lower half, `x & 0xFFFF`. To join them, `join_master` must also
-//! know whether the rounding went up; the rest shows that, except for a tie (0x8000). So the sign bit of the second
-//! moment, which is never negative, stores for every element whether the rounding went up (1) or not (0). The formula
-//! is
+//! forward computes with the value. The *rest* is the lower half, `x & 0xFFFF`. To join value and rest, `join_master`
+//! must also know whether the rounding went up. The rest shows this, except for a tie (0x8000). So the sign bit of the
+//! second moment, which is never negative, stores for every element whether the rounding went up (1) or not (0). The
+//! master then is
 //!
 //! ```text
 //! master = ((value - went up) << 16) | rest
 //! ```
 //!
-//! and holds for zeros, denormals, infinities and masters that round to an infinity too. A NaN is not rounded: its
-//! value is the upper half with the quiet bit set, and `went up` is 0. So a quiet NaN keeps its bits, and a signalling
-//! NaN becomes quiet, as after any arithmetic.
+//! The formula also holds for zeros, denormals, infinities, and masters that round to an infinity. A NaN is not
+//! rounded: its value is the upper half with the quiet bit set, and `went up` is 0. So a quiet NaN keeps its bits, and
+//! a signalling NaN becomes quiet, as after any arithmetic.
 
 use crate::{
     Bf16, Element, Error, Exec, Floats, Result, Scalars,
@@ -22,7 +22,8 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole cache
+/// lines.
 const GRAIN: usize = 1024;
 
 const SIGN: u32 = 0x8000_0000;
@@ -36,11 +37,11 @@ pub struct CompactState<'a> {
     pub rest: &'a mut [u16],
     /// The first moment.
     pub exp_avg: &'a mut [f32],
-    /// The second moment; a sign bit is set if the rounding of its element went up.
+    /// The second moment. The sign bit of an element is set if the rounding of the element's master went up.
     pub exp_avg_sq: &'a mut [f32],
 }
 
-/// Updates a split master by one step of [`adam`](crate::adam), with the same bits as on a whole master.
+/// Updates a split master by one step of [`adam`](crate::adam). The result has the same bits as for a whole master.
 pub fn adam_compact(state: CompactState<'_>, grad: Floats<'_>, scalars: &Scalars, exec: Exec) -> Result<()> {
     for_type!(Floats, grad, grad => update(state, grad, scalars, exec))
 }
@@ -60,18 +61,18 @@ fn update<G: Element>(state: CompactState<'_>, grad: &[G], scalars: &Scalars, ex
     Ok(())
 }
 
-/// Splits `master` into value and rest. Also returns the second moment with the sign that joining needs.
+/// Splits `master` into value and rest. Also returns the second moment, with the sign that `join_master` needs.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "keeps the lower half")]
 pub(crate) fn split_master(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
     let bits = master.to_bits();
     let value = Bf16::from_f32(master);
-    // Rounding up changes the value's last bit; setting the quiet bit of a NaN does not.
+    // Rounding up changes the last bit of the upper half. Setting the quiet bit of a NaN does not change this bit.
     let went_up = (u32::from(value.0) ^ (bits >> 16)) << 31;
     (value, bits as u16, f32::from_bits(exp_avg_sq.to_bits() & !SIGN | went_up))
 }
 
-/// Joins a master. Also returns the second moment without its sign.
+/// Joins a master from value and rest. Also returns the second moment without its sign.
 #[inline(always)]
 pub(crate) fn join_master(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
     let bits = exp_avg_sq.to_bits();
@@ -154,12 +155,12 @@ mod tests {
 
     #[test]
     fn every_master_survives() {
-        // Tests all upper halves, or every 61st; always tests the upper halves of zeros, denormals, the largest
-        // numbers, infinities and NaNs.
+        // With `MEMASCEND_TEST_LONG`, tests all upper halves. Otherwise tests every 61st upper half. Always tests the
+        // upper halves of zeros, denormals, the largest numbers, infinities and NaNs.
         let stride = if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { 1 } else { 61 };
         let edges = [0, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF].map(|upper| [upper, upper | 0x8000]);
         for (upper, moment) in (0..=0xFFFF_u32).step_by(stride).chain(edges.concat()).zip(MOMENTS.into_iter().cycle()) {
-            // Differences are combined without a branch, which is several times faster.
+            // Combining the differences without a branch is several times faster than a branch for each number.
             let wrong = (0..=0xFFFF).fold(0, |wrong, lower| {
                 let bits = upper << 16 | lower;
                 let (value, rest, signed) = split_master(f32::from_bits(bits), f32::from_bits(moment));

@@ -1,13 +1,14 @@
 //! Adds and checks float64 gradients, for parameters that torch's own code updates.
 //!
-//! Such gradients are rare, so plain loops suffice: one thread, one order, the same bits on every machine.
+//! Float64 gradients are rare, so plain loops are fast enough. One thread adds in one order, so every machine gives the
+//! same bits.
 
 use crate::{Check, Error, Result, Squares};
 
 /// The number of sums that are computed side by side.
 const LANES: usize = 8;
 
-/// Computes `total += other`, as torch's `total.add_(other)`.
+/// Computes `total += other`, like torch's `total.add_(other)`.
 pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     if other.len() != total.len() {
         return Err(Error::Length { name: "other", len: other.len(), other: "total", other_len: total.len() });
@@ -18,8 +19,8 @@ pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// Does the same as [`crate::check`], in float64 throughout: the sum of squares is also infinite if it exceeds the
-/// range of float64.
+/// Checks `data` as [`crate::check`] does, but computes in float64. So the sum of squares is also infinite if it
+/// exceeds the range of float64.
 #[must_use]
 pub fn check_doubles(data: &[f64]) -> Check {
     let mut sums = [0.0_f64; LANES];

@@ -1,8 +1,9 @@
-//! The dynamic maps of 8-bit moments: the number of each code, as a share of its block's absolute maximum.
+//! The dynamic maps of 8-bit moments. A map has a number for each code, as a share of the absolute maximum of the
+//! block.
 //!
 //! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the decade below it, at equal
 //! distances. The numbers have the bits of `bitsandbytes`. These bits depend on how torch rounds, so this file lists
-//! them; docs/store-format.md says how to compute them.
+//! the numbers. docs/store-format.md says how to compute the numbers.
 
 /// The positive half of the signed map, from code 128 on. Code 127 is 0, and code 127 - i is minus code 127 + i. The
 /// last code, 255, is 1 and has no negative counterpart.
@@ -90,8 +91,8 @@ const fn unsigned() -> [f32; 256] {
 mod tests {
     use super::*;
 
-    /// Computes a map's definition in float64. The maps differ from it by some units in the last place, because torch
-    /// rounds intermediate results.
+    /// Computes a map in float64, by its definition. The maps of this file differ from the result by some units in the
+    /// last place, because torch rounds intermediate results.
     fn defined(first_items: u32) -> Vec<f64> {
         let decade = |exponent: i32| {
             let items = first_items << exponent;

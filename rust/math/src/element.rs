@@ -12,13 +12,13 @@ pub struct F16(pub u16);
 
 /// `f32`, [`Bf16`] or [`F16`].
 pub trait Element: Copy + Default + Send + Sync + private::Sealed + 'static {
-    /// Bits of a significand, including the implicit leading one.
+    /// The number of bits in a significand, including the implicit leading one.
     const PRECISION: i32;
 
-    /// Converts exactly; a NaN gives a NaN.
+    /// Converts to fp32 exactly; a NaN becomes a NaN.
     fn to_f32(self) -> f32;
 
-    /// Returns the absolute value exactly; a NaN gives a NaN. Cheaper than `to_f32().abs()`.
+    /// Returns the exact absolute value; a NaN becomes a NaN. Cheaper than `to_f32().abs()`.
     fn magnitude(self) -> f32;
 
     /// Rounds to nearest, ties to even. Numbers that are too large become infinity, denormals are kept, and a NaN stays
@@ -76,7 +76,8 @@ impl Element for Bf16 {
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
-        // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.
+        // Sets the quiet bit, so that a NaN stays a NaN. All other bits of its fraction may be in the lower half, which
+        // is dropped.
         let nan = (bits >> 16) | 0x40;
         Self(if bits & !SIGN > INFINITY { nan } else { rounded } as u16)
     }
@@ -98,10 +99,10 @@ impl Element for F16 {
     #[inline(always)]
     fn magnitude(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
-        // The exponent of `magnitude` is 112 too small. `normal` corrects it. `denormal` corrects it by 113 and
-        // subtracts 2^-14, the implicit leading bit: `denormal` is right for denormals and too large for normal
-        // numbers, so the smaller of the two is right. Multiplying a denormal fp32 would be one operation, but takes
-        // Intel's processors more than a hundred cycles.
+        // The exponent of `magnitude` is too small by 112. `normal` adds 112 to the exponent. `denormal` adds 113 to
+        // the exponent and subtracts 2^-14, the implicit leading bit. `denormal` is right for denormals, and too large
+        // for normal numbers. So the smaller of `normal` and `denormal` is right. A multiplication of a denormal fp32
+        // would be one operation, but takes Intel's processors more than a hundred cycles.
         let normal = magnitude + (112 << 23);
         let denormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(F16_NORMAL)).to_bits();
         let scaled = normal.min(denormal);
@@ -223,8 +224,8 @@ mod tests {
     }
 
     fn samples() -> impl Iterator<Item = f32> {
-        // The stride is odd, so `spread` visits every residue. `ties` has the neighbours of each half-way point of both
-        // formats.
+        // The stride is odd, so the lower 16 bits take every value in `spread`. `ties` has the neighbours of each
+        // half-way point of both formats.
         let spread = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);

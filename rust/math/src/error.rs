@@ -3,16 +3,16 @@
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A fault in the arguments of a call. The call has written nothing.
+/// A mistake in the arguments of a call. The call has written nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Two slices that describe the same elements differ in length.
-    #[error("{name} has {len} elements and {other} has {other_len}: they must agree")]
+    #[error("{name} has {len} elements and {other} has {other_len}: pass equal lengths")]
     Length {
         /// The slice that differs.
         name: &'static str,
-        /// Its length.
+        /// The length of this slice.
         len: usize,
         /// The slice that it was compared with.
         other: &'static str,
@@ -25,38 +25,38 @@ pub enum Error {
     Number {
         /// The argument.
         name: &'static str,
-        /// Its value.
+        /// The value of the argument.
         value: f64,
         /// The accepted values.
         wanted: &'static str,
     },
 
     /// `Weights` that need a 16-bit parameter got a parameter in fp32.
-    #[error("a parameter of float32 is its own master: pass one of 16 bits, or Weights::Single")]
+    #[error("a float32 parameter has no separate master: pass a 16-bit parameter, or Weights::Single")]
     Sixteen,
 
     /// A compact parameter has no place for its rounding bits, or has two places.
-    #[error("a compact parameter needs rounded_up exactly if no second moment of fp32 or bfloat16 can store its signs")]
+    #[error("a compact parameter needs rounded_up if it has no second moment in fp32 or bfloat16: else pass None")]
     Signs,
 
     /// The optimizer and the state have different numbers of moments.
-    #[error("{rule} keeps {wanted}")]
+    #[error("{rule} needs state with {wanted}")]
     Moments {
         /// The optimizer.
         rule: &'static str,
-        /// The moments that it keeps.
+        /// The moments that the optimizer needs.
         wanted: &'static str,
     },
 
     /// A shard with 8-bit moments does not begin at the start of a block.
-    #[error("the first element is number {first} of its parameter: begin with a multiple of 256")]
+    #[error("the shard begins at element {first} of its parameter: with 8-bit moments, begin at a multiple of 256")]
     First {
         /// The index of the first element in its parameter.
         first: u64,
     },
 
     /// `MEMASCEND_SIMD` names an instruction set that this processor or this crate does not have.
-    #[error("MEMASCEND_SIMD is {asked:?}: pass one that this processor has ({available}), or unset it")]
+    #[error("MEMASCEND_SIMD is {asked:?}: set it to an instruction set of this processor ({available}), or unset it")]
     Simd {
         /// The value of the variable.
         asked: String,

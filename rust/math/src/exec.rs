@@ -8,14 +8,14 @@ use std::{
 
 use crate::{Result, Simd};
 
-/// Elements per thread below which another thread costs more than it saves: starting a thread takes about as long as a
-/// pass over this many elements.
+/// The smallest number of elements for each thread. Starting a thread takes about as long as a pass over this many
+/// elements, so a thread with fewer elements costs more than it saves.
 pub const THREAD_ELEMENTS_MIN: usize = 1 << 18;
 
-/// Parts per thread: if the system suspends a thread, the other threads take its later parts.
+/// The number of parts for each thread. If the system suspends a thread, the other threads take its remaining parts.
 const PARTS_PER_THREAD: usize = 4;
 
-/// The number of threads and the instruction set of a call. The result of a call depends on neither of them.
+/// The number of threads and the instruction set of a call. The result of a call does not depend on them.
 #[derive(Debug, Clone, Copy)]
 pub struct Exec {
     threads: NonZeroUsize,

@@ -1,4 +1,4 @@
-//! Adds and scales in place as torch does: computes in fp32 and rounds once, to the tensor's own type.
+//! Adds and scales in place as torch does: computes in fp32, and rounds once to the type of the tensor.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result,
@@ -7,10 +7,11 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole cache
+/// lines.
 const GRAIN: usize = 1024;
 
-/// Computes `total += other`, rounded once to the type of `total`, as torch's `total.add_(other)`.
+/// Computes `total += other`, rounded once to the type of `total`, like torch's `total.add_(other)`.
 pub fn add(total: FloatsMut<'_>, other: Floats<'_>, exec: Exec) -> Result<()> {
     for_type!(FloatsMut, total, total => for_type!(Floats, other, other => added(total, other, exec)))
 }
@@ -23,7 +24,7 @@ fn added<T: Element, O: Element>(total: &mut [T], other: &[O], exec: Exec) -> Re
     Ok(())
 }
 
-/// Computes `data *= factor`, rounded once to the type of `data`, as torch's `data.mul_(factor)`. Accepts any factor,
+/// Computes `data *= factor`, rounded once to the type of `data`, like torch's `data.mul_(factor)`. Accepts any factor,
 /// even NaN.
 pub fn scale(data: FloatsMut<'_>, factor: f32, exec: Exec) {
     for_type!(FloatsMut, data, data => exec.run(Product { data, factor }, GRAIN, Simd::run));

@@ -1,7 +1,7 @@
-//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW`, `Adam` and SGD, optimizer state in fewer
-//! bits.
+//! SIMD kernels on slices. They check gradients for overflow, sum squares and unscale, update by `AdamW`, `Adam` and
+//! SGD, and store optimizer state in fewer bits.
 //!
-//! Each algorithm is one loop that the compiler vectorises, compiled once per instruction set ([`Simd`]);
+//! Each algorithm is one loop. The compiler vectorises the loop once for each instruction set ([`Simd`]).
 //! [`Simd::chosen`] picks the fastest instruction set at run time. Every instruction set and every number of threads
 //! gives the same bits. The crate has no thread pool: a call starts its threads and ends them.
 

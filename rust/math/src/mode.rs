@@ -1,10 +1,10 @@
 //! Sets the processor's floating-point mode to IEEE's default while a kernel runs.
 //!
-//! `torch.set_flush_denormal(True)` makes the calling thread flush denormals, and threads that it starts inherit the
-//! mode. Without `DefaultMode` the same kernel call could give different bits on different threads. Rust's own
-//! arithmetic also assumes the default mode.
+//! `torch.set_flush_denormal(True)` makes the calling thread flush denormals, and the threads that this thread starts
+//! inherit the mode. Without `DefaultMode`, the same kernel call could give different bits on different threads. Rust's
+//! own arithmetic also assumes the default mode.
 
-/// The caller's floating-point mode; dropping this value restores it.
+/// Keeps the caller's floating-point mode. Dropping this value restores the mode.
 pub(crate) struct DefaultMode {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     saved: Register,
@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn the_callers_mode_comes_back() {
-        // Rounding toward zero stands for any mode that is not the default: Valgrind's processor has no bits for
-        // flushing.
+        // The test sets rounding toward zero, and not flushing of denormals, because Valgrind's processor has no bits
+        // for flushing.
         const ROUNDING: Register = 0x6000;
         let before = read();
         write(before | ROUNDING);

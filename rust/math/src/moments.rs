@@ -7,7 +7,7 @@ use crate::{
     weights::{Block, round_stochastic, rounded, widened},
 };
 
-/// A moment in 8 bits: a code per element, and an absolute maximum per block of 256 elements.
+/// A moment in 8 bits: a code for each element, and an absolute maximum for each block of 256 elements.
 #[derive(Debug)]
 pub struct Codes<'a> {
     /// Codes of the dynamic map, one per element.
@@ -21,9 +21,9 @@ pub struct Codes<'a> {
 pub enum Moments<'a> {
     /// fp32.
     Single(&'a mut [f32], Option<&'a mut [f32]>),
-    /// bfloat16. The first moment is rounded to nearest even, the second moment stochastically: the second moment is an
-    /// average over about a thousand steps, and one step changes it by less than half a unit in the last place, so
-    /// rounding to nearest would freeze it.
+    /// bfloat16. The first moment is rounded to nearest even, and the second moment stochastically. The second moment
+    /// is an average over about a thousand steps. One step changes it by less than half a unit in the last place, so
+    /// rounding to nearest would never change it.
     Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
     /// 8 bits, in the format of `bitsandbytes`.
     Blocks(Codes<'a>, Option<Codes<'a>>),
@@ -55,8 +55,7 @@ impl Moments<'_> {
         matches!(self, Self::Single(_, Some(_)) | Self::Bf16(_, Some(_)) | Self::Blocks(_, Some(_)))
     }
 
-    /// True if the sign bits of the second moment are free to store rounding bits; see [Note: split masters] in
-    /// `compact.rs`.
+    /// True if the sign bits of the second moment can store rounding bits; see [Note: split masters] in `compact.rs`.
     pub(crate) fn has_signs(&self) -> bool {
         self.has_second() && !self.decays()
     }

@@ -1,5 +1,5 @@
-//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass, without the blocks of `reduced.rs`;
-//! gives the same bits.
+//! Computes Adam on compact bfloat16 parameters with bfloat16 moments. Does so in one pass, without the fp32 blocks of
+//! `reduced.rs`, and gives the same bits as `reduced.rs`.
 
 use crate::{
     Bf16, Element, Floats, Scalars,

@@ -1,20 +1,20 @@
-//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so they do not
-//! depend on the division into shards and threads.
+//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so the division
+//! into shards and threads does not change them.
 //!
 //! The generator is Philox4x32-10 by Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3",
-//! 2011), which passes `BigCrush` for any pattern of keys and counters. Here both patterns are very regular, because
-//! the numbers of steps and elements grow by one. A cheaper hash would first have to be shown to cope with such
-//! patterns.
+//! 2011), which passes `BigCrush` for any pattern of keys and counters. Here the keys and counters have regular
+//! patterns, because the numbers of steps and elements grow by one. A cheaper hash may fail for regular patterns.
 
-/// The number of elements that draw together. A block of 8-bit moments has as many elements.
+/// The number of elements that draw their bits together. A block of 8-bit moments has the same number of elements.
 pub(crate) const BLOCK: usize = 256;
-/// Counters of a block. Each counter is a vector lane and gives 16 bits to each of eight elements.
+/// The number of counters of a block. Each counter is a vector lane and gives 16 bits to each of eight elements.
 const LANES: usize = BLOCK / 8;
 const ROUNDS: usize = 10;
 const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
 const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
 
-/// The inputs of random bits other than the element: the parameter and its update.
+/// Identifies a parameter and its update. Random bits depend on the parameter, the update, and the index of the
+/// element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Random {
     /// A hash of the seed and the parameter.
@@ -23,7 +23,7 @@ pub struct Random {
     pub step: u64,
 }
 
-/// The purpose of the bits, so that two purposes never draw the same bits.
+/// The purpose of drawn bits. Each purpose has its own counters, so two purposes never draw from the same counter.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Purpose {
     SecondMoment = 0,
@@ -47,8 +47,8 @@ impl Random {
     /// Returns 16 bits for each element of a block; blocks count from the start of the whole parameter.
     ///
     /// The 128-bit counter has `32 * block + lane` in its lowest 60 bits, then 4 bits of `purpose`, then 64 bits of
-    /// `step`. The output is eight times 16 bits; from the lowest on, they go to the elements `lane`, `32 + lane`, and
-    /// so on.
+    /// `step`. The output has eight groups of 16 bits. From the lowest group on, the groups go to the elements `lane`,
+    /// `32 + lane`, and so on.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "keeps the lower halves")]
     fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
@@ -57,8 +57,9 @@ impl Random {
         let keys = self.round_keys();
         let mut words = [[0_u32; LANES]; 4];
         for lane in 0..LANES {
-            // Only the lower half of each word counts, because vectors of 64-bit words multiply only lower halves.
-            // `first` is a multiple of `LANES`, so adding `lane` carries nothing into the upper word.
+            // The words have 64 bits, because the vector instruction multiplies the lower halves of 64-bit words. The
+            // upper halves have no meaning. `first` is a multiple of `LANES`, so adding `lane` carries nothing into the
+            // upper word.
             let (mut a, mut b, mut c, mut d) = (first + lane as u64, upper, self.step, self.step >> 32);
             for (key_0, key_1) in keys {
                 let (one, two) = (u64::from(a as u32) * MULTIPLIERS.0, u64::from(c as u32) * MULTIPLIERS.1);

@@ -1,13 +1,13 @@
 //! Quantises blocks of 256 numbers to 8 bits and back, with the bits of `bitsandbytes` on a CPU.
 //!
 //! A block keeps its absolute maximum in fp32, and a code for each number's share of the maximum. The share is first
-//! rounded to the nearest of 65,536 points from -1 to 1; the code stands for the map's number that is nearest to the
-//! point. No point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not the code
-//! of 0.
+//! rounded to the nearest of 65,536 points from -1 to 1. The code stands for the number of the map that is nearest to
+//! this point. No point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not the
+//! code of 0.
 //!
-//! A block of zeros has the maximum 0 and codes of 0. The maximum ignores NaNs; their code is 0, which stands for the
-//! lowest number of the map. If the maximum is infinite, every finite number gets the code of 0; an infinite number
-//! becomes 0 times infinity, a NaN.
+//! A block of zeros has the maximum 0, and all its codes are 0. The maximum ignores NaNs. A NaN gets code 0, which
+//! stands for the lowest number of the map. If the maximum is infinite, the share of every finite number is 0. The
+//! share of an infinite number is infinity times 0, a NaN.
 
 use crate::{
     dynamic_map::{SIGNED_MAP, UNSIGNED_MAP},
@@ -18,20 +18,20 @@ use crate::{
 const LAST: f32 = 65_535.0;
 const MIDDLE: f32 = LAST / 2.0;
 
-/// The shift of all shares at which the code changes. The shift compensates the rounding of midpoints and of the
-/// points' shares in fp32: with 1.1 to 1.4 times the machine epsilon, every point gets its code.
+/// The code changes at certain shares. `LATER` moves all these shares up a little, because fp32 rounds the midpoints
+/// and the shares of the points. If `LATER` is 1.1 to 1.4 times the machine epsilon, every point gets the right code.
 const LATER: f64 = 1.3 * f32::EPSILON as f64;
 
 /// A dynamic map, and the lines that compute a point's code from its distance to `MIDDLE`.
 ///
-/// Within a decade the code is a linear function of the distance, rounded down. Only the four highest decades have
-/// lines of their own: the few points below them share one line.
+/// Within a decade the code is a linear function of the distance, rounded down. Each of the four highest decades has
+/// its own line. The few points below these decades share one line.
 pub(crate) struct Map {
     numbers: &'static [f32; 256],
     signed: bool,
     below: Line,
     decades: [Decade; 4],
-    /// Distance from which the code is the code of 1.
+    /// From this distance on, the code is the code of the number 1.
     one_from: f32,
 }
 
@@ -44,9 +44,10 @@ struct Line {
 #[derive(Clone, Copy)]
 struct Decade {
     codes: Line,
-    /// Distance from which this decade begins.
+    /// The distance at which this decade begins.
     from: f32,
-    /// The decade's last code plus one half. It limits the line between the decade's last number and the next decade.
+    /// The decade's last code plus one half. Between the decade's last number and the next decade, `last` keeps the
+    /// line from rising to the next code.
     last: f32,
 }
 
@@ -56,12 +57,12 @@ impl Map {
     /// The map of second moments.
     pub(crate) const UNSIGNED: Self = Self::new(&UNSIGNED_MAP, false, 128.0, Line { slope: 2.2, offset: 6.8 });
 
-    /// Makes a map whose last decade has `last` numbers; each decade has half as many as the next decade.
+    /// Makes a map whose last decade has `last` numbers; each decade has half as many numbers as the next decade.
     ///
-    /// The decade from `edge` to ten times `edge` has `count` numbers, `step = 9 edge / count` apart; the first is half
-    /// a step above the edge, and `count - 1` codes precede it. So the code changes at whole steps from the edge. The
-    /// first change is the exception: it is a fifth of a step above the edge, half-way between the decade's first
-    /// number and the last number of the decade below.
+    /// The decade from `edge` to ten times `edge` has `count` numbers, `step = 9 edge / count` apart. The first number
+    /// is half a step above the edge, and `count - 1` codes precede the code of this first number. So the code changes
+    /// at whole steps from the edge. Only the first change is different: it is a fifth of a step above the edge,
+    /// half-way between the decade's first number and the last number of the decade below.
     #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
     const fn new(numbers: &'static [f32; 256], signed: bool, last: f64, below: Line) -> Self {
         let mut decades = [Decade { codes: below, from: 0.0, last: 0.0 }; 4];
@@ -115,24 +116,24 @@ impl Map {
         let choose = |decade: &Decade, upper: f32, lower: f32| if distance >= decade.from { upper } else { lower };
         let least = |one: f32, other: f32| if one < other { one } else { other };
         let of = |line: Line| distance.mul_add(line.slope, line.offset);
-        // Selects in pairs, which shortens the chain of dependent selections.
+        // Selects in pairs, so that fewer selections wait for each other.
         let lower = least(least(of(self.below), of(one.codes)), one.last);
         let upper = choose(three, least(of(three.codes), three.last), least(of(two.codes), two.last));
         let code = whole(choose(four, of(four.codes), choose(two, upper, lower)));
         let sign = place.to_bits().cast_signed() >> 31;
-        // Adds 1 to the code for the number 1, whose code follows the codes of the last decade. The map has no -1, so
-        // `place` must be positive.
+        // Adds 1 to the code if the nearest number is 1, because the code of 1 follows the codes of the last decade.
+        // The map has no -1, so only a positive `place` counts.
         let code = code + i32::from(place >= self.one_from);
         // Below the middle, the code of a signed map is `126 - code`.
         (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }
 
-/// Returns the largest magnitude; NaNs do not count.
+/// Returns the largest magnitude, and ignores NaNs.
 #[inline(always)]
 fn absmax(numbers: &[f32]) -> f32 {
     // The bits of magnitudes, read as integers, have the order of the magnitudes. Adding `RAISED` makes infinity the
-    // largest integer, and NaNs, which are above it, negative.
+    // largest integer. NaNs have larger bits than infinity, so they become negative.
     const RAISED: i32 = i32::MAX - 0x7F80_0000;
     let raised = |number: &f32| (number.to_bits().cast_signed() & i32::MAX).wrapping_add(RAISED);
     f32::from_bits((numbers.iter().map(raised).fold(RAISED, i32::max) - RAISED).cast_unsigned())

@@ -1,8 +1,8 @@
 //! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or no master.
 //!
 //! Each block of 256 elements is widened to fp32 on the stack, updated there, and rounded back. Stochastic rounding
-//! draws by the element's index in the whole parameter, and 8-bit codes have the same blocks of 256. So every shard
-//! that begins at the start of a block can be updated independently.
+//! draws random bits by the element's index in the whole parameter, and a block of 8-bit codes has 256 elements too. So
+//! every shard that begins at the start of a block can be updated independently.
 
 use crate::{
     Error, Exec, Floats, Moments, Random, Result, Rule, Scalars, Weights,
@@ -16,11 +16,11 @@ use crate::{
     weights::{Block, widened},
 };
 
-/// The version of this arithmetic: equal versions, state, gradient and rule give equal bits.
+/// The version of this arithmetic. Calls with the same version, state, gradient and rule give the same bits.
 pub const REDUCED_ARITHMETIC: u32 = 1;
 
-/// `Exec::run` splits work at multiples of this many elements, which are whole blocks and whole cache lines of every
-/// type.
+/// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole blocks and
+/// whole cache lines.
 const GRAIN: usize = 1024;
 
 /// The state of a parameter or of a shard, updated in place.
@@ -32,13 +32,13 @@ pub struct Reduced<'a> {
     pub moments: Moments<'a>,
 }
 
-/// Identifies a call's update and its first element: stochastic rounding draws its bits from both.
+/// Identifies the update and the first element of a call. Stochastic rounding draws its random bits from both.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Position {
     /// The source of the random bits.
     pub random: Random,
-    /// Index of the first element in the whole parameter. With 8-bit moments it must be a multiple of 256, the size of
-    /// their blocks.
+    /// Index of the first element in the whole parameter. With 8-bit moments the index must be a multiple of 256, the
+    /// number of elements in a block.
     pub first: u64,
 }
 
@@ -97,8 +97,8 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Posit
     Ok(())
 }
 
-/// Writes the given parts of `wide` into `state`. Rounds to nearest, also where updates round stochastically. Parts
-/// that are not given stay unchanged.
+/// Writes the given parts of `wide` into `state`. Rounds to nearest, even if updates round this state stochastically.
+/// Parts that are not given stay unchanged.
 pub fn encode(wide: WideState<&[f32]>, state: Reduced<'_>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().copied().map(<[f32]>::len), wide.second.is_some())?;
     exec.run(Encode { wide, state }, GRAIN, Simd::run);
@@ -113,7 +113,7 @@ pub fn decode(state: Reduced<'_>, wide: WideState<&mut [f32]>, exec: Exec) -> Re
     Ok(())
 }
 
-/// Fails unless `state` is consistent and the parts of an fp32 state, given by their lengths, match it.
+/// Fails unless `state` is consistent and matches the parts of an fp32 state. `lengths` has the lengths of these parts.
 fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, has_second: bool) -> Result<()> {
     state.agree()?;
     let other_len = state.weights.len();
@@ -127,7 +127,8 @@ fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, ha
 }
 
 impl Reduced<'_> {
-    /// Fails unless weights and moments have equal lengths and belong together.
+    /// Fails unless weights and moments have equal lengths. Also fails unless a compact parameter has exactly one place
+    /// for its rounding bits.
     fn agree(&self) -> Result<()> {
         self.weights.agree()?;
         self.moments.agree(self.weights.len())?;
@@ -201,7 +202,7 @@ impl Kernel for ReducedKernel<'_> {
         let mut blocks = Blocks::ZEROS;
         let mut at = 0;
         while at < len {
-            // `block` is called in two places, so that the compiler knows the length in one of them.
+            // `block` is called in two places, so that the compiler knows the length in the first call.
             if len - at >= BLOCK {
                 self.block(at, BLOCK, decays, &mut blocks);
             } else {
@@ -285,7 +286,8 @@ impl Kernel for Encode<'_> {
     fn run(mut self) {
         let mut blocks = Blocks::ZEROS;
         let signs = self.state.weights.needs_signs();
-        // Re-encoding may change 8-bit codes, so parts that are not given are not stored, except to update the signs.
+        // Re-encoding may change 8-bit codes. So parts that are not given are stored only if the signs of the second
+        // moment store rounding bits.
         let weights = signs || self.wide.master.is_some();
         let moments = signs || self.wide.first.is_some() || self.wide.second.is_some();
         for at in (0..self.len()).step_by(BLOCK) {

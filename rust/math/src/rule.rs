@@ -1,4 +1,4 @@
-//! The hyperparameters of an optimizer's step, and its arithmetic on one element.
+//! The hyperparameters of an optimizer's step, and the arithmetic of the step on one element.
 
 use crate::{Error, Hyperparameters, Result, Scalars};
 
@@ -7,13 +7,14 @@ use crate::{Error, Hyperparameters, Result, Scalars};
 pub struct Momentum {
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// Factor of the former momentum. With 0 there is no momentum, and stored momentum stays unchanged.
+    /// Factor of the former momentum. If this factor is 0, the step uses no momentum, and a stored momentum stays
+    /// unchanged.
     pub momentum: f64,
     /// The gradient is added to the momentum with the factor `1 - dampening`.
     pub dampening: f64,
-    /// Weight decay, at least 0; it is added to the gradient.
+    /// Weight decay, at least 0. The step adds the parameter times this factor to the gradient.
     pub weight_decay: f64,
-    /// If true, the step follows the gradient plus the updated momentum times `momentum`.
+    /// If true, the step adds `momentum` times the updated momentum to the gradient, and follows this sum.
     pub nesterov: bool,
     /// The number of this update, from 1. The first update sets the momentum to the gradient.
     pub step: u64,
@@ -121,12 +122,12 @@ impl Momentum {
         if self.dampening.is_nan() || self.dampening.abs() > max {
             return number("dampening", self.dampening, "a number that is finite in fp32");
         }
-        // NaN is allowed: a NaN norm makes the step NaN, as in in-memory training.
+        // NaN is allowed: a NaN norm makes all updated values NaN, as in in-memory training.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
-            return number("dampening", self.dampening, "0, and a momentum, with nesterov");
+            return number("dampening", self.dampening, "dampening 0 and a momentum above 0 with nesterov");
         }
         if self.step == 0 {
             return number("step", 0.0, "the number of this update, which counts from 1");

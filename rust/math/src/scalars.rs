@@ -11,11 +11,12 @@ pub struct Hyperparameters {
     pub beta1: f64,
     /// Decay of the second moment, in [0, 1).
     pub beta2: f64,
-    /// Added to the denominator; at least 0.
+    /// The number that is added to the denominator; at least 0.
     pub eps: f64,
     /// Weight decay, at least 0.
     pub weight_decay: f64,
-    /// If true, the weight decay multiplies the parameter (`AdamW`); else it is added to the gradient (`Adam`, L2).
+    /// If true, the step multiplies the parameter by `1 - lr * weight_decay` (`AdamW`). If false, the step adds the
+    /// parameter times `weight_decay` to the gradient (`Adam`, L2).
     pub decoupled: bool,
     /// The number of this update, from 1.
     pub step: u64,
@@ -34,9 +35,9 @@ pub struct Scalars {
     pub grad_factor: f32,
     /// Factor of the parameter, `1 - lr * weight_decay`; 1 with L2 decay.
     pub decay: f32,
-    /// The gradient gains this factor times the parameter; 0 with decoupled decay.
+    /// The step adds the parameter times this factor to the gradient; 0 with decoupled decay.
     pub l2: f32,
-    /// The weight of `g - m` in the first moment: `w = 1 - beta1`, or, with `from_gradient`, `w - 1`.
+    /// The weight of `g - m` in the first moment: `w = 1 - beta1`. With `from_gradient`, the weight is `w - 1` instead.
     pub first_weight: f32,
     /// If true, the first moment is computed from `g` instead of `m`: torch interpolates from the nearer end.
     pub from_gradient: bool,
@@ -46,7 +47,7 @@ pub struct Scalars {
     pub one_minus_beta2: f32,
     /// The square root of the second bias correction.
     pub bias2_root: f32,
-    /// Added to the denominator.
+    /// The number that is added to the denominator.
     pub eps: f32,
     /// Minus the learning rate divided by the first bias correction.
     pub step_size: f32,

@@ -7,8 +7,8 @@ use crate::{Error, Result, mode::DefaultMode};
 /// The environment variable that forces an instruction set.
 const VARIABLE: &str = "MEMASCEND_SIMD";
 
-/// An instruction set that this processor has. Only detection makes a value, so a value proves that the processor has
-/// the instruction set.
+/// An instruction set that this processor has. Only code that detects instruction sets makes values of `Simd`, so a
+/// value proves that the processor has the instruction set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Simd(Level);
 
@@ -24,7 +24,7 @@ enum Level {
 }
 
 impl Simd {
-    /// The baseline that the compiler targets and that every supported processor has. If the baseline lacks fused
+    /// The baseline that the compiler targets and that every supported processor has. If the baseline has no fused
     /// multiply-add, each `mul_add` is a slow call.
     pub const PORTABLE: Self = Self(Level::Portable);
 
@@ -55,7 +55,8 @@ impl Simd {
         found
     }
 
-    /// Returns the instruction set that `MEMASCEND_SIMD` names, else the fastest. Reads the variable once per process.
+    /// Returns the instruction set that `MEMASCEND_SIMD` names, or the fastest one if the variable is not set. Reads
+    /// the variable once per process.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<Result<Simd>> = OnceLock::new();
         CHOSEN
@@ -76,7 +77,7 @@ impl Simd {
         }
     }
 
-    /// The name that `MEMASCEND_SIMD` takes.
+    /// The name of the instruction set, as `MEMASCEND_SIMD` expects it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
@@ -95,13 +96,13 @@ impl Simd {
         let _mode = DefaultMode::enter();
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: only detection makes this level, after it has found every feature that `avx512` enables.
+            // SAFETY: only `available` makes this level, after it has found every feature that `avx512` enables.
             Level::Avx512 => unsafe { avx512(kernel) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: only detection makes this level, after it has found every feature that `avx2` enables.
+            // SAFETY: only `available` makes this level, after it has found every feature that `avx2` enables.
             Level::Avx2 => unsafe { avx2(kernel) },
             #[cfg(target_arch = "aarch64")]
-            // SAFETY: only detection makes this level, after it has found every feature that `neon` enables.
+            // SAFETY: only `available` makes this level, after it has found every feature that `neon` enables.
             Level::Neon => unsafe { neon(kernel) },
             Level::Portable => kernel.run(),
         }
@@ -115,8 +116,8 @@ impl fmt::Debug for Simd {
 }
 
 /// A loop that is compiled for each instruction set. `run` and every function that it calls must be
-/// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure is such a function too: in
-/// crates that are built without link-time optimisation, `array::map` does not inline its closure, so kernels have
+/// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure must be inlined too. But
+/// `array::map` does not inline its closure in crates that are built without link-time optimisation, so kernels use
 /// plain loops.
 pub(crate) trait Kernel {
     type Output;

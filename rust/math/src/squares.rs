@@ -1,15 +1,17 @@
 //! Sums squares of fp32 without rounding, so that neither order nor division into parts changes a bit.
 //!
 //! A square of fp32 is an integer multiple of 2^-298, the square of the smallest denormal; 2^-298 is called a unit
-//! here. A sum of squares is a multiple of the unit too. It has at most 640 bits for as many squares as any memory
-//! holds.
+//! here. A sum of squares is a multiple of the unit too. Even the sum of all squares that fit into a memory has at most
+//! 640 bits.
 
-/// Words of 32 bits. Squares are below 2^256, so 2^86 of them sum to less than 2^342 = 2^(640 - 298).
+/// The number of 32-bit words in a sum. A square is below 2^256, so 2^86 squares sum to less than 2^342 = 2^(640 -
+/// 298).
 const WORDS: usize = 20;
 /// The exponent of a unit.
 const UNIT: i32 = -298;
 const WORD_BITS: u32 = 32;
-/// Terms after which `Running` propagates carries: each term changes a limb by less than 2^32, and a limb has 63 bits.
+/// `Running` propagates carries after this many terms. Each term changes a limb by less than 2^32, and a limb has 63
+/// bits.
 const TERMS_MAX: u32 = 1 << 30;
 
 /// A sum of squares.
@@ -56,7 +58,8 @@ impl Squares {
     #[must_use]
     pub fn value(&self) -> f64 {
         let Some(top) = self.words.iter().rposition(|&word| word != 0) else { return self.rest };
-        // Three words have at least 65 significant bits. The lower words only tell on which side of a half the sum is.
+        // Three words have at least 65 significant bits. The lower words only decide whether the sum is above the
+        // middle between two neighbouring float64.
         let first = top.saturating_sub(2);
         let upper = self.words[first..=top].iter().rev().fold(0, |upper, &word| upper << 32 | u128::from(word));
         let significand = upper | u128::from(self.words[..first].iter().any(|&word| word != 0));

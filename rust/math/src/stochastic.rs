@@ -1,7 +1,7 @@
-//! Rounds to 16 bits stochastically, so that the expected value is the number itself.
+//! Rounds to 16 bits stochastically, so that the mean of many results is the number itself.
 //!
 //! `drawn` is 16 uniformly random bits. A number becomes infinite only if rounding to nearest makes it infinite. An
-//! infinity stays an infinity, and a NaN a NaN.
+//! infinity stays an infinity, and a NaN stays a NaN.
 
 use crate::{Bf16, Element, F16};
 
@@ -21,18 +21,19 @@ impl Stochastic for Bf16 {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // The largest finite number is the limit, unless rounding to nearest gives infinity: then `drawn` decides
-        // between the two.
+        // The largest finite number is the limit, unless rounding to nearest gives infinity. If it does, `drawn`
+        // decides between the largest finite number and infinity.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
-        // Sets the quiet bit: all bits of the payload may be in the lower half, which is dropped.
+        // Sets the quiet bit, so that a NaN stays a NaN. All other bits of its fraction may be in the lower half, which
+        // is dropped.
         let nan = (magnitude >> 16) | 0x40;
         Self((bits >> 16 & 0x8000 | if magnitude > INFINITY { nan } else { rounded }) as u16)
     }
 }
 
 impl Stochastic for F16 {
-    /// The highest 16 dropped bits are the probability of rounding up. For normal numbers these are all dropped bits.
+    /// The highest 16 of the dropped bits are the probability of rounding up. A normal number drops only 13 bits.
     #[inline(always)]
     #[expect(
         clippy::cast_possible_truncation,

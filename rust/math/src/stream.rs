@@ -1,11 +1,11 @@
 //! Writes large outputs past the caches.
 //!
-//! Before a normal write to a line that is not cached, the processor reads the line: one more stream of memory traffic.
-//! So `store` computes blocks in a buffer on the stack, and copies them out with non-temporal writes.
+//! Before a normal write to a line that is not cached, the processor reads the line, which costs memory bandwidth. So
+//! `store` computes blocks in a buffer on the stack, and copies the blocks to the output with non-temporal writes.
 
 use crate::Element;
 
-/// Calls on fewer elements write through the caches, because a reader may soon find their output there.
+/// Calls with fewer elements use normal writes, because a reader may soon find their output in the caches.
 pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
 
 /// Elements of a block. In measurements, 128 and 4096 were slower by a tenth or more.
@@ -69,7 +69,7 @@ fn copy_past_caches<T: Element>(out: &mut [T], buffer: &Buffer<T>) {
     out.copy_from_slice(&buffer.0);
 }
 
-/// Orders the streamed stores before any later store that publishes them to another thread.
+/// Orders the non-temporal writes before any later write that publishes the output to another thread.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn fence() {

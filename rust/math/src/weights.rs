@@ -16,7 +16,7 @@ pub enum Weights<'a> {
     Master {
         /// The fp32 master weights, which are updated.
         master: &'a mut [f32],
-        /// The parameter. It is written, never read.
+        /// The parameter. Updates write the parameter, and never read it.
         values: FloatsMut<'a>,
     },
     /// A bfloat16 parameter with a split master; see [`CompactState`](crate::CompactState).
@@ -46,7 +46,8 @@ impl Weights<'_> {
         }
     }
 
-    /// True if the signs of the second moment belong to this parameter. See [Note: split masters] in `compact.rs`.
+    /// True if the signs of the second moment store this parameter's rounding bits. See [Note: split masters] in
+    /// `compact.rs`.
     pub(crate) fn needs_signs(&self) -> bool {
         matches!(self, Self::Compact { rounded_up: None, .. })
     }
@@ -99,7 +100,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Loads a block of the master into `block`. Clears the signs in `second` that belong to the parameter.
+    /// Loads a block of the master into `block`. Clears the signs in `second` that store the parameter's rounding bits.
     #[inline(always)]
     pub(crate) fn load(&self, at: usize, len: usize, second: &mut Block, block: &mut Block) {
         match self {
@@ -130,7 +131,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Stores `block`. Sets the signs in `second` that belong to the parameter.
+    /// Stores `block`. Sets the signs in `second` that store the parameter's rounding bits.
     #[inline(always)]
     pub(crate) fn store(
         &mut self,

@@ -7,7 +7,8 @@ use crate::{
     simd::{Kernel, Simd},
 };
 
-/// `Exec::run` splits work at multiples of this many elements, which are whole cache lines of every type.
+/// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole cache
+/// lines.
 const GRAIN: usize = 1024;
 
 /// Writes `source` to `out`, converted to fp32.

@@ -1,4 +1,5 @@
-//! Tests that training on split masters equals training on whole masters.
+//! Tests that training on split masters gives the same bits as training on whole masters. A split master is stored as a
+//! bf16 value and 16 lower bits.
 
 use std::num::NonZeroUsize;
 
@@ -12,7 +13,7 @@ fn execs() -> Vec<Exec> {
     Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
 }
 
-/// Makes a state with a split master.
+/// Returns a state whose master is split into `values` and `rest`.
 fn reduced<'a>(values: &'a mut [Bf16], rest: &'a mut [u16], [first, second]: [&'a mut [f32]; 2]) -> Reduced<'a> {
     let weights = Weights::Compact { values, rest, rounded_up: None };
     Reduced { weights, moments: Moments::Single(first, Some(second)) }
@@ -33,7 +34,8 @@ fn numbers(step: u64) -> Hyperparameters {
     }
 }
 
-/// The same parameter with a whole master and with a split master. The moments are equal.
+/// One parameter in two forms: with a whole master and with a split master. The two forms start with equal moments and
+/// get the same gradients.
 struct Pair {
     whole: [Vec<f32>; 3],
     out: Vec<Bf16>,
@@ -53,7 +55,7 @@ fn noise(seed: u32) -> impl FnMut() -> u32 {
 impl Pair {
     fn new(len: usize, seed: u32, wild: bool, exec: Exec) -> Self {
         let mut next = noise(seed);
-        // Without `wild`, numbers have magnitudes from 1/2 to 1, so every step changes them.
+        // Without `wild`, numbers have magnitudes from 1/2 to 1, so every step changes every number.
         let mut number = || f32::from_bits(if wild { next() } else { next() & 0x807F_FFFF | 0x3F00_0000 });
         let master: Vec<f32> = (0..len).map(|_| number()).collect();
         let exp_avg: Vec<f32> = (0..len).map(|_| number()).collect();
@@ -113,6 +115,6 @@ fn lengths_that_differ_are_refused() {
     let state = CompactState { values: &mut values, rest: &mut rest, exp_avg: &mut first, exp_avg_sq: &mut second };
     let scalars = numbers(1).scalars().unwrap_or_else(|error| panic!("{error}"));
     let message = adam_compact(state, Floats::F32(&[1.0; 8]), &scalars, execs()[0]).map_err(|error| error.to_string());
-    assert_eq!(message, Err("rest has 7 elements and values has 8: they must agree".into()));
+    assert_eq!(message, Err("rest has 7 elements and values has 8: pass equal lengths".into()));
     assert!(values.iter().all(|value| value.0 == 0));
 }

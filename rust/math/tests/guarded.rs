@@ -1,6 +1,7 @@
 //! Tests every kernel on every instruction set, on slices next to inaccessible pages.
 //!
-//! Each kernel must give the bits of an element-by-element computation, and access no byte outside its slices.
+//! Each kernel must give the same bits as a computation of one element at a time, and must access no byte outside its
+//! slices.
 
 use std::num::NonZeroUsize;
 
@@ -13,7 +14,7 @@ use proptest::prelude::*;
 mod guard;
 use guard::Guarded;
 
-/// A small random generator: proptest would take too long to draw megabytes of input.
+/// Returns a small random generator. It generates megabytes of input, for which proptest would need too long.
 fn noise(seed: u64) -> impl FnMut() -> u32 {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     move || {
@@ -22,7 +23,7 @@ fn noise(seed: u64) -> impl FnMut() -> u32 {
     }
 }
 
-/// Fills `out` with values over the whole range of the type; with `wild`, infinities and NaNs too.
+/// Fills `out` with random values over the whole range of the type. With `wild`, some values are infinities and NaNs.
 fn values<T: Element>(out: &mut [T], seed: u64, wild: bool) {
     let mut next = noise(seed);
     for value in out {
@@ -47,8 +48,8 @@ fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![0..100_usize, 2000..2100_usize, 4000..9000_usize]
 }
 
-/// Returns a length that is long enough for several threads and non-temporal stores. Under Valgrind,
-/// `MEMASCEND_TEST_SHORT` makes it shorter.
+/// Returns a length that is long enough for several threads and non-temporal stores. Under Valgrind, which is slow,
+/// `MEMASCEND_TEST_SHORT` selects a shorter length.
 fn long() -> usize {
     if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 70_000 } else { (1 << 20) + 4321 }
 }
@@ -122,7 +123,7 @@ fn adam_case<G: Element, O: Element>(
     }
 }
 
-/// Makes a state with a split master.
+/// Returns a state whose master is split into `values` and `rest`.
 fn reduced<'a>(
     values: &'a mut [Bf16],
     rest: &'a mut [u16],
@@ -133,7 +134,8 @@ fn reduced<'a>(
     Reduced { weights, moments: Moments::Single(exp_avg, Some(exp_avg_sq)) }
 }
 
-/// Splits a master, updates it by one step, joins it, and compares the result with the update of the whole master.
+/// Splits a master into 16-bit halves, makes one step, and joins the halves. The result must equal the result of a step
+/// on the whole master.
 fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, group: Hyperparameters, threads: usize) {
     let scalars = group.scalars().unwrap_or_else(|error| panic!("{error}"));
     let floats = [0, 1, 2].map(|_| Guarded::new(len * 4));
@@ -187,7 +189,7 @@ fn widen_case<S: Element>(len: usize, seed: u64, at_end: bool, threads: usize) {
     }
 }
 
-/// Wraps a slice in the variant of its type.
+/// Returns the slice in the variant of `Floats` for its element type.
 fn wrap<T: Element>(data: &[T]) -> Floats<'_> {
     let any: &dyn std::any::Any = &T::default();
     let (address, len) = (data.as_ptr(), data.len());
@@ -198,7 +200,7 @@ fn wrap<T: Element>(data: &[T]) -> Floats<'_> {
         // SAFETY: `T` is `Bf16`.
         Floats::Bf16(unsafe { std::slice::from_raw_parts(address.cast::<Bf16>(), len) })
     } else {
-        // SAFETY: `Element` has three types, so `T` is `F16`.
+        // SAFETY: `T` is `F16`, because only three types implement `Element`.
         Floats::F16(unsafe { std::slice::from_raw_parts(address.cast::<F16>(), len) })
     }
 }
@@ -213,7 +215,7 @@ fn wrap_mut<T: Element>(data: &mut [T]) -> FloatsMut<'_> {
         // SAFETY: `T` is `Bf16`.
         FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(address.cast::<Bf16>(), len) })
     } else {
-        // SAFETY: `Element` has three types, so `T` is `F16`.
+        // SAFETY: `T` is `F16`, because only three types implement `Element`.
         FloatsMut::F16(unsafe { std::slice::from_raw_parts_mut(address.cast::<F16>(), len) })
     }
 }
@@ -278,7 +280,10 @@ fn lengths_that_differ_are_refused_and_nothing_is_written() {
     let (mut p, mut m, mut v, grad) = (vec![1.0_f32; 8], vec![1.0; 8], vec![1.0; 8], vec![1.0_f32; 7]);
     let state = AdamState { master: &mut p, exp_avg: &mut m, exp_avg_sq: &mut v };
     let refused = adam(state, Floats::F32(&grad), None, &scalars, exec);
-    assert_eq!(refused.map_err(|e| e.to_string()), Err("grad has 7 elements and master has 8: they must agree".into()));
+    assert_eq!(
+        refused.map_err(|e| e.to_string()),
+        Err("grad has 7 elements and master has 8: pass equal lengths".into())
+    );
     assert!(widen(Floats::F32(&grad), &mut p, exec).is_err());
     assert!(check_and_unscale(FloatsMut::F32(&mut p), f32::NAN, exec).is_err());
     assert!([p, m, v].iter().flatten().all(|x| x.to_bits() == 1.0_f32.to_bits()));

@@ -1,7 +1,8 @@
-//! Tests updates of reduced state on every instruction set against plain code for one element, next to inaccessible
-//! pages.
+//! Tests updates of optimizer state in reduced precision, on every instruction set. The reference is plain code that
+//! updates one element at a time. All slices lie next to inaccessible pages.
 //!
-//! A shard that begins at the start of a block must have the bits that it has in the whole parameter.
+//! A shard that begins at the start of a block must get the same bits as the same range in an update of the whole
+//! parameter.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -62,8 +63,8 @@ impl Form {
     }
 }
 
-/// The tensors of a state, each between inaccessible pages. `parts` has tensors of all formats; `form` says which of
-/// them the test uses.
+/// The tensors of a state, each between inaccessible pages. `parts` has room for the tensors of every format, and
+/// `form` selects the tensors that the test uses.
 struct Memory {
     len: usize,
     form: Form,
@@ -124,7 +125,7 @@ impl Memory {
         self.parts.iter().flat_map(|part| part.slice::<u8>(self.len * 4, self.at_end).to_vec()).collect()
     }
 
-    /// Encodes an fp32 state in this memory's form.
+    /// Encodes the fp32 state `wide` in the formats that `self.form` names, and stores the result in this memory.
     fn begin(&self, wide: &Wide) {
         let second = self.form.has_second.then_some(&wide.second[..]);
         let given = WideState { master: Some(&wide.master[..]), first: Some(&wide.first[..]), second };
@@ -152,7 +153,8 @@ impl Wide {
         Self { master: vec![0.0; len], first: vec![0.0; len], second: vec![0.0; len] }
     }
 
-    /// Makes numbers of all sizes, with zeros and denormals; with `wild`, infinities and NaNs too.
+    /// Returns random numbers of all magnitudes, including zeros and denormals. With `wild`, some numbers are
+    /// infinities and NaNs.
     fn noise(len: usize, seed: u64, wild: bool) -> Self {
         let mut next = noise(seed);
         let mut wide = Self::zeros(len);
@@ -200,7 +202,8 @@ fn momentum(step: u64, nesterov: bool) -> Momentum {
     Momentum { lr, momentum, dampening, weight_decay, nesterov, step, grad_scale: 0.5, maximize: true, seed: 7 }
 }
 
-/// Updates one element in fp32, by the optimizers' own definitions.
+/// Returns the parameter and the moments of one element after a step. Computes in fp32, by the formulas that define the
+/// optimizers.
 fn element(rule: &Rule, decays: bool, (p, g, m, v): (f32, f32, f32, f32)) -> (f32, f32, f32) {
     match rule {
         Rule::Adam(of) => {
@@ -229,7 +232,8 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-/// Returns the two 16-bit neighbours of a number; stochastic rounding gives one of them.
+/// Returns the two 16-bit numbers next to `value`, converted to fp32. Stochastic rounding gives one of these two
+/// numbers.
 fn neighbours(value: f32, is_f16: bool) -> [f32; 2] {
     let nearest = if is_f16 { F16::from_f32(value).0 } else { Bf16::from_f32(value).0 };
     let wide = |bits: u16| if is_f16 { F16(bits).to_f32() } else { Bf16(bits).to_f32() };
@@ -279,7 +283,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
                     assert!(!form.has_second || round_stochastic(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
                     assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan());
                 }
-                // The tests against torch check the codes.
+                // This test checks only the sign. Tests that compare with torch check the 8-bit codes.
                 Moment::Blocks => assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan()),
             }
         }
@@ -327,7 +331,8 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
         let done = update(whole.state(), Floats::Bf16(&gradient), &rule, Position { random, first: 0 }, exec(4, simd));
         done.unwrap_or_else(|error| panic!("{error}"));
         let wide = whole.wide();
-        // Each shard starts from the same fp32 state. The results are compared after decoding to fp32, which is exact.
+        // Each shard starts from its range of the same fp32 state. The test decodes the result of the shard to fp32,
+        // and compares this result with the same range of `wide`. Decoding is exact.
         let mut ranges = vec![0..2048, 2048..10_240, 10_240..len.min(118 * 256)];
         if form.moment != Moment::Blocks {
             ranges.extend([7..263, 1999..9001]);
@@ -353,7 +358,7 @@ fn codes_that_nothing_is_given_for_stay_as_they_are() {
     let memory = Memory::new(Form { weight: Weight::Single, moment: Moment::Blocks, has_second: true }, 700, false);
     let wide = Wide::noise(700, 5, false);
     memory.begin(&wide);
-    // Decoding and encoding again would change these codes.
+    // These codes would change if `encode` decoded the moments and encoded them again.
     memory.slice::<u8>(FIRST, 700).fill(3);
     let before = memory.bytes();
     let given = WideState { master: Some(&wide.master[..]), first: None, second: None };
@@ -375,7 +380,8 @@ fn a_small_change_of_a_second_moment_is_not_lost() {
             .unwrap_or_else(|error| panic!("{error}"));
     }
     let mean = memory.wide().second.iter().map(|&v| f64::from(v)).sum::<f64>() / len as f64;
-    // The mean's standard deviation over 4,096 elements is about 0.0007.
+    // The mean over 4,096 elements has a standard deviation of about 0.0007, so 0.004 is more than five standard
+    // deviations.
     assert!((mean - 0.999_f64.powi(1000)).abs() < 0.004, "{mean}");
 }
 

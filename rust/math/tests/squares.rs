@@ -1,5 +1,5 @@
-//! Tests sums of squares against exact integers, in any order and division, on every instruction set and number of
-//! threads.
+//! Tests sums of squares against exact integers, on every instruction set and with several numbers of threads. A sum
+//! must not depend on the order of the values, or on their division into parts.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -14,7 +14,7 @@ use std::num::NonZeroUsize;
 use memascend_math::{Bf16, Element, Exec, F16, Floats, Simd, Squares, check};
 use proptest::prelude::*;
 
-/// A number of units of 2^-298, as 16-bit digits, the lowest first.
+/// A whole number of units of 2^-298, as 16-bit digits. The lowest digit comes first.
 #[derive(Clone, PartialEq, Debug)]
 struct Whole(Vec<u64>);
 
@@ -23,7 +23,7 @@ impl Whole {
         Self(vec![0; 40])
     }
 
-    /// Adds the square of a finite fp32, computed from its exponent and fraction.
+    /// Adds the square of a finite fp32 number. Computes the square from the exponent and the fraction of the number.
     fn add_square(&mut self, value: f32) {
         let bits = value.to_bits() & 0x7FFF_FFFF;
         let (exponent, fraction) = (bits >> 23, u64::from(bits & 0x7F_FFFF));
@@ -52,11 +52,11 @@ impl Whole {
     }
 
     fn from_sum(squares: &Squares) -> Self {
-        let bytes = squares.units().unwrap_or_else(|| panic!("{squares:?} is no number"));
+        let bytes = squares.units().unwrap_or_else(|| panic!("{squares:?} is not finite"));
         Self(bytes.chunks(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 8).collect())
     }
 
-    /// Rounds to nearest, ties to even, bit by bit.
+    /// Rounds `self` to the nearest f64 number, bit by bit. A tie goes to the even number.
     fn nearest(&self) -> f64 {
         let bit = |at: usize| self.0[at / 16] >> (at % 16) & 1;
         let Some(top) = (0..16 * self.0.len()).rev().find(|&at| bit(at) == 1) else { return 0.0 };
@@ -97,7 +97,7 @@ fn execs() -> Vec<Exec> {
     Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
 }
 
-/// Makes values whose exponents spread over `spread` powers of two below `largest`; some values are zeros.
+/// Returns random values whose exponents lie at most `spread` below `largest`. About one value in 16 is zero.
 fn spread<T: Element>(len: usize, largest: i32, spread: u32, seed: u64) -> Vec<T> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
@@ -135,7 +135,8 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
     }
 }
 
-/// One or two numbers among zeros: `column` converts a zero to a tiny number, which must not change the sum.
+/// Sums two nonzero numbers among zeros. The kernel's function `column` converts each zero to a tiny number, and these
+/// tiny numbers must not change the sum.
 #[test]
 fn zeros_add_nothing() {
     for low in (0..254).step_by(3) {
@@ -169,15 +170,15 @@ proptest! {
     }
 }
 
-/// Blocks at the limits of exact lanes: all elements but one are as large as possible, and that one is as small as
-/// possible.
+/// The float64 lanes of `check` add exactly only while the exponents in a block are close enough. This test sums blocks
+/// within and beyond this limit. In each block, one element is small, and all other elements are as large as possible.
 #[test]
 fn the_largest_sums_with_the_smallest_squares() {
     fn ends<T: Wrapped>(largest: T, precision: i32) {
         for below in 0..60 {
             for len in [2048, 4096] {
                 let mut values = vec![largest; len];
-                // `one` is the smallest element; the last bit of its significand is set.
+                // `one` is the smallest element of the block. The last bit of its significand is set.
                 let one = 2.0_f32.powi(-below) * (1.0 + 2.0_f32.powi(1 - precision));
                 values[len / 2 + 3] = T::from_f32(one);
                 for exec in execs() {

@@ -6,7 +6,7 @@ use memascend_math::{AdamState, Exec, Floats, Hyperparameters, adam};
 
 const STEPS: u64 = 12;
 
-/// One element, updated as the papers say, without code of the kernel.
+/// One element. `step` updates it by the formulas of the papers, without any code of the kernel.
 #[derive(Debug, Clone, Copy)]
 struct Textbook {
     parameter: f64,

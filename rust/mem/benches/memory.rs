@@ -1,4 +1,5 @@
-//! Benchmarks host memory against other allocators: interleaved rounds, medians, ratios.
+//! Compares the time that this crate needs for host memory with the time of other ways, such as `posix_memalign`. Each
+//! round times every case once. Prints medians and ratios.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![expect(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 
@@ -44,7 +45,7 @@ fn shown(bytes: usize) -> String {
     if bytes < 1 << 20 { format!("{} KiB", bytes >> 10) } else { format!("{} MiB", bytes >> 20) }
 }
 
-/// Allocates with `posix_memalign`, calls `touch` and frees.
+/// Allocates memory with `posix_memalign`, calls `touch`, and frees the memory.
 fn memalign(bytes: usize, touch: impl Fn(*mut u8)) {
     let mut pointer = std::ptr::null_mut();
     // SAFETY: `pointer` is valid for writes; 4096 is a power of two.
@@ -55,7 +56,7 @@ fn memalign(bytes: usize, touch: impl Fn(*mut u8)) {
 }
 
 fn fill(pointer: *mut u8, bytes: usize) {
-    // SAFETY: both callers pass memory of at least `bytes` bytes that they own.
+    // SAFETY: both callers own at least `bytes` bytes from `pointer` on.
     unsafe { pointer.write_bytes(1, bytes) };
 }
 
@@ -88,7 +89,7 @@ fn leases() -> Result<(), Error> {
     Ok(())
 }
 
-/// Takes values in this thread and drops them in another thread. Returns the seconds per value.
+/// Calls `take` in this thread and drops its values in another thread. Returns the seconds per value.
 fn hand_over<T: Send>(take: impl Fn() -> T + Sync) -> f64 {
     let (sender, receiver) = mpsc::sync_channel::<T>(CHUNKS);
     std::thread::scope(|scope| {
@@ -118,7 +119,7 @@ fn ring() -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the kernel ignore `MADV_HUGEPAGE` in this process if `off` is true, and heed it again if `off` is false.
+/// Makes the kernel ignore `MADV_HUGEPAGE` in this process if `off` is true, and respect it again if `off` is false.
 fn without_huge_pages(off: bool) {
     // SAFETY: `prctl` with this option takes no pointer.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, libc::c_ulong::from(off), 0, 0, 0) }, 0);

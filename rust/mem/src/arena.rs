@@ -1,8 +1,9 @@
-//! Divides a region into slots of planned sizes, once, and leases them. A lease is an RAII hold on a slot.
+//! Divides a region of memory into slots of planned sizes, once, and leases the slots. A lease holds a slot until the
+//! lease is dropped.
 //!
-//! A lease takes a slot of the smallest class that fits, never of a larger class: so if a plan admits a set of leases,
-//! it admits them in every order. Taking and returning a slot is a short lock and a few atomic operations, and never
-//! allocates.
+//! All slots of one size are a class. A lease takes a slot of the smallest class that fits, never of a larger class. So
+//! if a plan has room for a set of leases, these leases can be taken in every order. Taking or returning a slot costs a
+//! short lock and a few atomic operations, and allocates no memory.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +25,7 @@ use crate::{
 /// Marks a free slot in `holders`.
 const NOBODY: u8 = u8::MAX;
 
-/// Counters of one class.
+/// Counters of one class, which is all slots of one size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassStats {
     /// Bytes of a slot.
@@ -33,22 +34,22 @@ pub struct ClassStats {
     pub count: usize,
     /// Leased slots.
     pub in_use: usize,
-    /// The most slots that were leased at once.
+    /// The largest number of slots that were leased at once.
     pub peak: usize,
 }
 
 /// Counters of an arena.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaStats {
-    /// Bytes of all slots, without alignment: the bytes that the plan asked for.
+    /// The bytes that the plan asked for: the sum of all slots, without alignment.
     pub capacity_bytes: usize,
-    /// Bytes that the slots occupy, alignment included.
+    /// Bytes that the slots occupy, including alignment.
     pub reserved_bytes: usize,
     /// Bytes of the leased slots.
     pub in_use_bytes: usize,
-    /// Bytes of the arena's own tables, on the heap.
+    /// Bytes of the arena's tables, on the heap.
     pub table_bytes: usize,
-    /// Leased bytes, their peak, and the waits of all owners together.
+    /// The counters of the whole arena, over all owners.
     pub total: OwnerStats,
     /// The counters of each class, the smallest class first.
     pub classes: Vec<ClassStats>,
@@ -56,7 +57,7 @@ pub struct ArenaStats {
     pub owners: Vec<(String, OwnerStats)>,
 }
 
-/// A region divided into slots. See the module's description.
+/// A region that is divided into slots.
 #[derive(Debug)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -77,12 +78,14 @@ struct Class {
     free: FreeList,
     in_use: AtomicUsize,
     peak: AtomicUsize,
-    /// The index of each slot's owner, for the errors that name owners; [`NOBODY`] for a free slot.
+    /// For each slot, the index of its owner, or [`NOBODY`] for a free slot. The error of a lease that timed out names
+    /// these owners.
     holders: Box<[AtomicU8]>,
 }
 
 impl Arena {
-    /// Divides `region` into slots of `classes`, given as (bytes, count).
+    /// Divides `region` into slots. Each item of `classes` is the size of a slot in bytes, and the number of slots of
+    /// this size.
     ///
     /// # Errors
     /// [`Error::RegionTaken`] if another living arena divides the region.
@@ -101,12 +104,13 @@ impl Arena {
         Ok(Self { shared })
     }
 
-    /// Returns the owner called `name`; the first call registers it. Leases by a registered owner allocate nothing.
+    /// Returns the owner called `name`. The first call registers the owner. Later leases by this owner allocate no
+    /// memory.
     pub fn owner(&self, name: &str) -> Result<OwnerId> {
         self.shared.owners.named(name)
     }
 
-    /// Takes a slot for `nbytes` bytes, from the smallest class that fits.
+    /// Takes a slot of the smallest class that fits `nbytes` bytes. If no such slot is free, waits for one.
     pub fn lease(&self, nbytes: usize, owner: OwnerId, mut wait: Wait<'_>) -> Result<Lease> {
         let shared = &self.shared;
         shared.region.inner().usable()?;
@@ -130,7 +134,7 @@ impl Arena {
         &self.shared.layout
     }
 
-    /// Bytes of the arena's own tables, on the heap.
+    /// Bytes of the arena's tables, on the heap.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
         let classes = self.shared.layout.classes();
@@ -138,7 +142,7 @@ impl Arena {
         size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES
     }
 
-    /// Returns how many leases of `nbytes` the arena can grant without a wait.
+    /// Returns how many leases of `nbytes` bytes the arena can grant without a wait.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let class = self.shared.layout.class_for(nbytes)?;
         let count = self.shared.layout.classes()[class].count;
@@ -172,13 +176,13 @@ impl Arena {
     }
 }
 
-/// Heap bytes per slot: its entries in `FreeList` and in `holders`.
+/// Bytes on the heap for each slot: an entry in `FreeList`, and an entry in `holders`.
 const SLOT_TABLE_BYTES: usize = size_of::<u32>() + size_of::<AtomicU8>();
-/// Heap bytes per class.
+/// Bytes on the heap for each class.
 const CLASS_TABLE_BYTES: usize = size_of::<Class>() + size_of::<crate::ClassLayout>();
 
 impl Class {
-    #[expect(clippy::cast_possible_truncation, reason = "the layout bounds the number of slots far below")]
+    #[expect(clippy::cast_possible_truncation, reason = "`SLOTS_MAX` bounds the number of slots far below")]
     fn new(count: usize) -> Self {
         Self {
             free: FreeList::new(count as u32),
@@ -209,7 +213,7 @@ impl Shared {
         unsafe { self.region.inner().start().add(class.offset + slot as usize * class.stride) }
     }
 
-    /// Ends every wait for a lease.
+    /// Ends every wait for a lease with [`Error::Closed`].
     pub(crate) fn close(&self) {
         for class in &self.classes {
             class.free.close();
@@ -280,25 +284,25 @@ impl Lease {
         self.asked_bytes
     }
 
-    /// Always false: a lease has at least one byte.
+    /// Always false, because a lease has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.asked_bytes == 0
     }
 
-    /// The bytes of the slot, at least `len()`.
+    /// The size of the slot in bytes. It is at least `len()`.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         self.shared.layout.classes()[self.class].bytes
     }
 
-    /// True if the region was closed: dropping its last lease then unmaps it.
+    /// True if the region was closed. The region is then unmapped when its last lease is dropped.
     #[must_use]
     pub fn is_region_closed(&self) -> bool {
         self.shared.region.is_closed()
     }
 
-    /// The first byte. The pointer is valid for `slot_bytes()` while the lease lives.
+    /// The address of the first byte. The pointer is valid for `slot_bytes()` bytes while the lease lives.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
         self.shared.address(self.class, self.slot)
@@ -312,10 +316,10 @@ impl Lease {
         unsafe { std::slice::from_raw_parts(self.as_ptr().as_ptr(), self.asked_bytes) }
     }
 
-    /// The leased bytes, writable.
+    /// The leased bytes, which the caller may change.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as in `as_slice`; `&mut self` excludes other references.
+        // SAFETY: the slot is mapped and initialised while the lease lives. `&mut self` excludes other references.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().as_ptr(), self.asked_bytes) }
     }
 }
@@ -326,7 +330,7 @@ impl Drop for Lease {
     }
 }
 
-/// A bounded pool of chunks of one size: an arena of one class.
+/// A pool with a fixed number of chunks of one size. It is an arena with one class.
 #[derive(Debug, Clone)]
 pub struct ChunkRing {
     arena: Arc<Arena>,
@@ -334,7 +338,7 @@ pub struct ChunkRing {
 }
 
 impl ChunkRing {
-    /// Divides `region` into `count` chunks of `chunk_bytes`.
+    /// Divides `region` into `count` chunks of `chunk_bytes` bytes.
     pub fn new(region: &Region, chunk_bytes: usize, count: usize) -> Result<Self> {
         Ok(Self { arena: Arc::new(Arena::new(region, &[(chunk_bytes, count)])?), chunk_bytes })
     }

@@ -1,17 +1,19 @@
-//! Pins memory for CUDA through `libcuda.so.1`, which is found at run time and never linked.
+//! Pins memory for CUDA through `libcuda.so.1`. This library is loaded at run time, so that the crate also runs without
+//! it.
 //!
-//! Registering memory makes sense only in a process that has a CUDA context. So this file creates no context: it uses
-//! the thread's current context, else a primary context that the process already holds on some device.
-//! `ignore_captures` keeps threads of this library from invalidating the CUDA graphs that other threads capture.
+//! Memory is registered only in a process that has a CUDA context already, so this file creates no context. The current
+//! context of the calling thread is used. If the thread has no current context, a primary context is used that the
+//! process holds on any device. `ignore_captures` keeps threads of this library from invalidating CUDA graphs that
+//! other threads capture.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
     ptr::{self, NonNull},
 };
 
-/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for the contexts of every device.
+/// `CU_MEMHOSTREGISTER_PORTABLE`: the memory is pinned for the contexts of all devices.
 const REGISTER_PORTABLE: c_uint = 0x01;
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls of a thread invalidate no capture of another thread.
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: CUDA calls of this thread do not invalidate captures of other threads.
 const CAPTURE_THREAD_LOCAL: c_int = 1;
 const LIBRARY: &CStr = c"libcuda.so.1";
 
@@ -21,7 +23,7 @@ type Context = *mut c_void;
 /// Whether `open` may load the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Search {
-    /// Use the library only if the process has loaded it. Otherwise the process has no context.
+    /// Use the library only if the process has loaded it already. A process that has not loaded it has no CUDA context.
     Loaded,
     /// Load the library if necessary.
     Load,
@@ -43,9 +45,9 @@ struct Driver {
     unregister: unsafe extern "C" fn(*mut c_void) -> CuResult,
 }
 
-/// Sets the calling thread's stream capture mode so that its calls invalidate no CUDA graph that another thread
-/// captures. In the default mode, a query of an event by any thread ends a capture with an error. Returns false if the
-/// mode could not be set; if the process has not loaded the driver, no thread captures.
+/// Sets the capture mode of the calling thread, so that its calls do not invalidate a CUDA graph that another thread
+/// captures. In the default mode, an event query by any thread makes such a capture fail. Returns false if the mode
+/// could not be set. If the process has not loaded the driver, no thread captures a graph, so a failure is harmless.
 #[must_use]
 pub fn ignore_captures() -> bool {
     let Ok(library) = open(Search::Loaded) else { return false };
@@ -63,7 +65,7 @@ pub fn ignore_captures() -> bool {
 pub(crate) struct Registration {
     driver: Driver,
     start: NonNull<u8>,
-    /// The device whose primary context `new` retained; `None` if a context was current.
+    /// The device whose primary context `new` retained. `None` if the thread had a current context.
     retained: Option<c_int>,
 }
 
@@ -79,7 +81,7 @@ impl std::fmt::Debug for Registration {
 }
 
 impl Registration {
-    /// Registers `bytes` at `start`; the error says why that failed.
+    /// Registers the `bytes` bytes at `start` with CUDA. The error says why the registration failed.
     ///
     /// # Safety
     /// The range must stay mapped until the registration is dropped.
@@ -94,12 +96,13 @@ impl Registration {
             return Ok(registration);
         }
         registration.give_up_context();
-        // The registration failed, so `Drop` must not unregister.
+        // The registration failed, so `Drop` must not unregister the memory.
         std::mem::forget(registration);
-        Err(format!("cuMemHostRegister of {bytes} bytes failed: {}", driver.name_of(code)))
+        Err(format!("CUDA cannot pin {bytes} bytes: cuMemHostRegister: {}", driver.name_of(code)))
     }
 
-    /// Forgets the registration without calling CUDA. For a forked child, which must not use the parent's context.
+    /// Forgets the registration without calling CUDA. A forked child calls this, because it must not use the CUDA
+    /// context of its parent.
     pub(crate) fn abandon(self) {
         std::mem::forget(self);
     }
@@ -114,8 +117,9 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // The dropping thread may have no context (autograd's thread, a finalizer): any context can unregister portable
-        // memory. If `enter` fails, the driver is shutting down and has released the memory.
+        // The thread that drops this value may have no CUDA context, for example a thread of autograd or a finalizer.
+        // `enter` finds a context of this process, and every context can unregister portable memory. If `enter` fails,
+        // the driver is shutting down and has released the memory.
         let mut entered = None;
         if self.driver.enter(&mut entered).is_ok() {
             // SAFETY: `new` registered the memory, and only this `drop` unregisters it.
@@ -130,7 +134,7 @@ impl Drop for Registration {
     }
 }
 
-/// Returns the library, which is never closed, or why it is not available.
+/// Returns the library, which is never closed. The error says why the library is not available.
 fn open(search: Search) -> Result<NonNull<c_void>, String> {
     let mode = libc::RTLD_NOW | libc::RTLD_LOCAL | if search == Search::Loaded { libc::RTLD_NOLOAD } else { 0 };
     // SAFETY: the name is null-terminated, and libcuda's initialisers are safe to run.
@@ -138,7 +142,7 @@ fn open(search: Search) -> Result<NonNull<c_void>, String> {
     NonNull::new(library).ok_or_else(|| match search {
         Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
         Search::Load => {
-            "libcuda.so.1 was not found: there is no NVIDIA driver, or it is not on the loader's path".into()
+            "libcuda.so.1 was not found: install the NVIDIA driver, or add its folder to LD_LIBRARY_PATH".into()
         }
     })
 }
@@ -149,9 +153,10 @@ impl Driver {
         let symbol = |name: &CStr| {
             // SAFETY: the library is loaded and never closed; the name is null-terminated.
             let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };
-            NonNull::new(found).ok_or_else(|| format!("libcuda.so.1 has no {}", name.to_string_lossy()))
+            NonNull::new(found)
+                .ok_or_else(|| format!("libcuda.so.1 has no {}: update the driver", name.to_string_lossy()))
         };
-        // SAFETY: each name is the driver API's function of its field's type, and the library stays loaded.
+        // SAFETY: each name is a function of the driver API that has the type of the field; the library stays loaded.
         #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for every field")]
         #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
         unsafe {
@@ -171,8 +176,8 @@ impl Driver {
         }
     }
 
-    /// Ensures that this thread has a current context: keeps the current context, else pushes a device's primary
-    /// context that is already active, and stores the device in `retained`. `leave` pops a pushed context.
+    /// Ensures that this thread has a current context. If the thread has none, looks for a device whose primary context
+    /// is active, pushes this context, and stores the device in `retained`. `leave` pops the pushed context.
     fn enter(&self, retained: &mut Option<c_int>) -> Result<(), String> {
         let mut context = ptr::null_mut();
         // SAFETY: `context` is valid for writes.
@@ -188,7 +193,7 @@ impl Driver {
             code = unsafe { (self.device_count)(&raw mut devices) };
         }
         if code != 0 {
-            return Err(format!("CUDA is not usable: {}", self.name_of(code)));
+            return Err(format!("CUDA cannot be used: {}; check the driver with nvidia-smi", self.name_of(code)));
         }
         for device in 0..devices {
             let (mut flags, mut active) = (0, 0);
@@ -203,16 +208,16 @@ impl Driver {
                 *retained = Some(device);
                 return Ok(());
             }
-            // SAFETY: releases the context that the loop's condition retained.
+            // SAFETY: this call releases the context that `primary_retain` retained just above.
             unsafe { (self.primary_release)(device) };
         }
-        Err("no CUDA context in this process: call torch.cuda.init() before, and move a tensor to the device".into())
+        Err("no CUDA context in this process: call torch.cuda.init() first, and move a tensor to the device".into())
     }
 
     fn leave(&self, entered: Option<c_int>) {
         if entered.is_some() {
             let mut context = ptr::null_mut();
-            // SAFETY: pops the context that `enter` pushed on this thread.
+            // SAFETY: this call pops the context that `enter` pushed on this thread.
             unsafe { (self.pop)(&raw mut context) };
         }
     }

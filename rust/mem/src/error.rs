@@ -1,16 +1,16 @@
-//! The errors of host memory.
+//! Defines the errors of this crate.
 
 use std::{fmt, time::Duration};
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The slots of a class that one owner holds, for the error of a lease that timed out.
+/// An owner that holds slots of a class. The error of a lease that timed out lists such owners.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
     /// The owner's name.
     pub owner: String,
-    /// Slots of the class that the owner holds.
+    /// Number of slots of the class that the owner holds.
     pub slots: usize,
 }
 
@@ -30,8 +30,8 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
-/// Formats a size in the largest binary unit that leaves at least 1, with three digits; rounds up if `up` is true, else
-/// down.
+/// Formats a number of bytes with three digits, in the largest unit in which the number is at least 1. Rounds up if
+/// `up` is true, else down.
 fn shown(nbytes: usize, up: bool) -> String {
     const UNITS: [&str; 6] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = (nbytes.max(1).ilog2() as usize / 10).min(UNITS.len() - 1);
@@ -48,15 +48,15 @@ fn shown(nbytes: usize, up: bool) -> String {
     format!("{}{point}{fraction} {}", parts / scale, UNITS[unit])
 }
 
-/// An error of host memory.
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that no machine could satisfy.
+    /// An argument is invalid.
     #[error("{0}")]
     Invalid(String),
 
-    /// The caller asked for pinned memory, and pinning failed.
+    /// The caller asked for pinned memory, but pinning failed.
     #[error("memory cannot be pinned as asked: {why}")]
     PinRefused {
         /// The reason and the remedy.
@@ -65,19 +65,21 @@ pub enum Error {
 
     /// The region is too small for the plan.
     #[error(
-        "the region holds {} and the plan needs {}: make the region at least {needed_bytes} bytes",
+        "the region holds {} and the plan needs {}: make the region at least {needed_bytes} bytes large",
         shown(*region_bytes, false), shown(*needed_bytes, true)
     )]
     RegionTooSmall {
         /// Bytes of the region.
         region_bytes: usize,
-        /// Bytes of the smallest layout, which has no alignment.
+        /// Bytes of the smallest layout, in which no slot is aligned.
         needed_bytes: usize,
     },
 
     /// The machine or the cgroup has too little free memory.
     #[error(
-        "{} of memory were asked for and {} can be had ({limited_by}): ask for less, free some, or raise that limit",
+        "{} of memory are needed, but only {} are available ({limited_by}): use less memory, free some memory, or \
+         raise \
+         this limit",
         shown(*needed_bytes, true), shown(*available_bytes, false)
     )]
     OutOfMemory {
@@ -85,14 +87,14 @@ pub enum Error {
         needed_bytes: usize,
         /// Bytes that are available.
         available_bytes: usize,
-        /// The limit's name.
+        /// The name of the limit that allows no more than `available_bytes`.
         limited_by: String,
     },
 
-    /// Every class of the plan is too small: waiting would not help.
+    /// Every class of the plan is too small, so waiting would not help.
     #[error(
         "a lease of {asked_bytes} bytes can never be granted: the largest class of this arena is {largest_class_bytes} \
-         bytes; plan a class that fits it"
+         bytes; plan a class of at least {asked_bytes} bytes"
     )]
     NoSuchClass {
         /// Bytes that the caller asked for.
@@ -101,9 +103,11 @@ pub enum Error {
         largest_class_bytes: usize,
     },
 
-    /// No slot became free within the caller's limit.
+    /// No slot became free within the time limit of the caller.
     #[error(
-        "no lease of {asked_bytes} bytes (class of {class_bytes}, {class_count} slots) within {:.3} s; held by: {}",
+        "no slot for {asked_bytes} bytes became free (class of {class_bytes}, {class_count} slots) within {:.3} s; \
+         held by: {}; \
+         drop a lease, or plan more slots",
         waited.as_secs_f64(), Holders(holders)
     )]
     TimedOut {
@@ -115,38 +119,40 @@ pub enum Error {
         class_count: usize,
         /// The time that the caller waited.
         waited: Duration,
-        /// The owners of the class's slots.
+        /// The owners that hold slots of this class.
         holders: Vec<Holder>,
     },
 
-    /// The caller's poll function stopped a wait or a mapping.
-    #[error("waiting for {asked_bytes} bytes was interrupted")]
+    /// The poll function of the caller stopped a wait or a mapping.
+    #[error("the wait for {asked_bytes} bytes of memory was interrupted; repeat the call")]
     Interrupted {
         /// Bytes that the caller asked for.
         asked_bytes: usize,
     },
 
     /// The region has been closed.
-    #[error("the region has been closed; make a new one")]
+    #[error("the region has been closed; create a new region")]
     Closed,
 
     /// Another living arena divides the region.
-    #[error("the region already belongs to an arena; a region is divided once, make one region for each arena")]
+    #[error("another arena uses this region already; create one region for each arena")]
     RegionTaken,
 
     /// A forked child used its parent's memory.
     #[error(
-        "this memory belongs to the process that made it, and this process is a fork of it; make a region of its own \
-         here"
+        "this memory belongs to the process that created it, and this process is a fork of that process; create a new \
+         region in this process"
     )]
     Forked,
 
     /// The table of owners is full.
-    #[error("there are {owners_max} owners, the most that a table holds, and {name:?} would be one more; reuse a name")]
+    #[error(
+        "the arena cannot have more than {owners_max} owners, so {name:?} was rejected; use the name of an existing owner"
+    )]
     TooManyOwners {
-        /// The size of the table.
+        /// The largest number of owners.
         owners_max: usize,
-        /// The name that did not fit.
+        /// The name of the rejected owner.
         name: String,
     },
 
@@ -155,9 +161,9 @@ pub enum Error {
     System {
         /// The system call.
         call: &'static str,
-        /// Bytes that the call concerned.
+        /// The size of the mapping in bytes.
         nbytes: usize,
-        /// The system's error.
+        /// The error of the system.
         source: std::io::Error,
     },
 }

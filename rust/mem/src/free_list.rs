@@ -1,10 +1,11 @@
 //! The free slots of one class: a vector behind a lock, from which threads take slots.
 //!
-//! The last slot returned is taken first, so the slots in use stay warm in cache. No function allocates after `new`.
+//! The slot that was returned last is taken first, so the slots in use stay in the cache. No function allocates after
+//! `new`.
 
 use crate::guarded::{Ended, Guarded, Wait};
 
-/// The free slots of one class. See the module's description.
+/// The free slots of one class.
 #[derive(Debug)]
 pub(crate) struct FreeList(Guarded<Slots>);
 
@@ -16,12 +17,12 @@ struct Slots {
 }
 
 impl FreeList {
-    /// Makes a list of `count` free slots; slot 0 is taken first.
+    /// Makes a list of `count` free slots. Slot 0 is taken first.
     pub(crate) fn new(count: u32) -> Self {
         Self(Guarded::new(Slots { free: (0..count).rev().collect(), closed: false }))
     }
 
-    /// Takes a slot; `None` if no slot is free. Never waits.
+    /// Takes a slot. Returns `None` if no slot is free. Never waits.
     pub(crate) fn try_take(&self) -> Option<u32> {
         self.0.lock().free.pop()
     }
@@ -32,7 +33,7 @@ impl FreeList {
         self.0.notify_one();
     }
 
-    /// Waits for a free slot and takes it; `None` once the list is closed.
+    /// Waits for a free slot and takes it. Returns `None` once the list is closed.
     pub(crate) fn take(&self, wait: &mut Wait<'_>) -> Result<Option<u32>, Ended> {
         let mut state = self.0.wait_until(wait, |state| state.closed || !state.free.is_empty())?;
         Ok(if state.closed { None } else { state.free.pop() })

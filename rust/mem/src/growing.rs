@@ -1,4 +1,4 @@
-//! An arena that can gain slots after it was planned, each in a region of its own.
+//! Defines an arena to which slots can be added after it was planned. Each added slot has a separate region.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
 
 use crate::{Arena, KeepGoing, Layout, Lease, OnFork, Pin, Region, Result, Wait, locked};
 
-/// The planned slots and the added slots.
+/// An arena with planned slots, and with slots that were added later.
 #[derive(Debug)]
 pub struct GrowingArena {
     planned: Part,
@@ -16,7 +16,7 @@ pub struct GrowingArena {
 
 #[derive(Debug)]
 struct Part {
-    /// Bytes of the slot of an added part. Unused for the planned part.
+    /// The size of an added slot in bytes. The planned part does not use this field.
     bound: usize,
     region: Region,
     arena: Arena,
@@ -40,12 +40,14 @@ impl Part {
 }
 
 impl GrowingArena {
-    /// Allocates the planned slots of `classes`, given as (bytes, count).
+    /// Allocates the planned slots. Each item of `classes` is the size of a slot in bytes, and the number of slots of
+    /// this size.
     pub fn new(classes: &[(usize, usize)], keep_going: KeepGoing<'_>) -> Result<Self> {
         Ok(Self { planned: Part::new(classes, keep_going)?, added: Mutex::default() })
     }
 
-    /// Adds a slot of the class that a lease of `nbytes` takes. Returns the bytes that the slot and its tables take.
+    /// Adds a slot to the class from which a lease of `nbytes` bytes takes its slot. Returns how many bytes the new
+    /// slot and its tables take.
     pub fn add(&self, nbytes: usize, keep_going: KeepGoing<'_>) -> Result<usize> {
         let part = Part::new(&[(self.bound(nbytes)?, 1)], keep_going)?;
         let taken = part.bytes();
@@ -53,7 +55,7 @@ impl GrowingArena {
         Ok(taken)
     }
 
-    /// Returns how many slots were added, by their size in bytes.
+    /// Returns the number of added slots, for each size of a slot in bytes.
     #[must_use]
     pub fn added_slots(&self) -> BTreeMap<usize, usize> {
         let mut slots = BTreeMap::new();
@@ -63,14 +65,14 @@ impl GrowingArena {
         slots
     }
 
-    /// Returns the bytes that the added slots and their tables take.
+    /// Returns how many bytes all added slots and their tables take.
     #[must_use]
     pub fn added_bytes(&self) -> usize {
         self.added().iter().map(Part::bytes).sum()
     }
 
-    /// Takes a slot of the smallest planned class that fits: a planned slot if one is free, else a free added slot. If
-    /// no slot is free, waits for a planned slot.
+    /// Takes a slot of the smallest planned class that fits. If no planned slot of this class is free, takes an added
+    /// slot. If no added slot is free, waits for a planned slot.
     pub fn lease(&self, nbytes: usize, owner: &str, wait: Wait<'_>) -> Result<Lease> {
         if self.planned.arena.free_slots(nbytes)? == 0 {
             let bound = self.bound(nbytes)?;
@@ -83,7 +85,7 @@ impl GrowingArena {
         self.planned.arena.lease(nbytes, self.planned.arena.owner(owner)?, wait)
     }
 
-    /// Returns how many leases of `nbytes` the arena can grant without a wait.
+    /// Returns how many leases of `nbytes` bytes the arena can grant without a wait.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let planned = self.planned.arena.free_slots(nbytes)?;
         let bound = self.bound(nbytes)?;
@@ -93,7 +95,7 @@ impl GrowingArena {
         Ok(planned + free?.into_iter().sum::<usize>())
     }
 
-    /// Returns the bytes of all regions and tables; 0 once closed.
+    /// Returns the bytes of all regions and tables. Returns 0 once the arena is closed.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
         self.planned.held_bytes() + self.added().iter().map(Part::held_bytes).sum::<usize>()
@@ -105,7 +107,7 @@ impl GrowingArena {
         self.added().iter().for_each(|part| part.region.close());
     }
 
-    /// Returns the bytes of the slot that a lease of `nbytes` takes.
+    /// Returns the size in bytes of the slot that a lease of `nbytes` bytes takes.
     fn bound(&self, nbytes: usize) -> Result<usize> {
         let layout = self.planned.arena.layout();
         Ok(layout.classes()[layout.class_for(nbytes)?].bytes)

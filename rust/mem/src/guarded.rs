@@ -1,4 +1,4 @@
-//! Guards state with a lock, and waits until the state changes: the wait loop of all crates.
+//! Guards state with a lock, and lets threads wait until the state changes. All crates use this wait loop.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -9,31 +9,31 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The interval of calls to `keep_waiting`: short enough that Ctrl-C feels immediate.
+/// The time between two calls of `keep_waiting`. It is so short that Ctrl-C seems to work at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The limit of a wait, and a function that can end it early.
+/// How long a wait may last, and a function that can end the wait early.
 pub struct Wait<'a> {
-    /// `None` waits without a limit; zero does not wait.
+    /// `None` waits without a limit. Zero does not wait.
     pub timeout: Option<Duration>,
-    /// The wait calls this function every 50 ms; `false` ends the wait.
+    /// The wait calls this function every 50 ms. If it returns `false`, the wait ends.
     pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
 }
 
 impl Wait<'static> {
-    /// Does not wait: fails unless the state is ready at once.
+    /// Returns a `Wait` that allows no wait: the call fails if the state is not ready at once.
     #[must_use]
     pub fn never() -> Self {
         Self::at_most(Duration::ZERO)
     }
 
-    /// Waits for at most `timeout`.
+    /// Returns a `Wait` that lasts at most `timeout`.
     #[must_use]
     pub fn at_most(timeout: Duration) -> Self {
         Self { timeout: Some(timeout), keep_waiting: None }
     }
 
-    /// Waits without a limit.
+    /// Returns a `Wait` without a time limit.
     #[must_use]
     pub fn forever() -> Self {
         Self { timeout: None, keep_waiting: None }
@@ -43,19 +43,19 @@ impl Wait<'static> {
 /// Why a wait ended before the state was ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// The limit was reached, after this time.
+    /// The time limit was reached. The value is the time that the wait lasted.
     TimedOut(Duration),
     /// `keep_waiting` returned false.
     Interrupted,
 }
 
-/// State behind a lock, with the threads that wait until it changes.
+/// State behind a lock. Threads can wait until the state changes.
 #[derive(Debug, Default)]
 pub struct Guarded<T> {
     state: Mutex<T>,
     changed: Condvar,
-    /// The number of sleeping threads. It changes only under the lock, so a thread that has changed the state under the
-    /// lock sees every sleeper.
+    /// The number of sleeping threads. It changes only under the lock. So a thread that has changed the state under the
+    /// lock reads the right number when the thread notifies the others.
     sleeping: AtomicU32,
 }
 
@@ -71,22 +71,22 @@ impl<T> Guarded<T> {
         locked(&self.state)
     }
 
-    /// Wakes all waiters. Call it after a change, without the lock.
+    /// Wakes all waiting threads. Call this after a change of the state, when you do not hold the lock.
     pub fn notify_all(&self) {
-        // A wake-up is a system call even if no thread sleeps.
+        // Check the number first, because a wake-up is a system call even if no thread sleeps.
         if self.sleeping.load(Relaxed) > 0 {
             self.changed.notify_all();
         }
     }
 
-    /// Wakes one waiter, after a change that only one waiter can use. Call it without the lock.
+    /// Wakes one waiting thread, after a change that only one thread can use. Call this when you do not hold the lock.
     pub fn notify_one(&self) {
         if self.sleeping.load(Relaxed) > 0 {
             self.changed.notify_one();
         }
     }
 
-    /// Releases the lock and sleeps until a notification, then locks again. May wake without a change.
+    /// Releases the lock, sleeps until a notification, and locks again. May return without a change of the state.
     pub fn sleep<'a>(&self, state: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.sleeping.fetch_add(1, Relaxed);
         let state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -103,11 +103,11 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits until `ready` returns true, and returns the locked state. The lock is free while `keep_waiting` runs,
-    /// because `keep_waiting` may take other locks, such as Python's.
+    /// Waits until `ready` returns true, and returns the locked state. Does not hold the lock while `keep_waiting`
+    /// runs, because `keep_waiting` may take other locks, such as the global lock of Python.
     pub fn wait_until(&self, wait: &mut Wait<'_>, ready: impl Fn(&T) -> bool) -> Result<MutexGuard<'_, T>, Ended> {
         let began = Instant::now();
-        // A deadline beyond the clock's range counts as no deadline.
+        // A deadline that the clock cannot represent counts as no deadline.
         let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
         loop {
             let next_poll = Instant::now() + POLL_INTERVAL;
@@ -136,7 +136,7 @@ impl<T> Guarded<T> {
     }
 }
 
-/// Runs `work`, and turns a panic into an error with the panic's message.
+/// Runs `work`. If `work` panics, returns the message of the panic as an error.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
@@ -144,8 +144,8 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Locks a mutex, also after a panic: no panic leaves the data of these mutexes half-written, and the thread that
-/// catches a panic reports it to its waiters.
+/// Locks `mutex`, even if a thread has panicked while it held the lock. Use this only if a panic cannot leave the data
+/// half-written. The thread that catches the panic reports the panic to all waiting threads.
 pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,15 +1,17 @@
-//! Configures the C library's heap for training: large allocations become mappings, the free holes that the model left
-//! are occupied, and freed memory returns to the system after each step. After a step with a large batch, freed memory
-//! stays in the heap for the next step.
+//! Configures the heap of the C library for training. This module makes large allocations become mappings, and occupies
+//! the free holes that the model left in the heap. After each step, it returns freed memory to the system. Only after a
+//! step with a large batch, freed memory stays in the heap for the next step.
 //!
-//! A model that was created in the heap leaves holes when its values move to storage. Each gradient of a step would
-//! take another hole, so memory would grow with the depth of the model. An allocation that occupies a hole prevents
-//! that, and costs no memory because its pages are never touched. glibc also raises its mapping threshold, up to 32
-//! MiB, each time a mapping is freed. Gradients below that threshold would be allocated in the heap, and small
-//! allocations between them would keep the heap from shrinking.
+//! A model that was created in the heap leaves holes when its values move to storage. Each gradient of a step would be
+//! allocated in another hole, so memory would grow with the depth of the model. An allocation that occupies a hole
+//! prevents this. It costs no memory, because no code touches its pages.
 //!
-//! If a step with a large batch returned its memory, the kernel would have to zero the pages that the next step gets,
-//! which takes up to a third of the step's time. So freed memory then stays in the heap.
+//! glibc raises its mapping threshold, up to 32 MiB, each time a mapping is freed. Gradients below this threshold would
+//! be allocated in the heap, and small allocations between them would keep the heap from shrinking. So this module sets
+//! a fixed threshold.
+//!
+//! After a step with a large batch, freed memory stays in the heap. If it returned to the system, the kernel would have
+//! to fill new pages with zeros for the next step. This would take up to a third of the time of the step.
 
 use std::{
     env,
@@ -19,35 +21,37 @@ use std::{
 
 use crate::{limits::memory_limits, page_bytes};
 
-/// Allocations of at least this many bytes become mappings. With 32 KiB a step of a model of 125 M parameters takes a
-/// quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares other values.
+/// Allocations of at least this many bytes become mappings. With 32 KiB, a step of a model of 125 M parameters would
+/// take a quarter longer, and would save 28 MB of 393 MB. `benchmarks/heap.py` compares other values.
 const MAPPED_FROM_BYTES: libc::c_int = 1 << 20;
-/// Free bytes that stay at the heap's end; glibc keeps the same ratio to the mapping threshold.
+/// How many free bytes stay at the end of the heap. This is twice the mapping threshold, which is the ratio that glibc
+/// uses.
 const KEPT_AT_END_BYTES: libc::c_int = 2 * MAPPED_FROM_BYTES;
-/// The mapping threshold after a large batch: the highest that glibc accepts. With [`NEVER`] as the trim threshold,
-/// glibc does not trim the heap's end.
+/// The mapping threshold after a step with a large batch. It is the highest threshold that glibc accepts.
 const MAPPED_FROM_BYTES_MAX: libc::c_int = 32 << 20;
+/// A trim threshold with which glibc never trims the end of the heap.
 const NEVER: libc::c_int = -1;
-/// A batch is large if each forward and backward touches, in new pages, more than this many times the model's bytes and
-/// more than `LARGE_BYTES`.
+/// A batch is large if each forward and backward touches many new pages: more than `LARGE_TIMES` times the bytes of the
+/// model, and more than `LARGE_BYTES`.
 const LARGE_TIMES: u64 = 3;
 const LARGE_BYTES: u64 = 256 << 20;
-/// The smallest hole to occupy. Smaller holes remain for the process's small allocations.
+/// The size in bytes of the smallest hole that is occupied. Smaller holes remain for small allocations of the process.
 const HOLE_BYTES: u16 = 32 << 10;
-/// The largest allocation that occupies a hole; several allocations occupy a larger hole.
+/// The size in bytes of the largest allocation that occupies a hole. A larger hole gets several allocations.
 const HOLE_BYTES_MAX: usize = 256 << 20;
-/// `MEMASCEND_MALLOC=system` leaves the heap unchanged.
+/// The environment variable that turns this module off: `MEMASCEND_MALLOC=system` leaves the heap unchanged.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
-/// If one of these is set, the user has chosen glibc's thresholds.
+/// If one of these environment variables is set, the user has chosen the thresholds of glibc, so they stay unchanged.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 
 #[derive(Debug)]
 struct Heap {
     /// Addresses of the allocations that occupy holes.
     occupied: Vec<usize>,
-    /// [`touched_bytes`] when the last step ended, or when the first backward began; `None` before.
+    /// The result of [`touched_bytes`] at the end of the last step, or at the start of the first backward. `None`
+    /// before the first backward.
     touched: Option<u64>,
-    /// True after a step with a large batch: freed memory stays in the heap.
+    /// True after a step with a large batch. Freed memory then stays in the heap.
     keeps: bool,
 }
 
@@ -66,8 +70,9 @@ impl Heap {
     }
 }
 
-/// Returns free memory to the system, occupies the heap's holes anew, and sets the thresholds. If environment variables
-/// choose the thresholds, it only returns free memory; under `MEMASCEND_MALLOC=system` it does nothing.
+/// Returns free memory to the system, occupies the holes of the heap, and sets the thresholds. If the user has set the
+/// thresholds by environment variables, this only returns free memory. If `MEMASCEND_MALLOC=system` is set, it does
+/// nothing.
 pub fn settle_heap() {
     trim();
     if is_chosen() {
@@ -80,15 +85,15 @@ pub fn settle_heap() {
     (heap.touched, heap.keeps) = (None, false);
 }
 
-/// Records how many bytes the process has touched when the first backward begins: pages that it touched earlier may be
-/// permanent, and say nothing about the batch.
+/// Records how many bytes the process has touched when the first backward begins. Pages that were touched earlier do
+/// not count, because they may be permanent and say nothing about the batch.
 pub fn begin_heap_backward() {
     heap().touched.get_or_insert_with(touched_bytes);
 }
 
-/// Ends a step with `backwards` backward passes. If each pass touched far more new bytes than the model has, and half
-/// as many bytes are available, the heap keeps freed memory from this step on. Otherwise this function returns free
-/// memory to the system.
+/// Ends a step with `backwards` backward passes. The heap keeps freed memory from now on if the average pass touched
+/// far more new bytes than the model has, and if more than half as many bytes as the pass touched are available. Unless
+/// the heap keeps freed memory, this function returns it to the system.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();
@@ -125,7 +130,7 @@ fn touched_bytes() -> u64 {
     u64::try_from(usage.ru_minflt).unwrap_or(0) * page_bytes() as u64
 }
 
-/// True if the environment configures the heap.
+/// True if environment variables configure the heap.
 fn is_chosen() -> bool {
     is_left_alone() || OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some())
 }
@@ -141,8 +146,8 @@ fn set_thresholds(mapped_from: libc::c_int, kept: libc::c_int) {
     }
 }
 
-/// Allocates the free holes below the heap's end, the largest first. `trim` has returned the holes' pages to the
-/// system, and no code touches the new allocations.
+/// Occupies the free holes below the end of the heap, with the largest allocations first. `trim` has returned the pages
+/// of these holes to the system, and no code touches the new allocations, so they cost no memory.
 fn occupy(occupied: &mut Vec<usize>) {
     // SAFETY: `sbrk(0)` only returns the end of the heap.
     let end = || unsafe { libc::sbrk(0) } as usize;

@@ -1,27 +1,30 @@
-//! Computes the offset of each slot of an arena; alignment costs at most one percent.
+//! Computes the offset of each slot of an arena. Alignment costs at most one percent of the memory.
 //!
-//! Every class gets the best alignment that costs it at most [`SLACK_PERCENT`]: 4 KiB for direct I/O, else 64 bytes for
-//! a cache line, else 16 bytes for any dtype, else the largest power of two that divides the slot's size (so a tensor
-//! that fills the slot is aligned). The best-aligned classes come first, so no gaps arise between classes. If the
-//! region is too small for that layout, `Layout::new` tries layouts with lower alignments; the last layout has no slack
-//! at all.
+//! Every class gets the largest alignment that adds at most [`SLACK_PERCENT`] percent to its bytes. The candidates are
+//! 4 KiB for direct I/O, then 64 bytes for a cache line, then 16 bytes for any dtype. If all three cost too much, the
+//! alignment is the largest power of two that divides the size of a slot, so that a tensor which fills the slot is
+//! aligned. The classes with the largest alignment come first, so there are no gaps between classes. If the region is
+//! too small for this layout, `Layout::new` tries lower alignments. The last layout that it tries needs no bytes for
+//! alignment.
 
 use crate::{Error, Result};
 
-/// The largest share of a class, in percent, that alignment may cost.
+/// The largest cost of alignment, in percent of the bytes of a class.
 const SLACK_PERCENT: usize = 1;
-/// Alignments to try, best first: for direct I/O on any device, for a cache line, for any dtype, and 1, which leaves
-/// the alignment that the slot's size itself gives.
+/// The alignments to try, largest first: for direct I/O on any device, for a cache line, and for any dtype. The
+/// last entry, 1, costs nothing: a slot is then aligned to the largest power of two, up to 4096, that divides its size.
 const ALIGNMENTS: [usize; 4] = [4096, 64, 16, 1];
-/// The most classes of a plan: a model has tens of distinct unit sizes, so more are a mistake.
+/// The largest number of classes in a plan. A model has tens of distinct unit sizes, so a plan with more classes is a
+/// mistake.
 const CLASSES_MAX: usize = 4096;
-/// The most slots of all classes together. This limits the arena's tables, and slot numbers fit 32 bits.
+/// The largest number of slots in all classes together. This bound keeps the tables of the arena small, and every slot
+/// number fits into 32 bits.
 const SLOTS_MAX: usize = 1 << 24;
 
 /// The slots of one class: their size and offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClassLayout {
-    /// Bytes of a slot, as the plan asked for.
+    /// The size of a slot in bytes, as the plan asked for.
     pub bytes: usize,
     /// Number of slots.
     pub count: usize,
@@ -40,7 +43,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out `classes` of (bytes, count), with the best alignment that fits into `room_bytes`.
+    /// Lays out `classes` with the largest alignment that fits into `room_bytes`. Each item of `classes` is the size of
+    /// a slot in bytes, and the number of slots of this size.
     pub fn new(classes: &[(usize, usize)], room_bytes: usize) -> Result<Self> {
         let classes = merged(classes)?;
         ALIGNMENTS
@@ -50,7 +54,7 @@ impl Layout {
             .ok_or_else(|| Error::RegionTooSmall { region_bytes: room_bytes, needed_bytes: asked_bytes(&classes) })
     }
 
-    /// Lays out `classes` with the best alignment. A region of `reserved_bytes` has room for the layout.
+    /// Lays out `classes` with the largest alignment. A region of `reserved_bytes` bytes has room for this layout.
     pub fn unbounded(classes: &[(usize, usize)]) -> Result<Self> {
         Ok(Self::aligned(&merged(classes)?, ALIGNMENTS[0]))
     }
@@ -61,19 +65,19 @@ impl Layout {
         &self.classes
     }
 
-    /// The bytes that the plan asked for: the sum of bytes times count.
+    /// The bytes that the plan asked for: the sum over all classes of slot size times number of slots.
     #[must_use]
     pub fn asked_bytes(&self) -> usize {
         self.asked_bytes
     }
 
-    /// The bytes that the slots occupy, alignment included.
+    /// The bytes that the slots occupy, including alignment.
     #[must_use]
     pub fn reserved_bytes(&self) -> usize {
         self.reserved_bytes
     }
 
-    /// Returns the index of the smallest class that holds `nbytes`.
+    /// Returns the index of the smallest class whose slots have at least `nbytes` bytes.
     pub fn class_for(&self, nbytes: usize) -> Result<usize> {
         if nbytes == 0 {
             return Err(Error::Invalid("a lease needs at least one byte".into()));
@@ -104,11 +108,11 @@ impl Layout {
     }
 }
 
-/// Validates the plan, joins classes of equal size and sorts them by size.
+/// Validates the plan, merges classes of equal size, and sorts the classes by size.
 fn merged(classes: &[(usize, usize)]) -> Result<Vec<(usize, usize)>> {
     if classes.is_empty() || classes.len() > CLASSES_MAX {
         return Err(Error::Invalid(format!(
-            "an arena needs 1 to {CLASSES_MAX} classes of {{bytes: count}}, not {}",
+            "an arena needs 1 to {CLASSES_MAX} classes, but the plan {{bytes: count}} has {}",
             classes.len()
         )));
     }
@@ -125,7 +129,7 @@ fn merged(classes: &[(usize, usize)]) -> Result<Vec<(usize, usize)>> {
     let mut total = 0_usize;
     for &(bytes, count) in &sorted {
         if bytes == 0 || count == 0 {
-            return Err(Error::Invalid(format!("a class of {bytes} bytes and {count} slots is empty; leave it out")));
+            return Err(Error::Invalid(format!("a class of {bytes} bytes and {count} slots is empty; omit it")));
         }
         slots = slots.saturating_add(count);
         total = bytes
@@ -133,10 +137,10 @@ fn merged(classes: &[(usize, usize)]) -> Result<Vec<(usize, usize)>> {
             .and_then(|stride| stride.checked_mul(count))
             .and_then(|class_total| total.checked_add(class_total))
             .filter(|&total| isize::try_from(total).is_ok())
-            .ok_or_else(|| Error::Invalid(format!("{count} slots of {bytes} bytes are more than can be addressed")))?;
+            .ok_or_else(|| Error::Invalid(format!("{count} slots of {bytes} bytes are too much memory: plan less")))?;
     }
     if slots > SLOTS_MAX {
-        return Err(Error::Invalid(format!("an arena has at most {SLOTS_MAX} slots, not {slots}")));
+        return Err(Error::Invalid(format!("an arena has at most {SLOTS_MAX} slots; plan fewer than {slots}")));
     }
     Ok(sorted)
 }
@@ -145,7 +149,8 @@ fn asked_bytes(classes: &[(usize, usize)]) -> usize {
     classes.iter().map(|(bytes, count)| bytes * count).sum()
 }
 
-/// Returns the best alignment, at most `best`, for which the slack of a slot of `bytes` is allowed.
+/// Returns the largest of [`ALIGNMENTS`] that does not exceed `best` and adds at most [`SLACK_PERCENT`] percent to a
+/// slot of `bytes` bytes. If a larger power of two, up to 4096, divides `bytes`, returns this power of two.
 fn alignment_of(bytes: usize, best: usize) -> usize {
     let own = 1 << bytes.trailing_zeros().min(ALIGNMENTS[0].trailing_zeros());
     let affordable = |alignment: &usize| {

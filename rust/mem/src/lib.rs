@@ -1,9 +1,10 @@
-//! Host memory that is allocated once and accounted by owner: regions, pinning, arenas and chunk rings.
+//! Allocates host memory once, pins it, divides it into slots, and counts the leased bytes of each owner.
 //!
-//! A [`Region`] is page-aligned memory on huge pages, pinned if possible. An [`Arena`] divides a region into slots of
-//! exact sizes, once; leasing and returning slots never allocates and never fragments. A [`ChunkRing`] is an arena with
-//! slots of one size. A [`Lease`] is an RAII hold on a slot. Every leased byte is counted under an owner's name.
-//! [`FileMemory`] is separate: it maps a file, whose pages the kernel writes back and drops.
+//! A [`Region`] is page-aligned memory. It is on huge pages and pinned if possible. An [`Arena`] divides a region into
+//! slots of exact sizes, once. Leasing or returning a slot never allocates memory and never fragments it. A
+//! [`ChunkRing`] is an arena with slots of one size. A [`Lease`] holds a slot until the lease is dropped. Every leased
+//! byte is counted under the name of its owner. A [`FileMemory`] is not a region: it maps a file, and the kernel can
+//! write the pages of the file back and drop them.
 
 mod arena;
 mod cuda;

@@ -1,7 +1,8 @@
-//! Reads how much memory this process may still take and pin: machine, cgroup, `RLIMIT_MEMLOCK`.
+//! Reads how much more memory this process may allocate and pin. The limits come from the machine, from the cgroups of
+//! the process, and from `RLIMIT_MEMLOCK`.
 //!
-//! `Region` reads the limits before it populates memory: if memory exceeds a cgroup's limit, the kernel does not fail
-//! the call but kills the process.
+//! `Region` reads the limits before it populates memory. If a process exceeds the limit of its cgroup, the kernel kills
+//! the process instead of returning an error.
 
 use std::{
     fs,
@@ -10,23 +11,24 @@ use std::{
 
 use rustix::process::{Resource, getrlimit};
 
-/// A bound on new memory and its origin.
+/// How much more memory the process can take, and which limit sets this bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Headroom {
     /// Bytes that the process can still take.
     pub available_bytes: usize,
-    /// The name of the limit, for error messages.
+    /// The name of the limit that sets this bound, for error messages.
     pub limited_by: String,
 }
 
 /// The limits on this process's memory at the time of the call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryLimits {
-    /// The tightest bound.
+    /// The bytes that the process can still take under the tightest limit of the machine and the cgroups.
     pub headroom: Headroom,
-    /// The smallest memory limit of this process's cgroups, and the folder of that cgroup.
+    /// The smallest memory limit of all cgroups of this process, and the folder of the cgroup with this limit.
+    /// `None` if no cgroup of this process has a memory limit.
     pub cgroup: Option<(usize, PathBuf)>,
-    /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
+    /// The soft and the hard limit of `RLIMIT_MEMLOCK` in bytes. `None` means that there is no limit.
     pub memlock: (Option<usize>, Option<usize>),
 }
 
@@ -54,7 +56,7 @@ pub fn memory_limits() -> MemoryLimits {
 /// A cgroup with a memory limit.
 struct Group {
     limit: usize,
-    /// Bytes that the kernel cannot reclaim at once: the cgroup's usage minus the page cache of files.
+    /// Bytes that the kernel cannot reclaim at once: the memory that the cgroup uses, minus the page cache of files.
     held: usize,
     folder: PathBuf,
 }
@@ -73,7 +75,8 @@ const V1: Files = Files {
 };
 const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: ["inactive_file", "active_file"] };
 
-/// Returns the cgroups of this process that have a memory limit: the process's own cgroup first, then its parents.
+/// Returns the cgroups of this process that have a memory limit. The cgroup of the process itself comes first, then the
+/// parents of this cgroup.
 fn cgroups() -> Vec<Group> {
     let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -89,8 +92,8 @@ fn cgroups() -> Vec<Group> {
             continue;
         };
         // Several mounts may show parts of the cgroup tree, including parts of other containers. Choose the mount whose
-        // root is the highest ancestor of our own group. Inside a container no root may be an ancestor; then the
-        // container's only mount shows our group as the root.
+        // root is the highest ancestor of our cgroup. Inside a container, there may be no such mount. Then take the
+        // first mount, because the container has only one mount, and its root is our cgroup.
         let shown: Vec<(PathBuf, PathBuf)> = mounts.lines().filter_map(|line| cgroup_mount(line, kind)).collect();
         let best = shown
             .iter()
@@ -103,8 +106,8 @@ fn cgroups() -> Vec<Group> {
     groups
 }
 
-/// Parses (root, mount point) from a line of mountinfo; `None` unless the line is the mount of `kind` with the memory
-/// controller.
+/// Returns the root and the mount point from a line of mountinfo. Returns `None` if the line is not a mount of `kind`,
+/// or is a mount without the memory controller.
 fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut right = right.split(' ');
@@ -122,7 +125,7 @@ fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
 fn group(folder: &Path, files: &Files) -> Option<Group> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<usize>().ok();
     let limit = number(files.limit)?;
-    // Version 1 writes "no limit" as the largest multiple of the page size.
+    // Cgroup version 1 writes "no limit" as the largest multiple of the page size.
     if limit >= isize::MAX as usize - (1 << 20) {
         return None;
     }
@@ -142,8 +145,8 @@ fn meminfo(name: &str) -> Option<usize> {
     value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// Returns the machine's free bytes if /proc is not mounted. The number is lower than `MemAvailable`, which counts most
-/// of the page cache too.
+/// Returns the free bytes of the machine, for the case that /proc is not mounted. The number is lower than
+/// `MemAvailable`, which also counts most of the page cache.
 fn free() -> Option<usize> {
     let info = rustix::system::sysinfo();
     let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;

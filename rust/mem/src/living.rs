@@ -1,9 +1,10 @@
-//! Lists living regions and file mappings, under a lock that a forking thread holds during the fork; counts the forks.
+//! Lists the living regions and file mappings of this process, and counts forks. A thread that forks holds the lock of
+//! the list during the fork.
 //!
-//! [Note: forked child] A child has copies of its parent's memory and locks, but none of its parent's other threads. A
-//! lock that another thread held at the fork stays locked in the child for ever. So in a child, which `Maker` detects,
-//! methods return an error or do nothing before they take such a lock. The lock of this list is safe, because the
-//! forking thread holds it itself.
+//! [Note: forked child] A child has copies of the memory and locks of its parent, but only the thread that forked. A
+//! lock that another thread held at the fork stays locked in the child for ever. So each method first asks `Maker`
+//! whether it runs in a child. In a child, the method returns an error or does nothing, without taking those locks.
+//! The lock of this list is safe, because the forking thread itself holds it and releases it.
 
 use std::{
     cell::RefCell,
@@ -18,7 +19,7 @@ use crate::{file_memory::Twins, guarded::locked, region};
 
 /// The living regions and file mappings of this process.
 pub(crate) struct Living {
-    /// Weak handles of regions. `Region` removes dead handles when it adds one.
+    /// Weak handles of regions. `Region` removes dead handles when it adds a new handle.
     pub(crate) regions: Vec<Weak<region::Inner>>,
     /// File mappings by the address of their first byte.
     pub(crate) files: BTreeMap<usize, Twins>,
@@ -30,7 +31,8 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 static HOOK: Once = Once::new();
 
 thread_local! {
-    /// The lock's guard, from just before a fork by this thread until just after it, in parent and child.
+    /// The guard of the lock of the list, while this thread forks. `before` stores the guard, and `in_parent` and
+    /// `in_child` take it out.
     static AROUND_FORK: RefCell<Option<MutexGuard<'static, Living>>> = const { RefCell::new(None) };
 }
 
@@ -40,7 +42,7 @@ pub(crate) fn living() -> MutexGuard<'static, Living> {
     locked(&LIVING)
 }
 
-/// The process that made an object, as the number of forks since the library was loaded.
+/// Identifies the process that created an object, by the number of forks since the library was loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Maker(u32);
 
@@ -52,7 +54,7 @@ impl Maker {
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
-    /// True if this process is a fork of the maker.
+    /// True if this process is a fork of the process that created the object.
     #[must_use]
     pub fn is_elsewhere(self) -> bool {
         self != Self::here()
@@ -70,7 +72,8 @@ fn watch_forks() {
 
 extern "C" fn before() {
     let guard = locked(&LIVING);
-    // A thread whose thread-locals are destroyed forks without the lock, so its child may find the lock taken.
+    // If the thread-locals of this thread are destroyed already, the guard is dropped here. The thread then forks
+    // without the lock, so the child may find the lock taken.
     let _ = AROUND_FORK.try_with(|around| *around.borrow_mut() = Some(guard));
 }
 

@@ -1,7 +1,9 @@
-//! Maps memory from the kernel: with guard pages, on huge pages, populated before use.
+//! Maps memory from the kernel. Each mapping has guard pages, is on huge pages if possible, and is populated before
+//! use.
 //!
-//! The order of the calls matters. `MADV_HUGEPAGE` precedes `MADV_POPULATE_WRITE`, because memory that was populated
-//! with 4 KiB pages keeps these pages. Populating precedes `mlock`, which would populate the pages too.
+//! The order of the calls matters. `MADV_HUGEPAGE` comes before `MADV_POPULATE_WRITE`, because memory that is populated
+//! with pages of 4 KiB keeps these pages. `MADV_POPULATE_WRITE` comes before `mlock`, because `mlock` also populates
+//! pages.
 
 use std::{
     fs::{self, File},
@@ -25,14 +27,14 @@ pub fn page_bytes() -> usize {
 /// Whether transparent huge pages are available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePages {
-    /// Available, with this size in bytes.
+    /// Huge pages are available. The value is the size of one huge page in bytes.
     Of(usize),
-    /// Not available, with the reason.
+    /// Huge pages are not available. The value is the reason.
     Off(&'static str),
 }
 
-/// The assumed size of a huge page if `/sys` does not state it, as in some containers: the size on x86-64, and on
-/// aarch64 with 4 KiB pages.
+/// The size of a huge page if `/sys` does not state it, as in some containers. It is the size on x86-64, and on aarch64
+/// with pages of 4 KiB.
 const HUGE_PAGE_BYTES_ASSUMED: usize = 2 << 20;
 
 /// Returns whether this process can have huge pages.
@@ -46,7 +48,9 @@ pub fn huge_pages() -> HugePages {
         );
     }
     if fs::read_to_string("/proc/self/status").is_ok_and(|status| status.contains("THP_enabled:\t0")) {
-        return HugePages::Off("transparent huge pages are switched off for this process (prctl PR_SET_THP_DISABLE)");
+        return HugePages::Off(
+            "transparent huge pages are off for this process; do not set PR_SET_THP_DISABLE (prctl)",
+        );
     }
     let stated =
         fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size")).ok().and_then(|text| text.trim().parse().ok());
@@ -58,17 +62,17 @@ pub fn huge_pages() -> HugePages {
     }
 }
 
-/// A function that long work calls between pieces; `false` ends the work.
+/// A function that a long operation calls from time to time. If it returns `false`, the operation ends.
 pub type KeepGoing<'a> = &'a mut dyn FnMut() -> bool;
 
-/// Bytes that are populated or locked between two calls of `keep_going`. Populating or locking them takes some 10 to 30
-/// ms.
+/// Number of bytes that are populated or locked between two calls of `keep_going`. One such piece
+/// takes some 10 to 30 ms.
 const PIECE_BYTES: usize = 64 << 20;
 
-/// Readable and writable zeroed pages with a guard page on either side.
+/// Readable and writable pages, zero at first. There is a guard page before them and a guard page after them.
 ///
-/// The guard pages turn an overrun into a fault at the byte that caused it. They also keep the kernel from merging the
-/// mapping with a neighbour, so that `/proc/self/smaps` has an entry for this mapping alone.
+/// If code writes past the mapping, a guard page turns the write into a fault. Guard pages also keep the kernel from
+/// merging this mapping with a neighbour. So `/proc/self/smaps` has an entry for this mapping alone.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -77,11 +81,11 @@ pub(crate) struct Mapping {
 
 // SAFETY: the mapping is plain memory that this value owns; leases decide which code may access which bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: `&Mapping` only gives out an address, and dereferencing that needs unsafe code.
+// SAFETY: `&Mapping` only gives out an address. Dereferencing this address needs unsafe code.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps and populates `bytes`, a multiple of the page size.
+    /// Maps and populates `bytes` bytes. `bytes` must be a multiple of the page size.
     pub(crate) fn new(bytes: usize, keep_going: KeepGoing<'_>) -> Result<Self> {
         let failed = |call| move |errno: Errno| Error::System { call, nbytes: bytes, source: errno.into() };
         // A mapping smaller than a huge page need not be aligned to huge pages.
@@ -117,8 +121,8 @@ impl Mapping {
         })
     }
 
-    /// Locks the pages into memory until they are unmapped. The outer error is an interruption by `keep_going`; the
-    /// inner error comes from the kernel. After either error, no page stays locked.
+    /// Locks the pages into memory until they are unmapped. The outer error says that `keep_going` returned false. The
+    /// inner error comes from the kernel. After an error, no page stays locked.
     pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<rustix::io::Result<()>> {
         // SAFETY: the range is part of this mapping.
         let locked = self.by_pieces(keep_going, |start, bytes| unsafe { mlock(start.cast(), bytes) });
@@ -129,11 +133,12 @@ impl Mapping {
         locked
     }
 
-    /// Returns how many bytes of the mapping at `start` are on huge pages, from `/proc/self/smaps`; 0 if the file
-    /// cannot be read or has no mapping at `start`.
+    /// Returns how many bytes of the mapping at `start` are on huge pages, from `/proc/self/smaps`. Returns 0 if this
+    /// file cannot be read, or has no mapping at `start`.
     pub(crate) fn huge_bytes_at(start: NonNull<u8>) -> usize {
         let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
-        // The kernel pads an address to eight digits with zeros; under Valgrind, addresses are low enough to be padded.
+        // The kernel pads an address with zeros to eight digits. Under Valgrind, addresses are so low that they are
+        // padded.
         let start = format!("{:08x}-", start.as_ptr().addr());
         BufReader::new(smaps)
             .lines()
@@ -166,10 +171,10 @@ impl Mapping {
     }
 }
 
-/// Populates every page, so that no page fault occurs during the run and a shortage of memory becomes an error here.
+/// Populates every page. So no page fault occurs during the run, and a shortage of memory becomes an error here.
 fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
     match retry_on_intr(|| advise(start, bytes, Advice::LinuxPopulateWrite)) {
-        // Linux before 5.14 does not know the advice: touch each page.
+        // Linux before 5.14 does not have this advice, so touch each page.
         Err(Errno::INVAL) => {
             for offset in (0..bytes).step_by(page_bytes()) {
                 // SAFETY: the byte is inside a new mapping that no other code uses yet.
@@ -183,15 +188,16 @@ fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
 
 /// Gives the kernel advice on a range of a mapping.
 fn advise(start: *mut u8, bytes: usize, advice: Advice) -> rustix::io::Result<()> {
-    // SAFETY: the callers pass a range of a mapping of ours, and none of their advice discards its contents.
+    // SAFETY: callers pass a range of a mapping that this module made, and no advice discards the contents of the
+    // mapping.
     unsafe { madvise(start.cast(), bytes, advice) }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         let (outer, outer_bytes) = with_guards(self.start, self.bytes);
-        // SAFETY: the range is exactly what `reserve` left mapped; the owner of the mapping drops it only after the
-        // last lease.
+        // SAFETY: the range is the mapping and its two guard pages. The owner drops the mapping only after the last
+        // lease.
         let result = unsafe { munmap(outer.cast(), outer_bytes) };
         debug_assert!(result.is_ok(), "munmap: {result:?}");
     }
@@ -200,7 +206,7 @@ impl Drop for Mapping {
 /// Maps `bytes` at a multiple of `align`, with a guard page before and after.
 fn reserve(bytes: usize, align: usize) -> rustix::io::Result<Mapping> {
     let total = bytes.checked_add(align + 2 * page_bytes()).ok_or(Errno::NOMEM)?;
-    // SAFETY: makes a new anonymous mapping at an address that the kernel chooses.
+    // SAFETY: `mmap_anonymous` makes a new mapping at an address that the kernel chooses.
     let base =
         unsafe { mmap_anonymous(ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
     let base: *mut u8 = base.cast();

@@ -1,4 +1,4 @@
-//! Counts the leased memory of each named owner, with atomics. Every arena has such counters.
+//! Counts the leased memory of each owner of an arena, with atomics.
 
 use std::{
     sync::{
@@ -10,30 +10,31 @@ use std::{
 
 use crate::{Error, Result};
 
-/// The most owners of an arena: the arena stores one byte per slot, and 255 marks a free slot. A dozen is usual.
+/// The largest number of owners of an arena. The arena stores the index of an owner in one byte for each slot, and 255
+/// marks a free slot. About a dozen owners are usual.
 pub const OWNERS_MAX: usize = 255;
 
 /// The index of a named owner of one arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OwnerId(u8);
 
-/// Leased memory and waits, of one owner or of all owners.
+/// The leased memory and the waits of one owner, or of all owners together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnerStats {
     /// Bytes that the owner's leases asked for.
     pub bytes: usize,
     /// The largest value that `bytes` has had.
     pub peak_bytes: usize,
-    /// Leases that the owner holds.
+    /// Number of leases that the owner holds.
     pub leases: usize,
-    /// Leases that had to wait, whether or not they were granted.
+    /// Number of leases that had to wait. Leases that failed after the wait count, too.
     pub waits: u64,
-    /// Total time that leases waited.
+    /// Total time that leases of the owner have waited.
     pub waited: Duration,
 }
 
-/// The counters behind [`OwnerStats`]. Each counter is exact; a read of all of them is a snapshot only while no thread
-/// changes a counter.
+/// The counters that [`OwnerStats`] reports. Each counter is exact. But if threads change counters during a read, the
+/// counters may belong to different moments.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     bytes: AtomicUsize,
@@ -46,8 +47,8 @@ pub(crate) struct Counters {
 impl Counters {
     pub(crate) fn taken(&self, bytes: usize) {
         let held = self.bytes.fetch_add(bytes, Relaxed) + bytes;
-        // Loads the peak before `fetch_max`: the peak changes rarely, and an atomic maximum always writes the cache
-        // line.
+        // Load the peak before `fetch_max`, because `fetch_max` always writes the cache line, and the peak changes
+        // rarely.
         if held > self.peak_bytes.load(Relaxed) {
             self.peak_bytes.fetch_max(held, Relaxed);
         }
@@ -87,10 +88,11 @@ impl Owners {
         Self { names: std::array::from_fn(|_| OnceLock::new()), counters: std::array::from_fn(|_| Counters::default()) }
     }
 
-    /// Returns the owner called `name`; the first call registers it.
+    /// Returns the owner called `name`. The first call registers the owner.
     pub(crate) fn named(&self, name: &str) -> Result<OwnerId> {
         for (entry, index) in self.names.iter().zip(0_u8..) {
-            // If two threads register the same new owner at once, one of them fills the entry, and both read it.
+            // If two threads register the same name at once, one thread fills the entry, and both threads then read the
+            // entry.
             if **entry.get_or_init(|| name.into()) == *name {
                 return Ok(OwnerId(index));
             }

@@ -1,4 +1,4 @@
-//! Maps regions of memory, on huge pages and pinned if possible, and lists them while they are mapped.
+//! Maps regions of memory, and lists them while they are mapped. Regions are on huge pages and pinned, if possible.
 
 use std::{
     fmt, io,
@@ -22,14 +22,15 @@ use crate::{
 /// The pinning that the caller asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pin {
-    /// The best pinning that is possible; [`Region::why_not`] says why it is not better.
+    /// The best pinning that is possible: by CUDA, else by `mlock`, else none. [`Region::why_not`] says why a region is
+    /// not pinned by CUDA.
     #[default]
     Auto,
-    /// Locked into memory with `mlock`; an error if that fails.
+    /// The memory is locked with `mlock`. If `mlock` fails, [`Region::new`] returns an error.
     Mlock,
-    /// Registered with CUDA, and so locked; an error if that fails.
+    /// The memory is registered with CUDA, which also locks it. If CUDA fails, [`Region::new`] returns an error.
     Cuda,
-    /// Pageable.
+    /// The memory is not pinned, so the kernel may swap it out.
     Off,
 }
 
@@ -47,11 +48,12 @@ pub enum Pinned {
 /// The contents of a region in a forked child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnFork {
-    /// A copy, as for other memory. Parent and child share pages until one writes. The writer then gets 4 KiB copies,
-    /// so a parent that continues training loses its huge pages, and holds some bytes twice while the child lives.
+    /// A copy, as for other memory. Parent and child share each page until one of them writes to it. The writer then
+    /// gets a copy of 4 KiB. So a parent that continues training loses its huge pages, and some bytes exist twice while
+    /// the child lives.
     #[default]
     Copy,
-    /// Zeros. The parent keeps its pages. Use it for memory that children do not use.
+    /// The child sees zeros, and the parent keeps its pages. Use this for memory that children do not use.
     Wipe,
 }
 
@@ -68,8 +70,8 @@ pub struct RegionStats {
 
 /// Page-aligned memory. Clones are handles of the same region.
 ///
-/// `close` rejects new leases at once and unmaps the region when its last lease is dropped. Dropping every handle,
-/// arena and lease unmaps it too.
+/// After `close`, the region rejects new leases, and it is unmapped when its last lease is dropped. It is also unmapped
+/// when all handles, arenas and leases are dropped.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Inner>,
@@ -84,31 +86,32 @@ pub(crate) struct Inner {
     why_not: Option<String>,
     maker: Maker,
     users: LeaseCount,
-    /// `None` once unmapped.
+    /// `None` once the region is unmapped.
     pages: Mutex<Option<Pages>>,
-    /// The arena that divides the region, as long as the arena lives.
+    /// The arena that divides the region, while this arena lives.
     arena: Mutex<Weak<Shared>>,
 }
 
-// SAFETY: `start` is an address; its bytes are accessed through leases, which do not overlap.
+// SAFETY: `start` is an address. The bytes at this address are accessed through leases, which do not overlap.
 unsafe impl Send for Inner {}
 // SAFETY: as for `Send`; all other fields are synchronised.
 unsafe impl Sync for Inner {}
 
-/// The memory of a region. [`Inner::release`] unregisters the memory from CUDA, then unmaps it.
+/// The memory of a region. [`Inner::release`] first unregisters the memory from CUDA, then unmaps the memory.
 struct Pages {
     registration: Option<Registration>,
     mapping: Mapping,
 }
 
 impl Region {
-    /// Maps at least `nbytes`, populates the pages, and pins them as `pin` says. `owner` is the name for accounting.
+    /// Maps at least `nbytes` bytes, populates the pages, and pins them as `pin` says. The memory is counted under the
+    /// name `owner`.
     pub fn new(nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> Result<Self> {
         Self::interruptible(nbytes, pin, on_fork, owner, &mut || true)
     }
 
-    /// Does the same as [`Region::new`], which takes 0.1 to 0.5 s per GiB. Calls `keep_going` every 64 MiB; `false`
-    /// ends the call with an error.
+    /// Does the same as [`Region::new`], but can be interrupted. Mapping takes 0.1 to 0.5 s per GiB, and calls
+    /// `keep_going` every 64 MiB. If `keep_going` returns `false`, the call ends with an error.
     pub fn interruptible(
         nbytes: usize,
         pin: Pin,
@@ -120,7 +123,7 @@ impl Region {
         let bytes = nbytes
             .checked_next_multiple_of(page_bytes())
             .filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok())
-            .ok_or_else(|| Error::Invalid(format!("a region of {nbytes} bytes cannot be mapped")))?;
+            .ok_or_else(|| Error::Invalid(format!("a region of {nbytes} bytes cannot be mapped: ask for 1 to 2^62")))?;
         let headroom = memory_limits().headroom;
         if bytes > headroom.available_bytes {
             return Err(Error::OutOfMemory {
@@ -170,24 +173,25 @@ impl Region {
         self.inner.pinned
     }
 
-    /// Why the pinning is not better, if `Pin::Auto` could not register the region with CUDA.
+    /// Why the region is not pinned by CUDA, although the caller asked for `Pin::Auto`. `None` in all other cases.
     #[must_use]
     pub fn why_not(&self) -> Option<&str> {
         self.inner.why_not.as_deref()
     }
 
-    /// Returns how many bytes are on huge pages at present. Reads `/proc/self/smaps`, which takes milliseconds.
+    /// Returns how many bytes of the region are on huge pages now. Reads `/proc/self/smaps`, which takes milliseconds.
     #[must_use]
     pub fn huge_bytes(&self) -> usize {
-        // `is_mapped` has released the lock: a fork during the long read below must not copy a held lock.
+        // `is_mapped` has released its lock before the long read below, so that a fork during the read copies no held
+        // lock.
         if !self.inner.is_mapped() {
             return 0;
         }
         Mapping::huge_bytes_at(self.inner.start)
     }
 
-    /// Returns why fewer bytes are on huge pages than the region has room for; `None` if the region has all the huge
-    /// pages that fit into it.
+    /// Returns why the region has fewer huge pages than fit into it. Returns `None` if the region has all huge pages
+    /// that fit.
     #[must_use]
     pub fn why_not_huge(&self) -> Option<String> {
         let possible = match huge_pages() {
@@ -196,7 +200,9 @@ impl Region {
         };
         let got = self.huge_bytes();
         (got < possible && self.inner.is_mapped()).then(|| {
-            format!("{got} of {possible} bytes: the machine's free memory is too fragmented, or a fork split the pages")
+            format!(
+                "only {got} of {possible} bytes are on huge pages: free memory is fragmented, or a fork split pages"
+            )
         })
     }
 
@@ -206,12 +212,13 @@ impl Region {
         self.inner.users.is_closed()
     }
 
-    /// Rejects new leases and ends every wait for a lease. Unmaps the region at once, or when the last lease is
-    /// dropped. May be called again.
+    /// Rejects new leases and ends every wait for a lease. If no lease lives, unmaps the region at once. Otherwise the
+    /// region is unmapped when its last lease is dropped. A second call does nothing.
     pub fn close(&self) {
         let nobody_left = self.inner.users.close();
         if self.inner.forked() {
-            // See [Note: forked child] in `living.rs`. Dropping the child's last handle unmaps the child's copy.
+            // In a forked child, locks may be held for ever ([Note: forked child] in `living.rs`), so do not unmap
+            // here. The child's memory is unmapped when the child drops its last handle of the region.
             return;
         }
         let arena = locked(&self.inner.arena).upgrade();
@@ -259,7 +266,7 @@ impl Inner {
         self.start
     }
 
-    /// Fails if the region is closed, or if this process is a fork of the process that made the region.
+    /// Returns an error if the region is closed, or if this process is a fork of the process that made the region.
     pub(crate) fn usable(&self) -> Result<()> {
         if self.forked() {
             Err(Error::Forked)
@@ -275,19 +282,19 @@ impl Inner {
         self.maker.is_elsewhere()
     }
 
-    /// Counts a new lease; fails once the region is closed.
+    /// Counts a new lease. Returns an error if the region is closed.
     pub(crate) fn enter(&self) -> Result<()> {
         if self.users.enter() { Ok(()) } else { Err(Error::Closed) }
     }
 
-    /// Counts a dropped lease; unmaps a closed region after its last lease.
+    /// Counts a dropped lease. If the region is closed and this was its last lease, unmaps the region.
     pub(crate) fn leave(&self) {
         if self.users.leave() {
             self.unmap();
         }
     }
 
-    /// True while the memory is mapped. In a forked child: true unless the region was closed.
+    /// True while the memory is mapped. In a forked child, true if the region was not closed.
     fn is_mapped(&self) -> bool {
         if self.forked() { !self.users.is_closed() } else { locked(&self.pages).is_some() }
     }
@@ -326,7 +333,7 @@ pub fn regions() -> Vec<RegionStats> {
         .collect()
 }
 
-/// Pins a mapping as `pin` says. Returns the pinning, the CUDA registration, and why the pinning is not better.
+/// Pins a mapping as `pin` says. Returns the pinning, the CUDA registration, and why the mapping is not pinned by CUDA.
 fn pinned(
     mapping: &Mapping,
     pin: Pin,
@@ -353,15 +360,15 @@ fn pinned(
     }
 }
 
-/// Locks the mapping with `mlock`. The inner error is the reason and the remedy; the outer error is an interruption by
-/// `keep_going`.
+/// Locks the mapping with `mlock`. The inner error says why this failed, and what the user can do. The outer error says
+/// that `keep_going` returned false.
 fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
     let Err(errno) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
     let (soft, hard) = memory_limits().memlock;
     let bytes = mapping.bytes();
     Ok(Err(match (errno, soft) {
         (Errno::NOMEM | Errno::AGAIN | Errno::PERM, Some(soft)) => format!(
-            "mlock of {bytes} bytes is past RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the whole \
+            "mlock of {bytes} bytes exceeds RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the whole \
              process); raise it with `ulimit -l`, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= in systemd, or \
              `docker run --ulimit memlock=-1`",
             hard.map_or_else(|| "unlimited".into(), |hard| format!("{hard} bytes"))

@@ -1,12 +1,12 @@
-//! Counts a region's leases, and decides which caller unmaps the region, exactly once.
+//! Counts the leases of a region. Also decides which call must unmap the region, so that it is unmapped exactly once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The bit that marks the count as closed; the other bits count.
+/// The bit that marks the count as closed. All other bits hold the number of leases.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the call after which the count is
-/// closed and zero.
+/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the call that leaves the count
+/// closed and at zero.
 #[derive(Debug)]
 pub(crate) struct LeaseCount {
     state: AtomicUsize,
@@ -18,26 +18,26 @@ impl LeaseCount {
         Self { state: AtomicUsize::new(0) }
     }
 
-    /// Adds one and returns true; returns false if the count is closed.
+    /// Adds one and returns true. If the count is closed, adds nothing and returns false.
     #[must_use]
     pub(crate) fn enter(&self) -> bool {
         let one_more = |state| (state & CLOSED == 0).then_some(state + 1);
         self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_ok()
     }
 
-    /// Subtracts one. Returns true if the count is closed and zero afterwards.
+    /// Subtracts one. Returns true if the count is then closed and zero.
     #[must_use]
     pub(crate) fn leave(&self) -> bool {
         self.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1
     }
 
-    /// Closes the count. Returns true if it was open and zero.
+    /// Closes the count. Returns true if the count was open and zero.
     #[must_use]
     pub(crate) fn close(&self) -> bool {
         self.state.fetch_or(CLOSED, Ordering::AcqRel) == 0
     }
 
-    /// True once closed.
+    /// True once the count is closed.
     #[must_use]
     pub(crate) fn is_closed(&self) -> bool {
         self.state.load(Ordering::Acquire) & CLOSED != 0

@@ -1,4 +1,4 @@
-//! Tests file mappings: writes reach the file, and writes of a forked child do not.
+//! Tests file mappings. Writes of the process must reach the file, and writes of a forked child must not.
 
 use std::{
     fs::{self, File},
@@ -11,7 +11,7 @@ use memascend_mem::{Error, FileMemory, page_bytes};
 
 const BYTES: usize = 3 * 4096 + 5;
 
-/// Makes an unnamed file whose bytes are all 7.
+/// Returns a file whose bytes are all 7. The file's name is already removed.
 fn sevens() -> File {
     // Tests of this process run in parallel, so each file needs its own name.
     static MADE: AtomicUsize = AtomicUsize::new(0);
@@ -24,7 +24,7 @@ fn sevens() -> File {
 }
 
 fn bytes(memory: &mut FileMemory) -> &mut [u8] {
-    // SAFETY: the mapping is valid while `memory` is borrowed, and `&mut` excludes other references.
+    // SAFETY: the mapping is valid while `memory` is borrowed, and `&mut` excludes other references to the bytes.
     unsafe { slice::from_raw_parts_mut(memory.as_ptr().as_ptr(), memory.len()) }
 }
 
@@ -32,8 +32,8 @@ fn bytes(memory: &mut FileMemory) -> &mut [u8] {
 fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
     let file = sevens();
     let mut memory = FileMemory::new(file.as_fd(), BYTES)?;
-    // This mapping is dropped before the fork: the fork handler must skip its addresses, which the kernel may have
-    // reused.
+    // Drops a mapping before the fork. The fork handler must skip the addresses of this mapping, because the kernel may
+    // have reused them.
     drop(FileMemory::new(file.as_fd(), BYTES)?);
     bytes(&mut memory)[0] = 8;
     // SAFETY: the child only accesses memory and exits without running the parent's other code.
@@ -49,9 +49,9 @@ fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
         unsafe { libc::_exit(i32::from(!(right && kept))) };
     }
     let mut status = 0;
-    // SAFETY: `status` is valid for writes; the child is ours.
+    // SAFETY: `status` is valid for writes, and `pid` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-    assert_eq!(status, 0, "the child did not see what it should");
+    assert_eq!(status, 0, "the child read wrong bytes");
     let seen = bytes(&mut memory);
     assert!(seen[0] == 8 && seen[1..].iter().all(|&byte| byte == 7), "the child wrote into the parent's memory");
     seen.fill(10);

@@ -1,4 +1,4 @@
-//! Tests arena and chunk ring against a simple model: random plans, random orders, many threads.
+//! Tests the arena and the chunk ring against a simple model, with random plans, random orders and many threads.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -14,7 +14,7 @@ fn region(bytes: usize) -> Region {
     Region::new(bytes, Pin::Off, OnFork::Copy, "test").unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A step of the caller: take a lease of a size, or return one of the leases held.
+/// A step of the caller: take a lease of a size, or return one of the leases that the caller holds.
 #[derive(Debug, Clone)]
 enum Step {
     Take(usize),
@@ -36,8 +36,9 @@ fn plan() -> impl Strategy<Value = Vec<(usize, usize)>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(200), ..ProptestConfig::default() })]
 
-    /// The arena grants a lease exactly if the smallest class that fits has a free slot. No two leases share a byte,
-    /// written bytes stay, and the counters equal the model's.
+    /// The arena must grant a lease if the smallest slot size that fits the lease has an unused slot, and only then. No
+    /// two leases may share a byte. The bytes of a lease may change only through this lease. The counters of the arena
+    /// must equal the counters of the model.
     #[test]
     fn the_arena_does_what_the_model_says(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -56,7 +57,7 @@ proptest! {
                     let class = free.range_mut(bytes..).next();
                     match (arena.lease(bytes, owner, Wait::never()), class) {
                         (Ok(mut lease), Some((class, left))) => {
-                            prop_assert!(*left > 0, "granted past the plan");
+                            prop_assert!(*left > 0, "granted more leases than the plan has slots");
                             prop_assert_eq!(lease.slot_bytes(), *class);
                             prop_assert_eq!(lease.len(), bytes);
                             *left -= 1;
@@ -66,7 +67,7 @@ proptest! {
                             peak = peak.max(asked);
                         }
                         (Err(Error::TimedOut { holders, .. }), Some((_, left))) => {
-                            prop_assert_eq!(*left, 0, "refused within the plan");
+                            prop_assert_eq!(*left, 0, "rejected a lease although the plan has an unused slot");
                             prop_assert_eq!(&holders[0].owner, "model");
                         }
                         (Err(Error::NoSuchClass { .. }), None) => {}
@@ -82,7 +83,7 @@ proptest! {
             }
         }
         for (_, mark, lease) in &held {
-            prop_assert!(lease.as_slice().iter().all(|byte| byte == mark), "a lease was written through another");
+            prop_assert!(lease.as_slice().iter().all(|byte| byte == mark), "another lease changed these bytes");
         }
         let stats = arena.stats();
         prop_assert_eq!(stats.total.bytes, asked);
@@ -93,7 +94,7 @@ proptest! {
         prop_assert_eq!(arena.stats().total.bytes, 0);
     }
 
-    /// After any takes and returns in any order, the whole plan is granted at once.
+    /// After leases were taken and returned in any order, the arena must grant all slots of the plan at once.
     #[test]
     fn nothing_fragments(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -119,7 +120,8 @@ proptest! {
     }
 }
 
-/// Threads take, mark, check and return chunks: if two threads held one chunk, each would find the other thread's mark.
+/// Threads take a chunk, fill it with their mark, check it and return it. If two threads held the same chunk, a thread
+/// would find the mark of another thread.
 #[test]
 fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     const CHUNK_BYTES: usize = 4096;
@@ -153,7 +155,8 @@ fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     Ok(())
 }
 
-/// Returns `usual`, or `PROPTEST_CASES` if that is smaller: under Valgrind a full run would take an hour.
+/// Returns the smaller of `usual` and the variable `PROPTEST_CASES`. Under Valgrind, a run with `usual` cases would
+/// take an hour.
 fn cases(usual: u32) -> u32 {
     std::env::var("PROPTEST_CASES")
         .ok()

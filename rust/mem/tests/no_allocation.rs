@@ -1,4 +1,4 @@
-//! Tests that leasing and returning never allocate.
+//! Tests that taking a lease and returning it never allocate memory.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -14,7 +14,7 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: every call is forwarded to the system's allocator; the counter does not allocate.
+// SAFETY: every call is forwarded to the system's allocator. The counter itself allocates no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);

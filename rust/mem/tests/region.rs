@@ -1,4 +1,4 @@
-//! Tests regions against the kernel: exact sizes, guard pages, pinning, closing, forks.
+//! Tests regions on the real kernel: their exact sizes, guard pages, pinning, closing, and forks.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ fn listed(owner: &str) -> Vec<usize> {
     regions().into_iter().filter(|region| region.owner == owner).map(|region| region.bytes).collect()
 }
 
-/// True once the regions of `owner` have the expected sizes. A parallel test that calls `regions()` keeps each region
-/// alive for a moment, so this waits up to a second.
+/// Returns true as soon as the regions of `owner` have the expected sizes, and false if they do not within a second.
+/// The wait is needed because a parallel test that calls `regions()` keeps each region alive for a moment.
 fn are_listed(owner: &str, expected: &[usize]) -> bool {
     (0..1000).any(|_| {
         let right = listed(owner) == expected;
@@ -20,7 +20,7 @@ fn are_listed(owner: &str, expected: &[usize]) -> bool {
     })
 }
 
-/// Runs `child` in a fork. Returns the child's exit status, or minus the signal that killed it.
+/// Runs `child` in a fork. Returns the child's exit status, or the negative number of the signal that killed the child.
 fn forked(child: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child only accesses memory and exits without running the parent's other code.
     let pid = unsafe { libc::fork() };
@@ -31,7 +31,7 @@ fn forked(child: impl FnOnce() -> bool) -> i32 {
         unsafe { libc::_exit(status) };
     }
     let mut status = 0;
-    // SAFETY: `status` is valid for writes; the child is ours.
+    // SAFETY: `status` is valid for writes, and `pid` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     if libc::WIFSIGNALED(status) { -libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) }
 }
@@ -60,9 +60,9 @@ fn what_cannot_be_is_refused() {
     assert!(matches!(error, Some(Error::OutOfMemory { needed_bytes, .. }) if needed_bytes == 1 << 46), "{error:?}");
 }
 
-/// Makes a mapping with plain system calls, and returns how many of its bytes the kernel puts on huge pages: a region
-/// must reach as many.
-#[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all of them")]
+/// Makes a mapping with plain system calls. Returns how many bytes of the mapping the kernel puts on huge pages. A
+/// region of the same size must have at least as many bytes on huge pages.
+#[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all unsafe calls")]
 fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
     // SAFETY: the block advises, touches and unmaps a new anonymous mapping within its bounds.
     unsafe {
@@ -80,7 +80,7 @@ fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
     }
 }
 
-/// Returns the bytes on huge pages of the mapping that contains `address`.
+/// Finds the mapping that contains `address`. Returns how many bytes of the mapping are on huge pages.
 fn huge_bytes_around(address: usize) -> usize {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
     let holds = |line: &&str| {
@@ -99,7 +99,7 @@ fn large_regions_lie_on_huge_pages_where_there_are_any() -> Result<(), Error> {
     let HugePages::Of(huge) = huge_pages() else { return Ok(()) };
     let possible = huge_bytes_by_hand(4 * huge, huge);
     let region = Region::new(4 * huge + page_bytes(), Pin::Off, OnFork::Copy, "huge")?;
-    assert!(region.huge_bytes() >= possible, "{} bytes, where {possible} can be had", region.huge_bytes());
+    assert!(region.huge_bytes() >= possible, "{} bytes, where plain system calls get {possible}", region.huge_bytes());
     assert_eq!(region.why_not_huge().is_none(), region.huge_bytes() == 4 * huge);
     region.close();
     assert_eq!((region.huge_bytes(), region.why_not_huge()), (0, None));
@@ -123,7 +123,7 @@ fn making_a_region_can_be_interrupted() {
     assert!(are_listed("interrupted", &[]), "{:?}", listed("interrupted"));
 }
 
-/// A child's calls must not wait for a lock that another thread of the parent held at the fork.
+/// After a fork, calls in the child must not wait for a lock that another thread of the parent held at the fork.
 #[test]
 fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
     let region = Region::new(8 << 20, Pin::Off, OnFork::Copy, "locks")?;
@@ -139,7 +139,7 @@ fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
         scope.spawn(busy);
         for _ in 0..100 {
             let status = forked(|| {
-                // `alarm` ends a deadlock with a signal, so the test does not hang.
+                // If the child deadlocks, `alarm` kills it, so that the test does not hang.
                 // SAFETY: `alarm` has no conditions.
                 unsafe { libc::alarm(20) };
                 region.close();
@@ -174,7 +174,7 @@ fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
     let start = lease.as_ptr().as_ptr();
     let write = |offset: isize| {
         forked(|| {
-            // SAFETY: the write is out of bounds on purpose; it happens in a child, which the fault kills.
+            // SAFETY: the write is out of bounds on purpose. It happens in a child process, which the fault kills.
             unsafe { start.wrapping_offset(offset).write_volatile(1) };
             true
         })
@@ -200,7 +200,11 @@ fn a_closed_region_lives_as_long_as_its_leases() -> Result<(), Error> {
     lease.as_mut_slice().fill(7);
     assert_eq!(listed("closing").len(), 1);
     drop(lease);
-    assert_eq!(listed("closing").len(), 0, "unmapped with its last lease, though arena and region still have handles");
+    assert_eq!(
+        listed("closing").len(),
+        0,
+        "the last lease must unmap the region, although `arena` and `region` still exist"
+    );
     assert_eq!(region.huge_bytes(), 0);
     Ok(())
 }

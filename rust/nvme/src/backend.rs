@@ -1,29 +1,30 @@
-//! Defines the interface of backends, which send requests to the devices, and the names of the backends.
+//! Defines the interface of a backend, and the names of the backends. A backend sends requests to the devices.
 
 use crate::request::Job;
 
-/// Sends requests to devices, and passes their results to [`Request::interpret_result`](crate::request::Request::interpret_result).
+/// A backend sends requests to devices. It passes the result of each request to
+/// [`Request::interpret_result`](crate::request::Request::interpret_result).
 ///
-/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight; a request that
-/// remains is answered with ECANCELED once the kernel has finished with it.
+/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight. An operation that
+/// is still in flight fails with ECANCELED once the kernel has finished with its requests.
 pub(crate) trait Backend: Send + Sync {
     /// Queues a job. Does not wait for a device.
     fn submit(&self, job: Job);
 }
 
-/// The backend that the caller asks for.
+/// The backend that the caller chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BackendChoice {
-    /// `io_uring` if the kernel supports it, else threads.
+    /// `io_uring` if the kernel supports it, and threads otherwise.
     #[default]
     Auto,
-    /// `io_uring`; an error if it is not available.
+    /// `io_uring`. Opening a volume fails if `io_uring` is not available.
     IoUring,
     /// A few threads that call `pread` and `pwrite`.
     Threads,
 }
 
-/// The backend that a volume has.
+/// The backend that serves a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BackendKind {
     /// One thread with an `io_uring`.
@@ -35,7 +36,7 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
-    /// Returns the name that `backend=` and reports use.
+    /// Returns the name of the backend, as the option `backend=` and reports spell it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -46,14 +47,15 @@ impl BackendKind {
     }
 }
 
-/// Blocks every signal in the calling thread, so that the program's own threads handle them. With SIGXFSZ blocked, a
-/// write past the file size limit fails instead of ending the process.
+/// Blocks every signal in the calling thread, so that the program's own threads handle the signals. With SIGXFSZ
+/// blocked, a write past the file size limit fails instead of ending the process.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `all` is valid for writes of its type; `sigfillset` initialises it.
     let filled = unsafe { libc::sigfillset(all.as_mut_ptr()) };
     debug_assert_eq!(filled, 0);
-    // SAFETY: `sigfillset` initialised `all`; the call does not write to a null old set.
+    // SAFETY: `sigfillset` initialised `all`. The pointer for the old set may be null, and `pthread_sigmask` then does
+    // not write to it.
     let blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
     debug_assert_eq!(blocked, 0);
 }

@@ -1,19 +1,21 @@
-//! The memory that an operation may own: leases, vectors, and shared ranges of them.
+//! The memory that an operation may own: a lease, a vector, or a range of a shared buffer.
 
 use std::{ptr::NonNull, sync::Arc};
 
 use memascend_mem::Lease;
 
-/// Memory that a caller passes to an operation by value; the ticket returns it once the kernel has finished with it.
+/// Memory that a caller passes to an operation by value. The ticket returns the memory once the kernel has finished
+/// with it.
 ///
 /// # Safety
-/// While an operation owns the value, the bytes from `as_ptr()` up to `len()` must stay mapped at that address, even if
-/// the value moves. Other code may access them only as the implementor's contract allows. `as_mut_ptr()` must return
-/// the same address as `as_ptr()`. The bytes must be writable if they are the target of a read.
+/// While an operation owns the value, the `len()` bytes from `as_ptr()` on must stay mapped at this address, even if
+/// the value moves. Other code may access the bytes only as the documentation of the implementing type allows.
+/// `as_mut_ptr()` must return the same address as `as_ptr()`. The bytes must be writable if they are the target of a
+/// read.
 pub unsafe trait Buffer: Send + 'static {
-    /// The first byte, for reading.
+    /// A pointer to the first byte, for reading.
     fn as_ptr(&self) -> *const u8;
-    /// The first byte, for writing. The pointer stays valid for writes while the value moves.
+    /// A pointer to the first byte, for writing. The pointer stays valid for writes while the value moves.
     fn as_mut_ptr(&mut self) -> NonNull<u8>;
     /// The length in bytes.
     fn len(&self) -> usize;
@@ -23,7 +25,8 @@ pub unsafe trait Buffer: Send + 'static {
     }
 }
 
-// SAFETY: a lease's slot does not move, and the arena leases it to no other caller until the lease is dropped.
+// SAFETY: a lease's slot does not move, and the arena does not lease the slot to another caller until the lease is
+// dropped.
 unsafe impl Buffer for Lease {
     fn as_ptr(&self) -> *const u8 {
         Lease::as_ptr(self).as_ptr()
@@ -38,7 +41,7 @@ unsafe impl Buffer for Lease {
     }
 }
 
-// SAFETY: a vector's heap bytes do not move with it, and the operation owns the vector.
+// SAFETY: the bytes of a vector stay at their address when the vector moves, and the operation owns the vector.
 unsafe impl Buffer for Vec<u8> {
     fn as_ptr(&self) -> *const u8 {
         Vec::as_ptr(self)
@@ -64,7 +67,7 @@ pub struct Shared<B = Lease> {
 
 // SAFETY: `B` may be sent to other threads and shared with them, and `first` points into `memory`.
 unsafe impl<B: Send + Sync> Send for Shared<B> {}
-// SAFETY: as for `Send`.
+// SAFETY: `B` may be shared with other threads, and `first` points into `memory`.
 unsafe impl<B: Send + Sync> Sync for Shared<B> {}
 
 impl<B> Clone for Shared<B> {
@@ -77,12 +80,13 @@ impl<B: Buffer + Sync> Shared<B> {
     /// Shares the whole of `memory`.
     #[must_use]
     pub fn new(mut memory: B) -> Self {
-        // Takes the pointer before it shares `memory`: only a pointer from `&mut` may be used for writing.
+        // Takes the pointer before `Arc::new` shares `memory`: only a pointer from `&mut` may be used for writing.
         let (first, bytes) = (memory.as_mut_ptr(), memory.len());
         Self { memory: Arc::new(memory), first, bytes }
     }
 
-    /// Returns the part of `nbytes` bytes at `start`; `None` if it exceeds this part.
+    /// Returns the part of `nbytes` bytes that begins at `start`; `None` if that part would end after the end of
+    /// `self`.
     #[must_use]
     pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
         let end = start.checked_add(nbytes)?;
@@ -96,15 +100,15 @@ impl<B: Buffer + Sync> Shared<B> {
 }
 
 impl<B> Shared<B> {
-    /// The first byte.
+    /// A pointer to the first byte.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
         self.first
     }
 }
 
-// SAFETY: `memory` does not move and lives until its last part is dropped. Callers must read only into parts that do
-// not overlap, and must not access a part before the read into it has ended.
+// SAFETY: `memory` does not move and lives until its last part is dropped. If callers read from devices into several
+// parts, the parts must not overlap. A caller must not access a part before the read into that part has ended.
 unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> *const u8 {
         self.first.as_ptr()

@@ -1,4 +1,5 @@
-//! Holds devices open, locked and unchanged, so that the caller can examine them before it opens a volume.
+//! Holds devices open and locked, and does not change them. The caller can examine the devices before it opens a
+//! volume.
 
 use std::{path::Path, sync::Arc};
 
@@ -14,8 +15,8 @@ use crate::{
 };
 
 impl Volume {
-    /// Opens `paths` as one volume, and creates missing files if `options.size_bytes` is set. An error leaves the paths
-    /// as they were.
+    /// Opens `paths` as one volume, and creates missing files if `options.size_bytes` is set. If the call fails, the
+    /// files stay as they were.
     pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
         options.checked()?;
         let volume = Claim::new(paths, if options.size_bytes.is_some() { Missing::Make } else { Missing::Refuse })?
@@ -25,7 +26,8 @@ impl Volume {
     }
 }
 
-/// Open, locked devices. Existing files are unchanged so far. Dropping the claim removes the files that it created.
+/// Devices that are open and locked. The claim does not change existing files. Dropping the claim removes the files
+/// that the claim created.
 #[derive(Debug)]
 pub struct Claim {
     paths: Vec<Arc<Path>>,
@@ -33,10 +35,13 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Opens and locks `paths`. Creates missing files as `missing` says.
+    /// Opens and locks `paths`. `missing` says whether and how `new` creates a file that does not exist.
     pub fn new(paths: &[impl AsRef<Path>], missing: Missing) -> Result<Self> {
         if paths.is_empty() || paths.len() > DEVICES_MAX {
-            return Err(Error::Invalid(format!("a volume has 1 to {DEVICES_MAX} devices, not {}", paths.len())));
+            return Err(Error::Invalid(format!(
+                "a volume has 1 to {DEVICES_MAX} devices, not {}; pass one path for each device",
+                paths.len()
+            )));
         }
         let paths: Vec<Arc<Path>> = paths.iter().map(|path| Arc::from(path.as_ref())).collect();
         let devices = device::claim_all(&paths, missing)?;
@@ -49,14 +54,15 @@ impl Claim {
         self.devices.get(index).is_some_and(Device::is_new)
     }
 
-    /// True if a file of this claim has a pending name until [`Volume::take_name`].
+    /// True if a file of this claim has its pending name: the path with [`PENDING_SUFFIX`](crate::PENDING_SUFFIX).
+    /// [`Volume::take_name`] gives the file its own name.
     #[must_use]
     pub fn is_pending(&self) -> bool {
         self.devices.iter().any(Device::is_pending)
     }
 
-    /// Reserves the files' space and starts the backend. An error, or dropping the volume before [`Volume::keep`],
-    /// restores the files.
+    /// Reserves space for the files and starts the backend. If the call fails, or the caller drops the volume before
+    /// [`Volume::keep`], the files get their former state back.
     pub fn open(self, options: &Options) -> Result<Volume> {
         let Self { paths, devices } = self;
         let (queue_depth, stripe_bytes) = options.checked()?;
@@ -78,7 +84,8 @@ impl Claim {
     }
 }
 
-/// Starts the chosen backend; with `Auto`, falls back to threads. Also returns why `io_uring` was not available.
+/// Starts the chosen backend. With `Auto`, starts threads if `io_uring` is not available. The third value says why
+/// `io_uring` is not available; it is `None` unless `Auto` chose threads.
 fn start(
     choice: BackendChoice,
     devices: &Arc<[Device]>,

@@ -1,8 +1,9 @@
-//! Opens files and raw block devices: locked, without loss of foreign data, with direct I/O if possible.
+//! Opens and locks files and raw block devices. Rejects a block device with data of another program. Uses direct I/O if
+//! possible.
 //!
-//! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes that, unless
-//! `keep` or `take_name` was called. `Drop` undoes the changes before it releases the lock: afterwards another process
-//! may own the file.
+//! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes these
+//! changes, unless `keep` or `take_name` was called. `Drop` undoes the changes before it releases the lock, because
+//! after the unlock another process may own the file.
 
 use std::{
     fs::{self, File},
@@ -49,21 +50,21 @@ pub enum DeviceKind {
 /// An open, locked device. See [Note: undo].
 #[derive(Debug)]
 pub(crate) struct Device {
-    // Fields drop in this order: the descriptor leaves the table of `fork.rs` before it closes and another file gets
-    // its number.
+    // Rust drops the fields in this order. So `_fork_guard` removes the descriptor from the table of `fork.rs` before
+    // `file` closes the descriptor. Afterwards another file may get the same number.
     _fork_guard: ForkGuard,
     file: File,
     pub(crate) path: Arc<Path>,
-    /// The absolute path: `path` may be relative, and the working folder may change.
+    /// `path` as an absolute path. `path` may be relative, and the process may change its working folder.
     absolute: PathBuf,
     /// The name that the file has at present.
     name: Mutex<Name>,
     pub(crate) kind: DeviceKind,
     pub(crate) bytes: u64,
     pub(crate) alignment: Alignment,
-    /// Why its I/O goes through the page cache; `None` with direct I/O.
+    /// Why I/O on this device goes through the page cache; `None` if the device uses direct I/O.
     pub(crate) why_buffered: Option<String>,
-    /// The former state of a file; `None` for raw devices.
+    /// The state of a file before the device was opened; `None` for raw devices.
     undo: Mutex<Option<Undo>>,
     /// If true, dropping the device undoes nothing.
     kept: AtomicBool,
@@ -81,7 +82,7 @@ impl Device {
         self.file.as_raw_fd()
     }
 
-    /// Opens and locks the device at `path`. Creates a missing file if `missing` says so, and changes nothing else; see
+    /// Opens and locks the device at `path`. Creates a missing file if `missing` allows it. Changes nothing else. See
     /// [Note: undo].
     fn open(path: &Arc<Path>, missing: Missing) -> Result<Self> {
         let kind = kind_of(path, missing)?;
@@ -91,7 +92,7 @@ impl Device {
         };
         let fork_guard = ForkGuard::new(file.as_fd());
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        // From here on, dropping `device` undoes the claim.
+        // From here on, dropping `device` removes a file that `claim` created.
         let mut device = Self {
             _fork_guard: fork_guard,
             file,
@@ -117,7 +118,8 @@ impl Device {
         Ok(device)
     }
 
-    /// Prevents the undo. No effect on a file with a pending name, which only `take_name` keeps.
+    /// Makes the changes to the file permanent: `Drop` does not undo them. Does nothing for a file with a pending name,
+    /// because only `take_name` keeps such a file.
     pub(crate) fn keep(&self) {
         if !self.is_pending() {
             self.kept.store(true, Relaxed);
@@ -128,7 +130,7 @@ impl Device {
         *locked(&self.name) == Name::Pending
     }
 
-    /// Renames a file from its pending name to its own name, and keeps the file.
+    /// Renames the file from its pending name to its own name, and keeps the file.
     pub(crate) fn take_name(&self) -> Result<()> {
         let mut name = locked(&self.name);
         if *name != Name::Pending {
@@ -140,20 +142,21 @@ impl Device {
         file::settle_name(&self.path, &self.absolute)
     }
 
-    /// Tells the device that the caller removes the file's name: dropping the device then undoes nothing.
+    /// Call this if the caller removes the file's name. Afterwards, dropping the device undoes nothing.
     pub(crate) fn forgo_name(&self) {
         *locked(&self.name) = Name::Removed;
     }
 
-    /// Undoes `keep` for a file that was new or empty when it was opened.
+    /// Cancels `keep` for a file that was new or empty when it was opened: dropping the device removes or empties the
+    /// file.
     pub(crate) fn forsake(&self) {
         if locked(&self.undo).as_ref().is_some_and(Undo::was_empty) {
             self.kept.store(false, Relaxed);
         }
     }
 
-    /// Permanently grows the reserved space of a file to `bytes`; returns false if the file system has no room. Cannot
-    /// grow a raw device: returns whether the device has `bytes`.
+    /// Permanently grows the reserved space of a file to `bytes`. Returns false if the file system has no room. A raw
+    /// device cannot grow: returns true if the device already has `bytes`.
     pub(crate) fn grow(&self, bytes: u64) -> Result<bool> {
         if self.kind != DeviceKind::File {
             return Ok(self.bytes >= bytes);
@@ -174,8 +177,8 @@ impl Device {
         locked(&self.undo).as_ref().is_some_and(Undo::is_new)
     }
 
-    /// Returns how the file lost its name, or that the file was truncated. `None` if the file still has its name and
-    /// its size, for a device that is no file, and for a file whose name the caller removed.
+    /// Returns how the file lost its name, or that the file was truncated. Returns `None` if the file still has its
+    /// name and its size. Also returns `None` if the device is not a file, or if the caller removed the file's name.
     pub(crate) fn lost(&self) -> Option<Lost> {
         if self.kind != DeviceKind::File {
             return None;
@@ -186,8 +189,8 @@ impl Device {
         pending::lost(&place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
-    /// Reads one block, and falls back to buffered I/O if the read fails: some file systems accept `O_DIRECT` and then
-    /// fail each transfer.
+    /// Reads one block to try direct I/O. If the read fails with EINVAL, switches the file to buffered I/O: some file
+    /// systems accept `O_DIRECT` and then fail each transfer.
     fn try_direct(&mut self) -> Result<()> {
         if self.why_buffered.is_some() || self.bytes == 0 {
             return Ok(());
@@ -200,11 +203,12 @@ impl Device {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) && self.kind == DeviceKind::File => {
                     set_direct(&self.file, false).map_err(|errno| Error::system(&self.path, "fcntl", &errno.into()))?;
-                    self.why_buffered = Some("its file system fails direct I/O".into());
+                    self.why_buffered = Some("its file system rejects direct I/O".into());
                     self.alignment = Alignment::NONE;
                     return Ok(());
                 }
-                // Another error will recur in an operation, which reports it to the caller.
+                // The read has succeeded, or has failed with another error. If this error recurs in an operation, the
+                // operation reports the error to the caller.
                 _ => return Ok(()),
             }
         }
@@ -213,7 +217,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // See [Note: undo]: the lock is still held.
+        // Undo the changes before `unlock` releases the lock: see [Note: undo].
         let undo = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed));
         if let (Some(undo), Some(place)) = (undo, locked(&self.name).path(&self.absolute)) {
             undo.restore(&place, &self.file);
@@ -222,7 +226,8 @@ impl Drop for Device {
     }
 }
 
-/// Opens and locks every path. Dropping the devices unlocks them, and removes the files that were created.
+/// Opens and locks the device at every path. Dropping the devices unlocks them, and removes the files that `claim_all`
+/// created.
 pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Device>> {
     let mut devices: Vec<Device> = Vec::new();
     for path in paths {
@@ -232,8 +237,8 @@ pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Dev
     Ok(devices)
 }
 
-/// Reserves the files' space and computes the volume's size. On an error, the devices that it drops restore their
-/// files.
+/// Reserves space for the files and computes the volume's size. If the call fails, it drops the devices, and each
+/// device restores the former state of its file.
 pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes: u64) -> Result<Opened> {
     let size_bytes = options.size_bytes;
     let striping = Striping::new(devices.len(), stripe_bytes);
@@ -244,7 +249,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     let (alignment, block) = block_of(&devices);
     if devices.len() > 1 && !stripe_bytes.is_multiple_of(block) {
         return Err(Error::Invalid(format!(
-            "stripe of {stripe_bytes} bytes is not a multiple of {block}, the alignment"
+            "stripe={stripe_bytes} is not a multiple of {block} bytes, the alignment of these devices; pass a multiple"
         )));
     }
     let smallest = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
@@ -261,7 +266,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
             DeviceKind::File => {
                 if device.bytes == 0 && size_bytes.is_none() {
                     let name = device.path.display();
-                    return Err(Error::Invalid(format!("{name} is empty; pass size= to give it room")));
+                    return Err(Error::Invalid(format!("{name} is empty; pass size= to set its size in bytes")));
                 }
                 if let Some(privacy) = options.private {
                     let mode_before = file::make_private(&device.path, &device.file, privacy, device.is_new())?;
@@ -276,21 +281,23 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
             _ if device.bytes < wanted => {
                 let (name, bytes) = (device.path.display(), device.bytes);
                 return Err(Error::Invalid(format!(
-                    "{name} has {bytes} bytes and would need {wanted}; choose a smaller size= or a larger device"
+                    "{name} has {bytes} bytes, but size= needs {wanted} bytes on it; choose a smaller size= or a \
+                     larger device"
                 )));
             }
             _ => {}
         }
         device.try_direct()?;
     }
-    // A file for which `try_direct` chose buffered I/O needs less alignment.
+    // `try_direct` may have switched a file to buffered I/O, which needs no alignment. So this computes the alignment
+    // again.
     let (alignment_after, _) = block_of(&devices);
     debug_assert!(alignment_after.block <= alignment.block);
     let capacity = striping.volume_bytes(wanted, block);
     let found = if devices.len() == 1 && devices[0].kind == DeviceKind::File { smallest } else { capacity };
     let size_bytes = size_bytes.unwrap_or(found).min(capacity);
     if size_bytes == 0 {
-        return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
+        return Err(Error::Invalid("a volume cannot have 0 bytes; pass a larger size=".into()));
     }
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
 }
@@ -307,17 +314,19 @@ fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
     match there.map(|metadata| metadata.file_type()) {
         None if path.as_os_str().as_encoded_bytes().ends_with(b"/") => folder(),
         None if matches!(missing, Missing::Refuse) => {
-            Err(Error::Invalid(format!("{name} does not exist; pass size= to make it")))
+            Err(Error::Invalid(format!("{name} does not exist; pass size= to create it")))
         }
         Some(kind) if kind.is_block_device() => Ok(DeviceKind::Raw),
         Some(kind) if kind.is_dir() => folder(),
-        Some(kind) if !kind.is_file() => Err(Error::Invalid(format!("{name} is neither a file nor a block device"))),
+        Some(kind) if !kind.is_file() => Err(Error::Invalid(format!(
+            "{name} is neither a file nor a block device; pass the path of a file or of a raw block device"
+        ))),
         _ => Ok(DeviceKind::File),
     }
 }
 
 fn too_large(size: u64) -> Error {
-    Error::Invalid(format!("size {size} is more than can be addressed"))
+    Error::Invalid(format!("size={size} is more than can be addressed; pass a smaller size="))
 }
 
 fn reject_duplicates(devices: &[Device], path: &Arc<Path>) -> Result<()> {
@@ -334,25 +343,29 @@ fn reject_duplicates(devices: &[Device], path: &Arc<Path>) -> Result<()> {
     match devices.iter().find(same) {
         Some(other) => {
             let (one, two) = (other.path.display(), path.display());
-            Err(Error::Invalid(format!("{one} and {two} are the same device; a stripe needs different ones")))
+            Err(Error::Invalid(format!("{one} and {two} are the same device; pass the path of each device once")))
         }
         None => Ok(()),
     }
 }
 
-/// Switches the file to direct I/O. Returns its alignment, or no alignment and the reason why it stays buffered.
+/// Switches the file to direct I/O and returns the alignment. If the file must stay buffered, returns `Alignment::NONE`
+/// and the reason.
 fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment, Option<String>)> {
-    // Sets the flag on the open descriptor, because a failed `open(O_CREAT | O_DIRECT)` may leave a file behind.
+    // Sets `O_DIRECT` on the open descriptor, because a failed `open(O_CREAT | O_DIRECT)` may leave a file behind.
     match set_direct(file, true) {
         Ok(()) => {}
-        Err(Errno::INVAL) => return Ok((Alignment::NONE, Some("its file system has no direct I/O".into()))),
+        Err(Errno::INVAL) => return Ok((Alignment::NONE, Some("its file system does not support direct I/O".into()))),
         Err(errno) => return Err(Error::system(path, "fcntl(O_DIRECT)", &errno.into())),
     }
     if let Some(alignment) = direct_alignment(file, kind == DeviceKind::Raw) {
         return Ok((alignment, None));
     }
     set_direct(file, false).map_err(|errno| Error::system(path, "fcntl", &errno.into()))?;
-    Ok((Alignment::NONE, Some("the kernel has no direct I/O for this file (encryption, verity or a journal)".into())))
+    Ok((
+        Alignment::NONE,
+        Some("the kernel cannot use direct I/O on this file (encryption, verity or a journal)".into()),
+    ))
 }
 
 fn set_direct(file: &File, on: bool) -> rustix::io::Result<()> {

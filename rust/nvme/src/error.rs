@@ -7,7 +7,7 @@ use memascend_mem::{Ended, caught};
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An action that a device is asked to do.
+/// What a request asks a device to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Transfers bytes from the device into memory.
@@ -28,18 +28,18 @@ impl fmt::Display for Action {
     }
 }
 
-/// An error of a volume or a device. If several callers must receive an error, each gets a clone.
+/// An error of a volume or a device. If several callers must receive an error, each caller gets a clone.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is wrong, whatever the device.
+    /// An argument is wrong. The text says why.
     #[error("{0}")]
     Invalid(String),
 
     /// The range exceeds the volume; nothing was transferred.
     #[error(
-        "{nbytes} bytes at offset {offset} do not fit into the volume, which holds {size_bytes} bytes; open it with a \
-         larger size= or write elsewhere"
+        "{nbytes} bytes at offset {offset} do not fit into the volume, which has {size_bytes} bytes; open it with a \
+         larger size=, or use a smaller offset"
     )]
     PastTheEnd {
         /// Offset in the volume.
@@ -57,7 +57,7 @@ pub enum Error {
         action: Action,
         /// The file or device.
         path: Arc<Path>,
-        /// Offset on that device; 0 for a flush.
+        /// Offset on the device; 0 for a flush.
         offset: u64,
         /// Length in bytes; 0 for a flush.
         nbytes: usize,
@@ -67,14 +67,14 @@ pub enum Error {
 
     /// A file is shorter than the volume: another program truncated it.
     #[error(
-        "read of {nbytes} bytes at offset {offset} of {} ended after {moved} bytes: the file is shorter than when it \
-         was opened, something truncated it",
+        "read of {nbytes} bytes at offset {offset} of {} ended after {moved} bytes: another program truncated the \
+         file while it was in use; stop that program and restore the file",
         path.display()
     )]
     Ended {
         /// The file.
         path: Arc<Path>,
-        /// Offset in that file.
+        /// Offset in the file.
         offset: u64,
         /// Bytes that the request asked for.
         nbytes: usize,
@@ -94,7 +94,7 @@ pub enum Error {
     },
 
     /// The backend that the caller chose is not available.
-    #[error("backend {backend:?} cannot be had here: {why}; backend \"auto\" takes an available one")]
+    #[error("backend {backend:?} is not available here: {why}; pass backend=\"auto\" to use an available one")]
     NoBackend {
         /// The backend's name.
         backend: &'static str,
@@ -102,10 +102,12 @@ pub enum Error {
         why: String,
     },
 
-    /// [`OPERATIONS_MAX`](crate::OPERATIONS_MAX) operations are in flight.
-    #[error("{operations_max} operations are in flight on this volume already; wait for some of their tickets")]
+    /// The volume accepts no operation now, because [`OPERATIONS_MAX`](crate::OPERATIONS_MAX) operations are in flight.
+    #[error(
+        "this volume already has {operations_max} operations in flight; wait for some of their tickets, then try again"
+    )]
     TooMany {
-        /// The bound.
+        /// The largest number of operations in flight.
         operations_max: usize,
     },
 
@@ -119,8 +121,8 @@ pub enum Error {
     )]
     Forked,
 
-    /// A wait exceeded its limit. The operation continues.
-    #[error("{what} was not done within {:.3} s, and continues", waited.as_secs_f64())]
+    /// A wait took longer than its timeout. The operation continues.
+    #[error("{what} did not end within {:.3} s; the work continues, so wait again", waited.as_secs_f64())]
     TimedOut {
         /// The operation.
         what: String,
@@ -129,22 +131,22 @@ pub enum Error {
     },
 
     /// The caller's poll function stopped a wait. The operation continues.
-    #[error("waiting for {what} was interrupted, and it continues")]
+    #[error("waiting for {what} was interrupted; the work continues, so wait again for its result")]
     Interrupted {
         /// The operation.
         what: String,
     },
 
     /// A thread of this crate panicked. The thread continues with its next work.
-    #[error("a thread of the volume failed by a fault of its own: {0}")]
+    #[error("a thread of the volume panicked, which is a bug of memascend; please report it: {0}")]
     Panicked(String),
 
     /// Memory for the chunks of unaligned transfers could not be allocated.
-    #[error("no memory for the chunks of unaligned transfers: {0}")]
+    #[error("memory for the copies of unaligned transfers could not be allocated: {0}")]
     Memory(Arc<memascend_mem::Error>),
 }
 
-/// Runs a thread's work and turns a panic into an error for the waiter; the thread survives.
+/// Runs `work`. If `work` panics, returns the panic as an error, and the thread continues.
 pub(crate) fn catch_panic(work: impl FnOnce() -> Result<()>) -> Result<()> {
     caught(work).unwrap_or_else(|text| Err(Error::Panicked(text)))
 }
@@ -160,7 +162,7 @@ impl Error {
         Self::Refused { path: Arc::clone(path), why, errno }
     }
 
-    /// Makes an error from a wait for `what` that ended too early.
+    /// Makes the error of a wait that ended too early. `what` names the operation that the caller waited for.
     pub(crate) fn of_wait(ended: Ended, what: impl FnOnce() -> String) -> Self {
         match ended {
             Ended::TimedOut(waited) => Self::TimedOut { what: what(), waited },
@@ -180,15 +182,15 @@ fn reason(errno: i32) -> String {
     format!("{} (errno {errno})", plain.to_lowercase())
 }
 
-/// Returns what the user can do about `errno`, if that is not obvious.
+/// Returns advice for the user about `errno`; empty if there is none.
 fn advice(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "; free space on the file system, or choose a smaller size",
         libc::EDQUOT => "; raise the quota, or choose a smaller size",
         libc::EIO => "; the device or the file system behind it reported a fault: see `dmesg`",
-        libc::EROFS => "; it is read-only, or was made so after an error: see `dmesg`",
-        libc::EFBIG => "; the file size limit of the process (`ulimit -f`) or of the file system is smaller",
-        libc::ENODEV | libc::ENXIO => "; the device is gone",
+        libc::EROFS => "; it is read-only, perhaps because of an error: see `dmesg`",
+        libc::EFBIG => "; raise the file size limit (`ulimit -f`), or use a file system that allows larger files",
+        libc::ENODEV | libc::ENXIO => "; the device was removed or has failed: see `dmesg`",
         libc::EACCES | libc::EPERM => "; check its owner and mode, and whether the device is read-only",
         _ => "",
     }

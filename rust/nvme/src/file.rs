@@ -1,4 +1,5 @@
-//! Creates, grows and locks files: readable only by their owner, fully reserved, and restored if a step fails.
+//! Creates, grows and locks files. Only the owner can read a file, and the space of a file is reserved in advance. If a
+//! step fails, the file gets its former state back.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -18,29 +19,29 @@ use crate::{
     pending::{Name, has_its_name, is_there, lost},
 };
 
-/// How often `claim` opens a file at most. It opens the file again whenever another process replaced or removed the
-/// file between `open` and `lock`.
+/// The largest number of times that `claim` opens a file. `claim` opens the file again whenever another process
+/// replaced or removed the file between `open` and `lock`.
 const OPENINGS_MAX: usize = 64;
 
 /// Permission bits of new files: only the owner may read and write.
 const MODE: u32 = 0o600;
 /// The permission bits of a mode, without the file type.
 const MODE_BITS: u32 = 0o7777;
-/// Permission bits of the group and of others.
+/// Permission bits of the group and of other users.
 const OTHERS_BITS: u32 = 0o077;
 
-/// The former state of a file that was created, grown or made private, so that `restore` can restore it.
+/// The state of a file before it was created, grown or made private. `restore` restores this state.
 #[derive(Debug)]
 pub(crate) struct Undo {
     /// Length in bytes when the file was opened; `None` for a file that was created.
     length_before: Option<u64>,
-    /// Permission bits before `make_private` changed them; `None` if unchanged.
+    /// Permission bits before `make_private` changed them; `None` if the bits did not change.
     pub(crate) mode_before: Option<u32>,
-    /// The folder that was created for the file; `None` if it existed.
+    /// The folder that was created for the file; `None` if the folder existed.
     folder: Option<PathBuf>,
 }
 
-/// The action if the file to open does not exist.
+/// What to do if the file does not exist.
 #[derive(Debug, Clone, Copy)]
 pub enum Missing {
     /// Fail.
@@ -49,8 +50,8 @@ pub enum Missing {
     Make,
     /// Create the file, and its folder if the folder is missing.
     MakeInFolder,
-    /// Create the file and its folder; the file has its pending name until
-    /// [`Volume::take_name`](crate::Volume::take_name).
+    /// Create the file under its pending name, and its folder if the folder is missing.
+    /// [`Volume::take_name`](crate::Volume::take_name) gives the file its own name.
     MakePending(IsAbandoned),
 }
 
@@ -59,12 +60,13 @@ impl Undo {
         self.length_before.is_none()
     }
 
-    /// True if the file was new or empty, so undoing removes no foreign data.
+    /// True if the file was new or empty. Then an undo removes no data that was in the file before.
     pub(crate) fn was_empty(&self) -> bool {
         self.length_before.unwrap_or(0) == 0
     }
 
-    /// Restores the former state. Call it only while the file is locked: after the unlock, another process may own it.
+    /// Restores the file's former state. Call `restore` only while the file is locked: after the unlock, another
+    /// process may own the file.
     pub(crate) fn restore(self, path: &Path, file: &File) {
         // `restore` ignores errors: the caller already reports the failure that requires the restoration.
         match self.length_before {
@@ -84,12 +86,12 @@ impl Undo {
     }
 }
 
-/// Opens and locks the file at `path`, or creates it as `missing` says. Also returns an `Undo` with the former state,
-/// and the file's name.
+/// Opens and locks the file at `path`, or creates the file if `missing` allows it. Returns the file, an `Undo` with the
+/// file's former state, and the file's name.
 ///
-/// Between opening and locking, other processes may open, use, remove and replace the file, so `claim` checks it again
-/// under the lock: it counts as new only if it is still empty, and `claim` retries unless the path still names it.
-/// `claim` calls `opened` between opening and locking (for tests).
+/// Between opening and locking, another process may use, remove or replace the file. So `claim` checks the file again
+/// under the lock. The file counts as new only if it is still empty. If the path no longer names the file, `claim`
+/// tries again. `claim` calls `opened` between opening and locking, for tests.
 pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
     let mut folder = None;
     for _ in 0..OPENINGS_MAX {
@@ -106,25 +108,27 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
         let (file, made) = match open(&at, libc::O_CLOEXEC, may_create) {
             Err(error) if is_about_existence(&error) && at.is_symlink() && !at.exists() => {
                 let target = fs::read_link(&at).unwrap_or_default();
-                let why =
-                    format!("it is a link to {}, which is not there: make that, or name it itself", target.display());
+                let why = format!(
+                    "it is a link to {}, which does not exist: create that file, or pass its path",
+                    target.display()
+                );
                 return Err(Error::refused(&at, libc::ENOENT, why));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => match missing {
-                // Create the folder: it never existed, or another process has just removed it.
+                // Create the folder. It never existed, or another process has just removed it.
                 Missing::MakeInFolder | Missing::MakePending(_) => {
                     folder = make_folder(path)?.or(folder);
                     continue;
                 }
                 Missing::Refuse | Missing::Make => return Err(Error::system(path, "open", &error)),
             },
-            // Another process has just created the file: open its file.
+            // Another process has just created the file: open that file.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && at.exists() => continue,
             result => result.map_err(|error| Error::system(&at, "open", &error))?,
         };
         opened();
         if let Err(error) = lock::lock(&file, path) {
-            // `remove_dir` fails if the folder has another process's file; that file stays.
+            // `remove_dir` fails if another process has put a file into the folder, so that file stays.
             drop(folder.map(fs::remove_dir));
             return Err(error);
         }
@@ -145,7 +149,7 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
     Err(Error::refused(
         path,
         libc::EBUSY,
-        "others keep making and removing this file; wait for them, or use another path",
+        "other processes keep creating and removing this file; stop them, or use another path",
     ))
 }
 
@@ -153,7 +157,8 @@ fn is_about_existence(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
 }
 
-/// Creates the folder of `path` and makes the folder's name durable. Returns the folder, or `None` if it existed.
+/// Creates the folder of `path` and makes the folder's name durable. Returns the folder, or `None` if the folder
+/// existed.
 fn make_folder(path: &Arc<Path>) -> Result<Option<PathBuf>> {
     let folder = folder_of(path);
     match fs::create_dir(folder) {
@@ -170,13 +175,13 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Opens the file at `path`, or creates one that only its owner may access. Returns the file and whether it is new.
+/// Opens the file at `path`, or creates a file that only its owner may access. Returns the file and whether it is new.
 pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io::Result<(File, bool)> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
     match options.open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
-            // `create_new` follows no dangling link and opens no file that another process has just created.
+            // `create_new` fails if the path is a dangling link, or if another process has just created the file.
             let file = options.create_new(true).mode(MODE).open(path)?;
             file.set_permissions(fs::Permissions::from_mode(MODE))?;
             Ok((file, true))
@@ -185,22 +190,22 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
     }
 }
 
-/// The kind of file that `make_private` is called on.
+/// What a file is used for. `make_private` rejects a fresh file that belongs to another user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privacy {
-    /// A file that is about to be written: it must belong to this user.
+    /// A file that is about to be written. The file must belong to this user.
     Fresh,
-    /// A file with data to keep; it may belong to another user.
+    /// A file with data to keep. The file may belong to another user.
     Existing,
 }
 
-/// Restricts access to the file to its owner. Returns the former permission bits if they changed. Call it for files
-/// only: the system decides who may access raw devices.
+/// Restricts access to the file to its owner. Returns the former permission bits if they changed. Call `make_private`
+/// for files only: the system decides who may access raw devices.
 pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let user = rustix::process::geteuid().as_raw();
-    // On network file systems that map root to nobody, even a file that this process has just created belongs to
-    // another user: new files are exempt.
+    // A file that this process has just created is exempt. On network file systems that map root to nobody, even this
+    // file belongs to another user.
     if what == Privacy::Fresh && !is_new && metadata.uid() != user {
         return Err(foreign(path, metadata.uid(), user));
     }
@@ -225,11 +230,14 @@ fn foreign(path: &Arc<Path>, owner: u32, user: u32) -> Error {
 
 /// Reserves `bytes` for the file on its file system, so that no write during a run fails for lack of space.
 ///
-/// Writes no zeros, which would take hours and wear the disk. Space that is only reserved slows just the first pass of
-/// writes.
+/// Does not fill the file with zeros, because this would take hours and wear the disk. Without zeros, only the first
+/// write to each place is slower.
 pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     if i64::try_from(bytes).is_err() {
-        return Err(Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())));
+        return Err(Error::Invalid(format!(
+            "{bytes} bytes are more than a file can have; pass a smaller size= for {}",
+            path.display()
+        )));
     }
     // `free_bytes` must run before `fallocate`, which may leave a part of the space allocated if it fails.
     let free = free_bytes(file);
@@ -243,7 +251,7 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     }
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
         Ok(()) => Ok(()),
-        // Some network and FUSE file systems cannot reserve. A file that is long enough is used as it is.
+        // Some network and FUSE file systems cannot reserve space. If the file is long enough, the file stays as it is.
         Err(Errno::OPNOTSUPP) if length_before >= bytes => Ok(()),
         Err(Errno::OPNOTSUPP) => {
             let grown = file.set_len(bytes);
@@ -259,28 +267,29 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
 }
 
 fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
-    let free = free.map_or_else(String::new, |free| format!(", and {free} are free"));
+    let free = free.map_or_else(String::new, |free| format!(": only {free} bytes are available"));
     Error::refused(
         path,
         libc::ENOSPC,
-        format!("its file system has no space for {bytes} more bytes{free}; free some, or choose another place"),
+        format!("its file system has no space for {bytes} more bytes{free}; delete files there, or use another path"),
     )
 }
 
-/// Returns the bytes that an unprivileged user may still write to the file's file system.
+/// Returns the bytes that an unprivileged user may still write to the file's file system; `None` if the system call
+/// fails.
 fn free_bytes(file: &File) -> Option<u64> {
     let answer = fstatvfs(file).ok()?;
     answer.f_bavail.checked_mul(answer.f_frsize)
 }
 
-/// Makes the file, and its name if it is new, survive a power loss. Later flushes make only the file's data durable,
-/// not its name.
+/// Makes the file survive a power loss. If `is_new`, makes the file's name survive too. Later flushes make only the
+/// file's data durable, not its name.
 pub(crate) fn settle(path: &Arc<Path>, file: &File, is_new: bool) -> Result<()> {
     file.sync_all().map_err(|error| Error::system(path, "fsync", &error))?;
     if is_new { settle_name(path, path) } else { Ok(()) }
 }
 
-/// Makes the name at `place` survive a power loss: flushes its folder.
+/// Makes the file name `place` survive a power loss: flushes the folder of `place`.
 pub(crate) fn settle_name(path: &Arc<Path>, place: &Path) -> Result<()> {
     let folder = File::open(folder_of(place)).and_then(|folder| folder.sync_all());
     folder.map_err(|error| Error::system(path, "fsync of its folder", &error))

@@ -13,8 +13,8 @@ use std::{
     },
 };
 
-/// The size of the table of descriptors to close in children. It holds the devices, rings and eventfds of all volumes;
-/// a child does not close descriptors that did not fit.
+/// The size of the table of descriptors that a child closes: the devices, rings and eventfds of all volumes. If the
+/// table is full, further descriptors stay open in a child.
 const DESCRIPTORS_MAX: usize = 1024;
 const FREE: RawFd = -1;
 
@@ -43,10 +43,10 @@ pub(crate) struct ForkGuard {
 impl ForkGuard {
     pub(crate) fn new(descriptor: BorrowedFd<'_>) -> Self {
         HOOK.call_once(|| {
-            // SAFETY: `in_child` only accesses atomics and calls `close`; both are allowed after a fork in a threaded
-            // process. `in_child` stays valid, because this library is never unloaded.
+            // SAFETY: `in_child` only accesses atomics and calls `close`, and this is allowed after a fork in a
+            // threaded process. `in_child` stays valid, because this library is never unloaded.
             let failed = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-            assert_eq!(failed, 0, "pthread_atfork has no memory left");
+            assert_eq!(failed, 0, "pthread_atfork failed: no memory is left");
         });
         let raw = descriptor.as_raw_fd();
         let take = |slot: &AtomicI32| slot.compare_exchange(FREE, raw, Ordering::Relaxed, Ordering::Relaxed).is_ok();

@@ -1,4 +1,4 @@
-//! Direct I/O on files and raw block devices: runs at the disk's speed and reports every failed or short transfer.
+//! Direct I/O on files and raw block devices. Transfers run at the disk's speed, and every failed transfer is reported.
 //!
 //! A [`Volume`] is one address space over one or several devices. [`Volume::read`] and [`Volume::write`] take a
 //! [`Buffer`] by value, for example a [`Lease`](memascend_mem::Lease), and return a [`Ticket`] at once. The ticket
@@ -19,10 +19,10 @@
 //! # Ok::<(), memascend_nvme::Error>(())
 //! ```
 //!
-//! How it works: a volume cuts each *operation* into *requests* of at most [`REQUEST_BYTES_MAX`] bytes, each for one
-//! device. A *backend* sends requests to the devices: either a thread that owns an `io_uring`, or a few threads that
-//! call `pread` and `pwrite`. `request.rs` interprets results (short transfers, errors) for all backends. Unaligned
-//! transfers are copied through aligned chunks.
+//! How it works: a volume cuts each *operation* into *requests* of at most [`REQUEST_BYTES_MAX`] bytes. Each request is
+//! for one device. A *backend* sends requests to the devices: either a thread that owns an `io_uring`, or a few threads
+//! that call `pread` and `pwrite`. `request.rs` interprets results (short transfers, errors) for all backends.
+//! Unaligned transfers are copied through aligned chunks.
 
 mod align;
 mod backend;

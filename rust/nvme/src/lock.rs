@@ -1,4 +1,5 @@
-//! Locks each file or device for one volume; the error for a second opener names the process that holds the lock.
+//! Locks each file or device for one volume. If a process tries to open a file that is locked already, the error names
+//! the process that holds the lock.
 
 use std::{
     fs::{self, File},
@@ -15,13 +16,13 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// Locks the file exclusively with `flock`; other processes that call this function cannot lock it. Closing the
+/// Locks the file exclusively with `flock`, so that other calls of this function cannot lock the file. Closing the
 /// descriptor releases the lock.
 pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            // A file on a file system without locks counts as locked, because a second user cannot be detected there.
+            // If the file system has no locks, the file counts as locked, because a second user cannot be detected.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::WOULDBLOCK) if patience.wait_for_dead_holder(file) => {}
@@ -31,13 +32,12 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     }
 }
 
-/// How long `lock` waits for a killed process that still has transfers in flight: the kernel keeps its device open and
-/// locked until the last transfer ends. Two seconds are longer than such transfers take, yet short for a user who waits
-/// for the error.
+/// How long `lock` waits for a killed process with transfers in flight: the kernel keeps the device open and locked
+/// until the last transfer ends. Transfers take less than two seconds, and a user does not wait long for the error.
 const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
 const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
 
-/// Limits how long an opener waits for lock holders that are dead. The time starts with `new`.
+/// Limits how long an opener waits for dead processes that still hold the lock. The time starts with `new`.
 pub(crate) struct Patience(Instant);
 
 impl Patience {
@@ -45,9 +45,11 @@ impl Patience {
         Self(Instant::now())
     }
 
-    /// Returns true, after a short sleep, if the file's holder is dead and [`DEAD_HOLDER_WAIT`] has not passed.
+    /// If the process that holds the lock is dead and [`DEAD_HOLDER_WAIT`] has not passed, sleeps a short time and
+    /// returns true. Otherwise returns false at once.
     pub(crate) fn wait_for_dead_holder(&self, file: &File) -> bool {
-        // `/proc/locks` has no pid for a holder that has ended, nor for a holder in another container.
+        // `/proc/locks` shows no pid if the process has ended, or if it runs in another container. Both cases count as
+        // dead.
         let dead = holder(file).is_none_or(|pid| !alive(pid));
         let left = dead && self.0.elapsed() < DEAD_HOLDER_WAIT;
         if left {
@@ -64,27 +66,27 @@ fn alive(pid: u32) -> bool {
     stat.rsplit_once(')').is_none_or(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Releases the lock at once, even if something else keeps the open file alive, such as a ring in teardown.
+/// Releases the lock at once, even if the kernel still keeps the file open, for example while it tears down a ring.
 pub(crate) fn unlock(file: &File) {
     // `flock` fails here only if the file was not locked.
     let _ = flock(file, FlockOperation::Unlock);
 }
 
-/// Returns the error that names the process which holds the lock.
+/// Returns an error that names the process that holds the lock.
 pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
     let own = std::process::id();
     let why = match holder(file) {
         Some(pid) if pid == own => format!("this process (pid {pid}) has it open already; close that volume first"),
         Some(pid) => match command(pid) {
-            Some(command) => format!("in use by pid {pid} ({command}); wait for it or stop it, or use another"),
-            None => format!("in use by pid {pid}; wait for it or stop it, or use another"),
+            Some(command) => format!("in use by pid {pid} ({command}); stop this process, or use another path"),
+            None => format!("in use by pid {pid}; stop this process, or use another path"),
         },
-        None => "in use by another process, which cannot be seen from here; wait for it or use another".into(),
+        None => "in use by a process that is not visible from here; wait until it ends, or use another path".into(),
     };
     Error::refused(path, libc::EBUSY, why)
 }
 
-/// Returns the pid of the process that holds a lock on the file, from `/proc/locks`.
+/// Returns the pid of the process that holds a lock on the file; `None` if `/proc/locks` does not show the pid.
 fn holder(file: &File) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let device = metadata.dev();
@@ -93,8 +95,8 @@ fn holder(file: &File) -> Option<u32> {
     holder_in(&locks, &place)
 }
 
-/// Returns the pid of the lock at `place` (major:minor:inode). Lines of blocked waiters have a `->` before their
-/// fields, so they do not match.
+/// Returns the pid of the process that holds the lock at `place` (major:minor:inode). Lines of blocked waiters have a
+/// `->` before their fields, so these lines do not match.
 fn holder_in(locks: &str, place: &str) -> Option<u32> {
     locks.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();

@@ -1,4 +1,4 @@
-//! Tracks one operation on a volume: the bytes it moves, how many are unfinished, its result and its waiters.
+//! Tracks one operation on a volume: its bytes, how many of them are unfinished, its result and its waiters.
 
 use std::{
     any::Any,
@@ -24,7 +24,7 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
-    /// If `durable`, the write is done only once the bytes are on the medium (`RWF_DSYNC`).
+    /// If `durable`, the write ends only once the bytes are on the medium (`RWF_DSYNC`).
     Write {
         durable: bool,
     },
@@ -45,12 +45,13 @@ impl Kind {
     }
 }
 
-/// The order in which a backend sends waiting requests to the devices. A backend does not recall requests from a
-/// device, so a request of the first lane waits for at most as many requests as the queue depth allows.
+/// A backend sends all waiting requests of the first lane before the waiting requests of the second lane. A backend
+/// does not recall requests that a device already has. So a new request of the first lane waits for these requests,
+/// whose number is at most the queue depth.
 ///
-/// Requests do not age from the second lane into the first: callers of the first lane must bound its load. Prefetched
-/// units are bounded by the memory that they are read into, and each is read once for the computation that needs it, so
-/// the second lane has its turn between the reads of two units.
+/// A request of the second lane never moves to the first lane, however long it waits. So callers must not keep the
+/// first lane full. Reads of units do not keep the first lane full: the memory for units is limited, and each unit is
+/// read once for the computation that needs it. Between the reads of two units, the second lane has its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
     /// Requests that a caller waits for, or will wait for soon.
@@ -72,7 +73,7 @@ pub(crate) struct Context {
     pub(crate) memory_align: usize,
     pub(crate) traffic: Traffic,
     pub(crate) stats: Mutex<VolumeStats>,
-    /// The failure of a write whose ticket was dropped. The next flush, or `close`, reports it.
+    /// The error of a failed write whose ticket was dropped. The next flush, or `close`, reports the error.
     pub(crate) unclaimed: Mutex<Option<Error>>,
     /// The first failed flush or durable write. The kernel does not write the failed data again, so every later flush
     /// fails.
@@ -83,9 +84,10 @@ pub(crate) struct Context {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Address(pub(crate) *mut u8);
 
-// SAFETY: `Address` is a number. The contract of `Buffer` says who may access the bytes.
+// SAFETY: `Address` is only a pointer, and its methods do not access the bytes. The contract of `Buffer` says who may
+// access the bytes.
 unsafe impl Send for Address {}
-// SAFETY: as for `Send`.
+// SAFETY: the methods of `Address` do not access the bytes.
 unsafe impl Sync for Address {}
 
 impl Address {
@@ -119,10 +121,10 @@ impl Context {
     }
 }
 
-/// The registrations that an operation ends when it finishes.
+/// What the end of an operation releases (`begun`, `hold`) or notifies (`whole`).
 #[derive(Debug, Default)]
 struct Registrations {
-    /// The operation's number in `traffic`, if a caller began the operation.
+    /// The operation's number in `traffic`; `None` if no caller began the operation.
     begun: Option<Begun>,
     /// The hold on the blocks that the operation writes.
     hold: Option<Hold>,
@@ -140,13 +142,13 @@ pub(crate) struct Operation {
     /// Bytes to move; for a flush, the number of devices.
     pub(crate) units: u64,
     pub(crate) address: Address,
-    /// Units without a result so far.
+    /// Units that have no result yet.
     open: AtomicU64,
     failed: AtomicBool,
     marks: Registrations,
     progress: Guarded<Progress>,
-    /// The caller's buffer. The kernel may access it until the operation has ended, so the operation keeps it until
-    /// then.
+    /// The caller's buffer. The kernel may access the buffer until the operation has ended, so the operation keeps the
+    /// buffer until then.
     buffer: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
@@ -161,7 +163,7 @@ struct Progress {
 }
 
 impl Operation {
-    /// Makes a caller's operation on `place`, as (offset, units). `address` points into `buffer`.
+    /// Makes an operation for a caller. `place` is (offset, units), and `address` points into `buffer`.
     pub(crate) fn new(
         context: &Arc<Context>,
         (kind, lane): (Kind, Lane),
@@ -180,16 +182,15 @@ impl Operation {
         )
     }
 
-    /// Makes a part of this operation, for `range`. When the part ends, it releases `hold` and reports its result to
-    /// this operation.
+    /// Makes a part of `self`, for `range`. When the part ends, it releases `hold` and reports its result to `self`.
     pub(crate) fn part(self: &Arc<Self>, range: Range<u64>, hold: Option<Hold>) -> Arc<Self> {
         let at = self.address_of(range.start);
         let marks = Registrations { begun: None, hold, whole: Some(Arc::clone(self)) };
         Self::with(&self.context, (self.kind, self.lane), (range.start, range.end - range.start), at, marks, None)
     }
 
-    /// Makes a transfer without a ticket, between `address` and the volume. The copy thread that submits the transfer
-    /// waits for it.
+    /// Makes a transfer between `address` and the volume, without a ticket. The copy thread that submits the transfer
+    /// also waits for its end.
     pub(crate) fn internal_transfer(
         context: &Arc<Context>,
         what: (Kind, Lane),
@@ -222,13 +223,13 @@ impl Operation {
         })
     }
 
-    /// Returns the memory address of the volume's byte at `offset`.
+    /// Returns the address in memory of the byte that belongs to `offset` in the volume.
     #[expect(clippy::cast_possible_truncation, reason = "inside the buffer, whose length is a usize")]
     pub(crate) fn address_of(&self, offset: u64) -> Address {
         self.address.plus((offset - self.offset) as usize)
     }
 
-    /// True once a part has failed: backends skip the remaining requests.
+    /// True once a part of the operation has failed. Backends then skip the remaining requests.
     pub(crate) fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }
@@ -254,7 +255,7 @@ impl Operation {
         let context = &*self.context;
         let mut progress = self.progress.lock();
         let error = progress.error.clone();
-        // The following steps must be complete before a waiter can see `done`.
+        // All steps before `done = true` must be complete before a waiter can see `done`.
         if progress.dropped {
             self.store_unreported_error(&mut progress);
         }
@@ -290,7 +291,7 @@ impl Operation {
         moved.operations += 1;
     }
 
-    /// Keeps the error of a failed write for the next flush, unless a caller has received it.
+    /// Keeps the error of a failed write for the next flush, unless a caller has received the error.
     fn store_unreported_error(&self, progress: &mut Progress) {
         if self.kind.writes()
             && !progress.reported
@@ -316,7 +317,7 @@ impl Operation {
         waited.map_err(|ended| Error::of_wait(ended, what))
     }
 
-    /// Returns the result once the operation has ended, and marks the error as reported.
+    /// Returns the result of an ended operation, and marks its error as reported; `None` while the operation runs.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
         let mut progress = self.progress.lock();
         progress.reported |= progress.done;
@@ -332,7 +333,8 @@ impl Operation {
         }
     }
 
-    /// Returns the buffer. Call it only once the operation has ended.
+    /// Takes the buffer out of the operation; `None` if the operation has no buffer. Call `take_buffer` only once the
+    /// operation has ended.
     pub(crate) fn take_buffer(&self) -> Option<Box<dyn Any + Send>> {
         locked(&self.buffer).take()
     }

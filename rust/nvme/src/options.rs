@@ -6,24 +6,25 @@ use crate::{
 };
 
 /// The default number of requests that the kernel has at once, per device. Disks reach their peak bandwidth with four
-/// to eight requests of 1 MiB, or with 16 requests of 256 KiB. A depth of 16 costs nothing with larger requests.
+/// to eight requests of 1 MiB, or with 16 requests of 256 KiB. With larger requests, a depth of 16 costs nothing.
 pub const QUEUE_DEPTH_DEFAULT: usize = 16;
 /// The largest queue depth: the depth of an `NVMe` queue.
 pub const QUEUE_DEPTH_MAX: usize = 1024;
-/// The most devices of one volume. No machine has more, and their requests fit into one ring.
+/// The largest number of devices of one volume. No machine has more devices, and the requests to 32 devices fit into
+/// one ring.
 pub const DEVICES_MAX: usize = 32;
 
 /// Options for opening a volume. The defaults open existing devices at their full size.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Bytes of the volume. `None` takes the size of the devices; a new file needs a size. Smaller files grow to the
-    /// size.
+    /// The size of the volume in bytes. `None` means the full size of the devices. A new file needs a size. A file that
+    /// is smaller than its part of this size grows.
     pub size_bytes: Option<u64>,
-    /// The most requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
+    /// The largest number of requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: Option<usize>,
-    /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Every open of a volume must use the same
-    /// width, else offsets map to other places.
+    /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Always open a volume with the same width. With
+    /// another width, an offset would mean other bytes.
     pub stripe_bytes: Option<u64>,
     /// The backend to use.
     pub backend: BackendChoice,
@@ -32,7 +33,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns (queue depth, stripe bytes), or an error for an option that is wrong whatever the devices are.
+    /// Returns (queue depth, stripe bytes), or an error if an option is out of bounds.
     pub(crate) fn checked(&self) -> Result<(usize, u64)> {
         let queue_depth = self.queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT);
         if !(1..=QUEUE_DEPTH_MAX).contains(&queue_depth) {
@@ -45,7 +46,7 @@ impl Options {
             )));
         }
         if self.size_bytes == Some(0) {
-            return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
+            return Err(Error::Invalid("a volume cannot have 0 bytes; pass a larger size=".into()));
         }
         Ok((queue_depth, stripe))
     }

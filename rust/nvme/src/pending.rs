@@ -19,8 +19,8 @@ use crate::{Error, Result};
 /// The suffix that a file's pending name adds to its own name.
 pub const PENDING_SUFFIX: &str = ".new";
 
-/// Checks whether the file at a pending name is a killed process's unfilled file, which may be removed. `Err` says why
-/// it is not.
+/// Checks whether the file at a pending name was left by a killed process before it was filled. `Ok` means that the
+/// file may be removed; `Err` says why the file must stay.
 pub type IsAbandoned = fn(&Path) -> std::result::Result<(), String>;
 
 /// The name under which an open file is stored.
@@ -30,7 +30,7 @@ pub(crate) enum Name {
     Own,
     /// The path with [`PENDING_SUFFIX`], until the file is filled.
     Pending,
-    /// No name: the caller removes it.
+    /// No name: the caller removes the file's name.
     Removed,
 }
 
@@ -62,8 +62,8 @@ pub enum Lost {
     Truncated,
 }
 
-/// Returns how `path` stopped naming the open file; `None` if `path` still names the file, or if that cannot be
-/// determined.
+/// Returns how `path` stopped naming the open file; `None` if `path` still names the file, or if looking up `path`
+/// fails with another error than "not found".
 pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     let ours = file.metadata().ok()?;
     match fs::metadata(path) {
@@ -76,7 +76,7 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
 }
 
 /// Returns true if `claim` may continue with this locked file, and false if `claim` must open the file again. Removes a
-/// pending file that is of no use.
+/// pending file that no process needs.
 pub(crate) fn has_its_name(
     path: &Path,
     (file, name, is_new): (&File, Name, bool),
@@ -92,8 +92,8 @@ pub(crate) fn has_its_name(
         return Ok(true);
     }
     if is_there(path) {
-        // Another process has just renamed its filled file to `path`, or created another file there. Remove our new
-        // file.
+        // Another process has just renamed its filled file to `path`, or created a file there. Remove this process's
+        // new file.
         if is_new {
             remove()?;
         }
@@ -104,21 +104,21 @@ pub(crate) fn has_its_name(
     }
     if let Err(why) = is_left(&pending) {
         let why = format!(
-            "a new store has this name until its first commit, and this file is not an unfilled store \
-             ({why}); nothing was changed: move it away, or choose another path for the store"
+            "a new store has this name until its first commit, but the file at this name is no unfinished \
+             store ({why}); nothing was changed: move the file away, or choose another path for the store"
         );
         return Err(Error::refused(&Arc::from(&*pending), libc::EEXIST, why));
     }
-    // Remove the file's name and do not truncate the file: it may belong to another user, or have a second name.
+    // Remove the file's name and do not truncate the file. The file may belong to another user, or have a second name.
     remove().map(|()| false)
 }
 
-/// True unless the system reports that `path` does not exist. A dangling link exists.
+/// True unless the system reports that `path` does not exist. A dangling link counts as existing.
 pub(crate) fn is_there(path: &Path) -> bool {
     !matches!(fs::symlink_metadata(path), Err(error) if error.kind() == io::ErrorKind::NotFound)
 }
 
-/// True if `path` names the open file; false if it does not, or if either lookup fails.
+/// True if `path` names the open file; false if `path` names another file, or if a lookup fails.
 fn is_at(path: &Path, file: &File) -> bool {
     let same = |ours: fs::Metadata, there: fs::Metadata| (there.dev(), there.ino()) == (ours.dev(), ours.ino());
     file.metadata().is_ok_and(|ours| fs::metadata(path).is_ok_and(|there| same(ours, there)))
@@ -130,18 +130,18 @@ pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<(
     let Some(pending) = Name::Pending.path(place) else { return Ok(()) };
     if lost(&pending, file).is_some() {
         let why = format!(
-            "the file that was being filled for it, {}, was deleted, moved or replaced meanwhile; start again",
+            "the new store was being written to {}, but that file was deleted, moved or replaced; start the run again",
             pending.display()
         );
         return Err(Error::refused(path, libc::ENOENT, why));
     }
     match rename_new(&pending, place) {
         Ok(()) => Ok(()),
-        // Some network file systems repeat a rename and report the failure of the repetition.
+        // Some network file systems repeat a rename and report the failure of the second rename.
         Err(_) if is_at(place, file) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            let why = "another file took this name while the new store was being filled; that file was not touched: \
-                       move it away, or choose another path";
+            let why = "another program created a file here while the new store was being written; the file was not \
+                       changed: move it away, or choose another path";
             Err(Error::refused(path, libc::EEXIST, why))
         }
         Err(error) => Err(Error::system(path, "rename", &error)),
@@ -151,14 +151,15 @@ pub(crate) fn take_name(path: &Arc<Path>, place: &Path, file: &File) -> Result<(
 /// Renames a file, and fails if `to` exists.
 fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // The file system does not support the flag, or the kernel or a sandbox does not support the call.
+        // The file system does not support `NOREPLACE`, or the kernel or a sandbox does not allow the call.
         Err(Errno::INVAL | Errno::NOSYS | Errno::PERM) => link_new(from, to),
         result => Ok(result?),
     }
 }
 
-/// Renames a file by link and unlink, and fails if `to` exists. On a file system without hard links it checks and
-/// renames, so a file that another process creates in between is overwritten.
+/// Renames a file by link and unlink, and fails if `to` exists. On a file system without hard links, `link_new` first
+/// checks that `to` does not exist, and then renames. If another process creates `to` in between, the rename overwrites
+/// that file.
 fn link_new(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Ok(()) => {
@@ -188,7 +189,7 @@ mod tests {
     /// The tests' `is_left` treats files that begin with this text as unfilled.
     const LEFT: &str = "left";
 
-    /// Claims the file at `path`, or a new one under its pending name.
+    /// Claims the file at `path`, or creates a file under the pending name.
     fn pending(path: &Arc<Path>, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
         let is_left = |at: &Path| match fs::read_to_string(at) {
             Ok(text) if text.is_empty() || text.starts_with(LEFT) => Ok(()),
@@ -218,7 +219,7 @@ mod tests {
         assert!(refused.is_err_and(|error| error.to_string().starts_with(&*path.to_string_lossy())), "its own name");
         drop(alive.write_all_at(LEFT.as_bytes(), 0));
         drop(alive);
-        // A hard link with another name keeps its content.
+        // A second name of the pending file must keep the content.
         drop(fs::hard_link(folder.0.join("file.new"), folder.0.join("copy")));
         let (file, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
         assert!(undo.is_new() && name == Name::Pending && file.metadata().is_ok_and(|file| file.len() == 0));

@@ -1,4 +1,4 @@
-//! Opens raw block devices exclusively, and rejects devices with foreign data.
+//! Opens raw block devices exclusively, and rejects devices with data of another program.
 
 use std::{
     fs::{self, File},
@@ -19,10 +19,10 @@ use crate::{
     signature::{self, EDGE_BYTES, Edges},
 };
 
-/// ioctls: `BLKROGET` returns whether a device is read-only, `BLKGETSIZE64` its size.
+/// ioctls: `BLKROGET` returns whether a device is read-only, and `BLKGETSIZE64` returns its size in bytes.
 const BLKROGET: libc::c_ulong = 0x125e;
 const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
-/// Alignment for reading the edges of a device: satisfies the direct I/O of every device.
+/// The alignment for reads at both ends of a device. It suits direct I/O on every device.
 const EDGE_ALIGN: usize = 4096;
 
 /// Opens a device with `O_EXCL` and locks it, so that no other process can mount the device or open it with `O_EXCL`.
@@ -42,32 +42,36 @@ pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Returns the error that says who uses the device, after an exclusive open failed with EBUSY.
+/// Returns an error that names the user of the device. Called after an exclusive open failed with EBUSY.
 fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,
         Ok(metadata) => {
             let number = format!("{}:{}", major(metadata.rdev()), minor(metadata.rdev()));
             mounted_at(&number)
-                .map(|at| format!("mounted at {at}; unmount it first, if nothing on it is needed"))
-                .or_else(|| held_by(&number).map(|by| format!("in use by {by} (device mapper, RAID or LVM)")))
+                .map(|at| format!("mounted at {at}; if nothing on the device is needed, unmount it first"))
+                .or_else(|| held_by(&number).map(|by| format!("in use by {by} (dm, RAID or LVM); use another device")))
                 .or_else(|| swaps(path).then(|| "in use as swap; run `swapoff` first".into()))
         }
     };
     match (why, File::open(path)) {
         (Some(why), _) => Error::refused(path, libc::EBUSY, why),
         (None, Ok(file)) => lock::in_use(&file, path),
-        (None, Err(_)) => Error::refused(path, libc::EBUSY, "in use by the kernel or another process"),
+        (None, Err(_)) => Error::refused(path, libc::EBUSY, "in use by the kernel or a process; use another device"),
     }
 }
 
-/// Returns the size of the device in bytes; an error if it is read-only or empty.
+/// Returns the size of the device in bytes; an error if the device is read-only or empty.
 pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
     let mut read_only: libc::c_int = 0;
     // SAFETY: `BLKROGET` writes an int, and `read_only` is an int.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
     if result == 0 && read_only != 0 {
-        return Err(Error::refused(path, libc::EROFS, "the device is read-only; see `blockdev --setrw`"));
+        return Err(Error::refused(
+            path,
+            libc::EROFS,
+            "the device is read-only; make it writable with `blockdev --setrw`",
+        ));
     }
     let mut bytes: u64 = 0;
     // SAFETY: `BLKGETSIZE64` writes a u64, and `bytes` is a u64.
@@ -79,13 +83,13 @@ pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
         return Err(Error::refused(
             path,
             libc::ENXIO,
-            "the device has no bytes (no medium, or a loop device without a file)",
+            "the device has no bytes (no medium, or a loop device without a file); use another device",
         ));
     }
     Ok(bytes)
 }
 
-/// Fails if the device carries a signature of foreign data.
+/// Fails if the device has a signature of another program's data.
 pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -> Result<()> {
     let edge = EDGE_BYTES.min(usize::try_from(device_bytes).unwrap_or(EDGE_BYTES));
     let first = read(file, path, 0, edge)?;
@@ -94,7 +98,7 @@ pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -
         None => Ok(()),
         Some(what) => {
             let why = format!(
-                "it holds {what}, which is not ours, and everything on it would be lost; if that is meant, run: \
+                "it contains {what}, which is not ours; if nothing on the device is needed, erase this with: \
                  wipefs --all {}",
                 path.display()
             );
@@ -121,7 +125,11 @@ fn read(file: &File, path: &Arc<Path>, offset: u64, nbytes: usize) -> Result<Vec
         }
     }
     if got < skip + nbytes {
-        return Err(Error::refused(path, libc::EIO, "the device ends before its size"));
+        return Err(Error::refused(
+            path,
+            libc::EIO,
+            "the device ended before the size that it reports; check the device",
+        ));
     }
     Ok(window[skip..skip + nbytes].to_vec())
 }

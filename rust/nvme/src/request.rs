@@ -1,4 +1,4 @@
-//! Cuts operations into requests for single devices, and interprets their results.
+//! Cuts operations into requests for single devices, and interprets the results of the requests.
 
 use std::{collections::VecDeque, path::Path, sync::Arc};
 
@@ -16,7 +16,7 @@ pub const REQUEST_BYTES_MAX: usize = 1 << 20;
 /// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] the retries take about two seconds; a
 /// shortage of memory that lasts longer is not temporary.
 const TRIES_MAX: u32 = 2_000;
-/// Retries without a pause. Each later retry follows a pause of [`PAUSE`].
+/// The number of retries without a pause. Each later retry follows a pause of [`PAUSE`].
 const TRIES_AT_ONCE: u32 = 8;
 /// The pause before a retry: long enough for the kernel to reclaim memory, short compared with any timeout.
 pub(crate) const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
@@ -25,7 +25,7 @@ pub(crate) const PAUSE: std::time::Duration = std::time::Duration::from_millis(1
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) operation: Arc<Operation>,
-    /// Units that have been cut into requests.
+    /// Units of the operation that are already cut into requests.
     cut: u64,
 }
 
@@ -63,7 +63,8 @@ impl Job {
     }
 }
 
-/// Queued jobs: all jobs of the first lane before those of the second, in the order of `push` within a lane.
+/// Queued jobs. All jobs of the first lane come before the jobs of the second lane. Within a lane, jobs keep the order
+/// in which they were pushed.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
     first: VecDeque<Job>,
@@ -100,10 +101,10 @@ impl Jobs {
 pub(crate) struct Request {
     pub(crate) device: usize,
     pub(crate) kind: Kind,
-    /// Device offset of the bytes still to be moved.
+    /// Offset on the device of the bytes that remain to be moved.
     pub(crate) offset: u64,
     pub(crate) address: Address,
-    /// Bytes still to be moved.
+    /// The number of bytes that remain to be moved.
     pub(crate) bytes: usize,
     asked_bytes: usize,
     tries: u32,
@@ -116,7 +117,7 @@ pub(crate) struct Request {
 pub(crate) enum NextStep {
     /// Nothing: the operation has the result.
     Settled,
-    /// Submit the request again, for the bytes that remain; after a [`PAUSE`] if `pause`.
+    /// Submit the request again for the bytes that remain. If `pause`, wait for [`PAUSE`] first.
     Again { pause: bool },
 }
 
@@ -134,7 +135,8 @@ impl Request {
         Self { device, kind, offset, address, bytes, asked_bytes: bytes, tries: 0, operation, settled: false }
     }
 
-    /// Interprets the device's result: bytes moved, or an error number.
+    /// Returns what the backend must do next. `answer` is the device's result: the number of bytes moved, or an error
+    /// number.
     pub(crate) fn interpret_result(&mut self, answer: Result<usize, i32>) -> NextStep {
         match answer {
             Err(libc::EINTR | libc::EAGAIN | libc::ENOMEM) if self.tries < TRIES_MAX => {
@@ -201,8 +203,8 @@ impl Request {
 }
 
 impl Drop for Request {
-    /// Answers the request with ECANCELED if no device has answered it, because its backend is shutting down or has
-    /// panicked. So a waiter gets an error and does not hang.
+    /// If no device has answered the request, answers it with ECANCELED, so that a waiter gets an error and does not
+    /// hang. This happens if the backend shuts down or has panicked.
     fn drop(&mut self) {
         if !self.settled {
             self.settle(Err(self.failure(libc::ECANCELED)));

@@ -1,9 +1,9 @@
-//! Detects foreign data on a block device: file systems, partition tables, LVM, RAID, encryption.
+//! Detects data of other programs on a block device: file systems, partition tables, LVM, RAID, encryption.
 //!
-//! `raw::refuse_foreign` rejects a device with a signature of such data. A user who does not need the data runs
+//! `raw::refuse_foreign` rejects a device on which `find` finds a signature. A user who does not need the data runs
 //! `wipefs` first.
 
-/// Bytes at each end of a device that are searched for signatures.
+/// The number of bytes at each end of a device that `find` searches for signatures.
 pub(crate) const EDGE_BYTES: usize = 256 << 10;
 
 /// A signature at a fixed offset from the start of the device.
@@ -17,7 +17,7 @@ const fn magic(what: &'static str, offset: usize, bytes: &'static [u8]) -> Magic
     Magic { what, offset, bytes }
 }
 
-/// Signatures at fixed offsets. Each has at least four bytes, so random data does not match.
+/// Signatures at fixed offsets. Each signature has at least four bytes, so random data almost never matches.
 const AT_START: &[Magic] = &[
     magic("an XFS file system", 0, b"XFSB"),
     magic("a btrfs file system", 0x1_0040, b"_BHRfS_M"),
@@ -57,7 +57,7 @@ const AT_START: &[Magic] = &[
     magic("a Stratis device", 512, b"!Stra0tis\x86\xff\x02^\x41rh"),
 ];
 
-/// Signatures at a distance before the end, as (what, distance, bytes).
+/// Signatures near the end of the device, as (what, distance before the end, bytes).
 const BEFORE_END: &[(&str, usize, &[u8])] = &[
     ("a partition table (GPT, second copy)", 512, b"EFI PART"),
     ("a partition table (GPT, second copy)", 4096, b"EFI PART"),
@@ -66,8 +66,8 @@ const BEFORE_END: &[(&str, usize, &[u8])] = &[
     ("a RAID member (Intel)", 1024, b"Intel Raid ISM Cfg Sig. "),
 ];
 
-/// The first and the last [`EDGE_BYTES`] of a device, and its size. Both slices hold the whole device if it is smaller
-/// than [`EDGE_BYTES`].
+/// The first and the last [`EDGE_BYTES`] of a device, and its size. If the device is smaller than [`EDGE_BYTES`], each
+/// slice holds the whole device.
 #[derive(Debug)]
 pub(crate) struct Edges<'a> {
     pub(crate) first: &'a [u8],
@@ -75,7 +75,7 @@ pub(crate) struct Edges<'a> {
     pub(crate) device_bytes: u64,
 }
 
-/// Returns what the device holds, if a signature is found.
+/// Returns a name for the data on the device; `None` if no signature matches.
 pub(crate) fn find(edges: &Edges<'_>) -> Option<&'static str> {
     let Edges { first, last, .. } = *edges;
     AT_START
@@ -106,8 +106,8 @@ fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
     bytes.get(offset..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// True if `first` has an ext superblock. Its magic has only two bytes, so other fields of the superblock must be
-/// plausible too: a store of memascend with the same two bytes must open.
+/// True if `first` has an ext superblock. The magic of ext has only two bytes, and a store of memascend may have the
+/// same two bytes by chance. So other fields of the superblock must be plausible too.
 fn ext(first: &[u8]) -> bool {
     const SUPERBLOCK: usize = 1024;
     let word = |offset| u32_at(first, SUPERBLOCK + offset);
@@ -119,8 +119,8 @@ fn ext(first: &[u8]) -> bool {
         && half(0x3a).is_some_and(|state| state <= 7)
 }
 
-/// True if `first` is a boot sector with partitions. Its magic has only two bytes, so all four partition entries must
-/// be plausible and one must be in use.
+/// True if `first` is a boot sector with partitions. The magic of a boot sector has only two bytes. So all four
+/// partition entries must be plausible too, and at least one entry must be in use.
 fn partitioned(first: &[u8]) -> bool {
     let entry = |index: usize| first.get(446 + index * 16..462 + index * 16);
     let entries: Option<Vec<&[u8]>> = (0..4).map(entry).collect();
@@ -130,8 +130,8 @@ fn partitioned(first: &[u8]) -> bool {
     holds(first, 510, b"\x55\xaa") && entries.iter().all(sound) && entries.iter().any(used)
 }
 
-/// True if md metadata is at the end: version 0.90 at the start of the last whole 64 KiB, version 1.0 at least 8 KiB
-/// before the end.
+/// True if metadata of an md RAID is at the end of the device. Metadata of version 0.90 is at the start of the last
+/// whole 64 KiB. Metadata of version 1.0 is at least 8 KiB before the end.
 fn raid_at_end(edges: &Edges<'_>) -> bool {
     const MAGIC: &[u8] = b"\xfc\x4e\x2b\xa9";
     let size = edges.device_bytes;
@@ -144,7 +144,8 @@ fn raid_at_end(edges: &Edges<'_>) -> bool {
     [version_0, version_1].into_iter().flatten().filter_map(before_end).any(|offset| holds(edges.last, offset, MAGIC))
 }
 
-/// True if `edge` has a ZFS uberblock. Each label of 256 KiB has a ring of uberblocks in its second half, 1 KiB apart.
+/// True if `edge` has a ZFS uberblock. A ZFS label has 256 KiB, and the second half of a label has uberblocks, 1 KiB
+/// apart.
 fn zfs(edge: &[u8]) -> bool {
     const RING: usize = 128 << 10;
     (RING..EDGE_BYTES).step_by(1024).any(|offset| {

@@ -1,8 +1,8 @@
 //! Simulates devices with faults: short transfers, delays, reordering, errors, torn writes, power loss.
 //!
 //! Tests use simulated devices for faults that no real device produces on demand, and to see which unflushed writes
-//! survive a power loss. All code above the backend is the code of real volumes. One seed yields one sequence of
-//! decisions; which requests these apply to depends on the timing of the caller.
+//! survive a power loss. Simulated and real volumes share all code above the backend. One seed yields one sequence of
+//! decisions. The caller's timing determines to which request each decision applies.
 
 use std::{
     path::{Path, PathBuf},
@@ -23,7 +23,7 @@ use crate::{
     volume::Parts,
 };
 
-/// Bytes that a simulated device writes without tearing.
+/// The size of a sector in bytes. After a power loss, each sector of an unflushed write is either present or missing.
 pub const SECTOR_BYTES: usize = 512;
 
 /// A small pseudo-random generator (`SplitMix64`).
@@ -63,7 +63,7 @@ impl Rng {
 pub struct Faults {
     /// Seed of all decisions.
     pub seed: u64,
-    /// Frequency of transfers that move only a part.
+    /// Frequency of transfers that move only a part of their bytes.
     pub short: u32,
     /// Frequency of temporary failures: EINTR, EAGAIN, ENOMEM.
     pub temporary: u32,
@@ -89,7 +89,7 @@ struct Medium {
     cached: Vec<u8>,
     /// The bytes that survive a power loss for certain.
     durable: Vec<u8>,
-    /// Writes since the last flush, as (offset, bytes), in the order in which they were done.
+    /// Writes since the last flush, as (offset, bytes), in the order in which the device executed them.
     unflushed: Vec<(usize, Vec<u8>)>,
     /// Operations on the device's volume, as (action, offset), in the order in which they began.
     operations: Vec<(Action, u64)>,
@@ -121,7 +121,8 @@ impl SimDisk {
         locked(&self.state).operations.clone()
     }
 
-    /// Flips the bits of `mask` in the byte at `offset`, as a fault of the medium would: `operations` does not show it.
+    /// Flips the bits of `mask` in the byte at `offset`, as a fault of the medium would. `operations` does not list
+    /// this change.
     pub fn flip(&self, offset: usize, mask: u8) {
         let mut medium = locked(&self.state);
         medium.cached[offset] ^= mask;
@@ -129,7 +130,7 @@ impl SimDisk {
     }
 
     /// Returns the device after a power loss at this moment: each write since the last flush may be present, missing or
-    /// torn, whatever happened to the other writes.
+    /// torn, independently of the other writes.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let medium = locked(&self.state);
@@ -161,7 +162,7 @@ pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Vol
     let alignment = Alignment { memory: SECTOR_BYTES, block: SECTOR_BYTES };
     let capacity = striping.volume_bytes(smallest as u64, SECTOR_BYTES as u64);
     if capacity == 0 || options.size_bytes.is_some_and(|size| size > capacity) {
-        return Err(Error::Invalid(format!("the simulated devices hold {capacity} bytes")));
+        return Err(Error::Invalid(format!("the simulated devices have {capacity} bytes; choose a smaller size")));
     }
     let names: Vec<PathBuf> = (0..disks.len()).map(|index| format!("simulated-{index}").into()).collect();
     let context = Context::new(names.iter().map(|name| Arc::from(name.as_path())).collect(), striping, alignment);
@@ -205,7 +206,7 @@ impl Sim {
         let thread = std::thread::Builder::new()
             .name("memascend-sim".into())
             .spawn(move || driver.serve(&theirs))
-            .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
+            .map_err(|error| Error::Invalid(format!("the simulation thread could not be started: {error}")))?;
         Ok(Self { disks: disks.to_vec(), inbox, thread: Some(thread) })
     }
 }
@@ -276,7 +277,7 @@ impl Driver {
         let sectors = request.bytes / SECTOR_BYTES;
         let short = self.rng.chance(self.faults.short) && sectors > 1;
         let moved = if short || error.is_some() {
-            // Moves at least one byte but not all; the transfer may end inside a sector.
+            // Moves at least one byte, but not all bytes. The transfer may end inside a sector.
             1 + self.rng.below(request.bytes.max(2) - 1)
         } else {
             request.bytes
@@ -298,7 +299,7 @@ impl Driver {
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), memory, moved) };
             }
             Kind::Write { durable } => {
-                // SAFETY: as for the read above; the bytes are readable.
+                // SAFETY: the operation owns `request.bytes` readable bytes at `address`, and `moved` is not larger.
                 let bytes = unsafe { std::slice::from_raw_parts(memory, moved) }.to_vec();
                 medium.cached[at..at + moved].copy_from_slice(&bytes);
                 if durable {

@@ -6,8 +6,8 @@
 /// The default width of a stripe: one whole request, so that a large transfer keeps every device busy with requests of
 /// the size at which disks are fastest.
 pub const STRIPE_BYTES_DEFAULT: u64 = 1 << 20;
-/// The bounds of a stripe's width: stripes below a page would split every request; with stripes above 1 GiB, one device
-/// would serve most transfers.
+/// The smallest and the largest width of a stripe. A stripe smaller than a page would split every request. With stripes
+/// of more than 1 GiB, a single device would serve most transfers.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 4096;
 pub(crate) const STRIPE_BYTES_MAX: u64 = 1 << 30;
 
@@ -18,8 +18,8 @@ pub(crate) struct Striping {
     stripe_bytes: u64,
 }
 
-/// The device and offset of a byte of the volume, and how many bytes of the volume the device holds from there on
-/// without a gap.
+/// Where a byte of the volume is stored: the device, and the offset on the device. From this offset on, the next
+/// `contiguous_bytes` bytes of the volume are on the same device without a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) device: usize,

@@ -16,8 +16,8 @@ use crate::{
     request::{Job, Jobs, NextStep, PAUSE, Request},
 };
 
-/// The number of threads for one device. Four threads with requests of 1 MiB reach the bandwidth of `io_uring`; each
-/// waits in the kernel most of the time.
+/// The number of threads for one device. Four threads with requests of 1 MiB reach the bandwidth of `io_uring`. Each
+/// thread waits in the kernel most of the time.
 const THREADS_ONE_DEVICE: usize = 4;
 /// The number of threads that serve several devices together. Each device needs a few requests at a time.
 const THREADS_SEVERAL_DEVICES: usize = 8;
@@ -100,10 +100,10 @@ fn perform(request: &Request, device: &Device) -> Result<usize, i32> {
     let moved = match request.kind {
         // SAFETY: the operation owns `request.bytes` bytes at `address` until its last request is answered.
         Kind::Read => unsafe { libc::preadv(descriptor, &raw const place, 1, offset) },
-        // SAFETY: as for the read above.
+        // SAFETY: the operation owns the bytes, as for `preadv`.
         Kind::Write { durable: false } => unsafe { libc::pwritev(descriptor, &raw const place, 1, offset) },
         Kind::Write { durable: true } => {
-            // SAFETY: as for the read above.
+            // SAFETY: the operation owns the bytes, as for `preadv`.
             unsafe { libc::pwritev2(descriptor, &raw const place, 1, offset, libc::RWF_DSYNC) }
         }
         // SAFETY: `fdatasync` takes no pointer.

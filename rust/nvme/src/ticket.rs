@@ -1,4 +1,4 @@
-//! Tickets: handles on operations in flight, for waiting.
+//! A `Ticket` is a handle on an operation in flight. The caller uses the ticket to wait for the result.
 
 use std::{fmt, marker::PhantomData, sync::Arc};
 
@@ -8,8 +8,8 @@ use crate::{Buffer, Error, Result, operation::Operation};
 
 /// A handle on an operation in flight. The operation owns the buffer until the kernel has finished with it.
 ///
-/// Dropping a ticket does not cancel the operation: it continues and keeps its buffer until it ends. If the operation
-/// is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
+/// Dropping a ticket does not cancel the operation. The operation continues and keeps its buffer until it ends. If the
+/// operation is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
 pub struct Ticket<B> {
     operation: Arc<Operation>,
     buffer: PhantomData<fn() -> B>,
@@ -24,7 +24,7 @@ pub struct Finished<B> {
     pub result: Result<usize>,
 }
 
-/// The error of an operation that did not begin, with its buffer.
+/// The error of an operation that did not begin, and the operation's buffer.
 #[derive(Debug)]
 pub struct NotBegun<B> {
     /// The buffer that the caller passed in, untouched.
@@ -38,7 +38,7 @@ impl<B: Buffer> Ticket<B> {
         Self { operation, buffer: PhantomData }
     }
 
-    /// True once the operation has ended, with or without an error. Never waits.
+    /// True once the operation has ended, with or without an error, and always in a forked child. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.operation.context.maker.is_elsewhere() || self.operation.is_done()
@@ -60,7 +60,8 @@ impl<B: Buffer> Ticket<B> {
         self.operation.outcome().map(|outcome| outcome.map(|()| self.operation.units as usize))
     }
 
-    /// Returns the buffer once the operation has ended; `None` before, and after the buffer was taken.
+    /// Returns the buffer once the operation has ended. Returns `None` while the operation is in flight, and if an
+    /// earlier call has returned the buffer.
     #[must_use]
     pub fn take_buffer(&self) -> Option<B> {
         if !self.is_done() {
@@ -79,7 +80,7 @@ impl<B: Buffer> Ticket<B> {
         let result = result.and_then(|()| self.outcome().unwrap_or(Err(Error::Forked)));
         match self.take_buffer() {
             Some(buffer) => Finished { buffer, result },
-            None => panic!("the buffer of this ticket was taken before"),
+            None => panic!("`take_buffer` has already returned the buffer of this ticket"),
         }
     }
 }
@@ -92,8 +93,8 @@ impl<B> fmt::Debug for Ticket<B> {
 
 impl<B> Drop for Ticket<B> {
     fn drop(&mut self) {
-        // In a forked child, do not lock the operation: another thread of the parent may have held that lock at the
-        // fork, so the child would wait for ever.
+        // In a forked child, do not lock the operation: another thread of the parent may have held the operation's lock
+        // at the fork, so the child would wait for ever.
         if !self.operation.context.maker.is_elsewhere() {
             self.operation.ticket_dropped();
         }

@@ -3,9 +3,9 @@
 //! `close` waits until all operations have ended. A flush waits until the writes that began before it have ended.
 //!
 //! [Note: block holds] A write that covers only a part of a block must read the block, change the part and write the
-//! block back. Two such writes to different bytes of one block would undo each other. So a write of whole blocks takes
-//! a *shared* hold on them, and a write that reads the block first takes an *alone* hold. An alone hold excludes every
-//! other hold on its blocks; shared holds do not exclude each other.
+//! block back. Two of these writes to different bytes of one block would undo each other. So a write of whole blocks
+//! takes a *shared* hold on these blocks, and a write that reads the block first takes an *alone* hold. An alone hold
+//! excludes every other hold on its blocks; shared holds do not exclude each other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,8 @@ use memascend_mem::{Guarded, Wait};
 
 use crate::{Error, Result};
 
-/// The most operations in flight on one volume; each costs a few hundred bytes. No device can use nearly as many.
+/// The largest number of operations in flight on one volume. Each operation costs a few hundred bytes of memory. No
+/// device can use this many operations.
 pub const OPERATIONS_MAX: usize = 1 << 16;
 
 #[derive(Debug, Default)]
@@ -32,11 +33,11 @@ struct Table {
     alone: Vec<(u64, Range<u64>)>,
 }
 
-/// The number of an operation that has begun, for `Traffic::end`.
+/// Identifies an operation that has begun. The caller passes this value to `Traffic::end`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Begun(u64);
 
-/// The number of a hold on a range of blocks, for `Traffic::release`.
+/// Identifies a hold on a range of blocks. The caller passes this value to `Traffic::release`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Hold(u64);
 
@@ -60,7 +61,7 @@ fn overlap(left: &Range<u64>, right: &Range<u64>) -> bool {
 }
 
 impl Traffic {
-    /// Registers an operation. `writes` says whether a flush must wait for it.
+    /// Registers an operation. `writes` says whether a flush must wait for the operation.
     ///
     /// # Errors
     /// [`Error::Closed`] after `close`; [`Error::TooMany`] at [`OPERATIONS_MAX`] operations.
@@ -98,8 +99,8 @@ impl Traffic {
         Some(Hold(number))
     }
 
-    /// Waits until no alone hold overlaps `range`, then takes a shared hold. Holders wait only for the device, so the
-    /// wait ends.
+    /// Waits until no alone hold overlaps `range`, then takes a shared hold. An operation with an alone hold waits only
+    /// for the device, so this wait ends.
     pub(crate) fn hold_shared(&self, range: &Range<u64>) -> Hold {
         let mut table = self.0.when(|table| !table.alone_overlaps(range));
         let number = table.number();
@@ -134,7 +135,7 @@ impl Traffic {
 
     /// Waits until every operation has ended.
     pub(crate) fn wait_for_all(&self, wait: &mut Wait<'_>) -> Result<()> {
-        self.wait(wait, "the end of all operations", |table| table.operations == 0)
+        self.wait(wait, "the operations in flight", |table| table.operations == 0)
     }
 
     /// Waits until every write that began before the call has ended.

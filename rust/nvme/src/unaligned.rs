@@ -1,8 +1,8 @@
 //! Copies unaligned transfers through aligned chunks, on dedicated threads.
 //!
 //! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a write does not fill its
-//! first or last block, the thread reads that block, changes its part and writes it back, under an alone hold (see
-//! [Note: block holds] in `traffic.rs`).
+//! first or last block, the thread reads the block, changes the written bytes and writes the block back. Meanwhile the
+//! thread has an alone hold on the block (see [Note: block holds] in `traffic.rs`).
 
 use std::{
     collections::VecDeque,
@@ -23,11 +23,11 @@ use crate::{
 
 /// Bytes that one thread moves at a time: one request of the size at which disks are fastest.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The number of threads; each has one chunk. Four chunks keep a device busy, and copying takes about as long as the
-/// device's work, so there are twice as many threads.
+/// The number of threads. Each thread has one chunk. Four chunks in transfer keep a device busy. Copying a chunk takes
+/// about as long as its transfer, so eight threads keep about four chunks in transfer.
 const THREADS: usize = 8;
 
-/// The copy threads. The first transfer that needs them starts them.
+/// The copy threads. The first unaligned transfer starts them.
 pub(crate) struct Unaligned {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -65,7 +65,7 @@ impl Unaligned {
                 Ok(thread) => threads.push(thread),
                 // Fewer threads work too: continue if at least one thread has started.
                 Err(_) if !threads.is_empty() => break,
-                Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
+                Err(error) => return Err(Error::Invalid(format!("a copy thread could not be started: {error}"))),
             }
         }
         Ok(())
@@ -158,7 +158,8 @@ impl Shared {
             if last != first && last.end > piece.end {
                 self.transfer(Kind::Read, operation, last.clone(), at(last.start))?;
             }
-            // SAFETY: as for the copy above; the reads into the chunk have ended.
+            // SAFETY: only this thread uses the chunk, and the reads into the chunk have ended. The operation owns its
+            // buffer until the result of this piece is recorded.
             unsafe { std::ptr::copy_nonoverlapping(theirs.0, ours.0, bytes) };
             self.transfer(operation.kind, operation, blocks.clone(), at(blocks.start))
         });

@@ -1,8 +1,7 @@
-//! The ring backend: one thread owns an `io_uring`; callers pass jobs to it through a queue and wake it with an
-//! eventfd.
+//! The ring backend: one thread owns an `io_uring`. Callers put jobs into a queue and wake the thread with an eventfd.
 //!
-//! The thread only submits and reaps, so a caller that computes never delays a submission. A ring that only one thread
-//! uses can run its task work in that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).
+//! The thread only submits requests and reaps completions, so the computation of a caller never delays a submission. A
+//! ring that only one thread uses can run its task work in that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).
 
 use std::{
     fs, io,
@@ -25,7 +24,7 @@ use crate::{
 
 /// Requests of this size or more are submitted one at a time. The kernel's I/O scheduler merges adjacent requests that
 /// are submitted together: a queue of 8 requests of 1 MiB becomes a queue of 3, which costs 10 % of the bandwidth
-/// (measured). A system call costs little compared with such a request.
+/// (measured). One system call for each request costs little at this size.
 const ALONE_BYTES: usize = 256 << 10;
 /// The `user_data` of the eventfd's read; a request's `user_data` is its index in `places`.
 const WAKE_MARK: u64 = u64::MAX;
@@ -38,7 +37,7 @@ pub(crate) struct Uring {
 /// The state that callers and the ring thread share.
 struct Inbox {
     queue: Mutex<Queue>,
-    /// This field drops before `wake` is closed.
+    /// `_wake_fork_guard` drops before `wake` closes the descriptor.
     _wake_fork_guard: ForkGuard,
     wake: OwnedFd,
 }
@@ -46,7 +45,7 @@ struct Inbox {
 #[derive(Default)]
 struct Queue {
     jobs: Jobs,
-    /// The ring thread found `jobs` empty and may be asleep: `submit` must wake it.
+    /// True if the ring thread found `jobs` empty. The thread may be asleep, so `submit` must wake it.
     asleep: bool,
     stop: bool,
 }
@@ -83,14 +82,15 @@ impl Uring {
     }
 }
 
-/// Returns why `io_uring` is not available, or `None` if it is. Makes a small ring and drops it.
+/// Returns why `io_uring` is not available, or `None` if it is available. Makes a small ring as a test, and drops the
+/// ring.
 #[must_use]
 pub fn why_no_io_uring() -> Option<String> {
     make(2).err().map(|error| refused(&error))
 }
 
-/// Makes a ring, and checks that the kernel supports the operations used here. The flags keep interruptions of the ring
-/// thread rare.
+/// Makes a ring, and checks that the kernel supports reads, writes and flushes through rings. With the flags of
+/// `tuned`, the kernel rarely interrupts the ring thread.
 fn make(entries: u32) -> io::Result<IoUring> {
     let tuned = IoUring::builder().setup_single_issuer().setup_defer_taskrun().setup_clamp().build(entries);
     let ring = match tuned {
@@ -108,18 +108,19 @@ fn refused(error: &io::Error) -> String {
     let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
     match (error.raw_os_error(), disabled.trim()) {
         (Some(libc::EPERM), "1" | "2") => {
-            "the kernel forbids it (sysctl kernel.io_uring_disabled); set that to 0".to_owned()
+            "the kernel forbids io_uring; set the sysctl kernel.io_uring_disabled to 0".to_owned()
         }
         (Some(libc::EPERM | libc::EACCES), _) => {
-            "this process may not use it (a seccomp filter, as Docker's default profile); allow io_uring_setup, \
-             io_uring_enter and io_uring_register there"
+            "this process may not use io_uring (a seccomp filter, such as Docker's default profile); allow \
+             io_uring_setup, io_uring_enter and io_uring_register in the filter"
                 .into()
         }
-        (Some(libc::ENOSYS), _) => "this kernel has none, or a seccomp filter hides it".into(),
-        (Some(libc::EOPNOTSUPP), _) => "this kernel's ring is too old: Linux 5.6 is needed".into(),
+        (Some(libc::ENOSYS), _) => "this kernel has none (Linux 5.6 is needed), or a seccomp filter hides it".into(),
+        (Some(libc::EOPNOTSUPP), _) => "the io_uring of this kernel is too old; Linux 5.6 is needed".into(),
         (Some(libc::EMFILE | libc::ENFILE), _) => "no file descriptor is left; raise `ulimit -n`".into(),
         (Some(libc::ENOMEM), _) => {
-            "no memory for the ring (kernels before 5.12 count it as locked memory: raise `ulimit -l`)".into()
+            "the kernel has no memory for the ring; before Linux 5.12 it counts as locked memory, so raise `ulimit -l`"
+                .into()
         }
         _ => format!("io_uring_setup failed: {error}"),
     }
@@ -156,7 +157,8 @@ impl Drop for Uring {
     }
 }
 
-/// Aborts the process if the ring thread panics: unwinding would drop requests whose memory the kernel still writes to.
+/// Aborts the process if the ring thread panics. Unwinding would drop requests while the kernel still writes to their
+/// memory.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
@@ -170,11 +172,12 @@ impl Drop for AbortOnPanic {
 /// The ring thread's state.
 struct Driver<'a> {
     inbox: &'a Inbox,
-    /// This field drops before `ring` is closed.
+    /// `_ring_fork_guard` drops before `ring` closes the descriptor.
     _ring_fork_guard: ForkGuard,
     ring: IoUring,
-    /// The ring uses the devices' descriptors and does not register their files: the kernel tears down the ring of a
-    /// killed process later, and registered files would stay open, and locked, until then.
+    /// The ring uses the descriptors of the devices and does not register the files. The kernel tears down the ring of
+    /// a killed process some time after the end of the process. Until then, registered files would stay open and
+    /// locked.
     devices: &'a [Device],
     /// Requests that the kernel has. A request's index is its `user_data`.
     places: Box<[Option<Request>]>,
@@ -183,14 +186,14 @@ struct Driver<'a> {
     again: Vec<Request>,
     /// The memory that the read of the eventfd writes to.
     wakes: Box<u64>,
-    /// The kernel has a pending read of the eventfd.
+    /// True while the kernel has a pending read of the eventfd.
     listening: bool,
 }
 
 impl<'a> Driver<'a> {
     fn new(inbox: &'a Inbox, devices: &'a [Device], depth: usize) -> io::Result<Self> {
-        // The ring has one entry more than `depth`, for the eventfd. The completion queue has twice as many entries, so
-        // it never overflows.
+        // The ring has one entry more than `depth`, for the eventfd. The completion queue has twice as many entries as
+        // the ring, so it never overflows.
         let entries = u32::try_from(depth + 1).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
         let ring = make(entries)?;
         // SAFETY: `ring` keeps its descriptor open during this call.
@@ -227,7 +230,8 @@ impl<'a> Driver<'a> {
             self.fill();
             let mut queue = locked(&self.inbox.queue);
             if self.free.is_empty() {
-                // No room for another request: the next completion makes room, and `run` calls `collect` again.
+                // The kernel has no room for another request. The next completion makes room, and `run` calls `collect`
+                // again.
                 return queue.stop;
             }
             if queue.jobs.is_empty() {
@@ -269,8 +273,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Takes the next request. Called only when the kernel has room, so that a first-lane request that arrives
-    /// meanwhile goes first.
+    /// Takes the next request. `fill` calls `next_request` only when the kernel has room. So a first-lane request that
+    /// arrives while the kernel has no room goes before all waiting requests of the second lane.
     fn next_request(&self) -> Option<Request> {
         locked(&self.inbox.queue).jobs.next_request()
     }
@@ -279,16 +283,16 @@ impl<'a> Driver<'a> {
         // SAFETY: a request in `places` owns the entry's memory, or the memory is `wakes`. The memory lives until the
         // completion, because `run` returns only once the kernel has no request and no eventfd read.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
-            // The queue has an entry for each place and one for the eventfd, so it is full only while the kernel has
-            // not taken its entries.
+            // The submission queue has one entry for each place and one for the eventfd. So it is full only while the
+            // kernel has not yet taken the entries.
             if self.ring.submit().is_err() {
                 std::thread::sleep(PAUSE);
             }
         }
     }
 
-    /// Submits requests and waits for a completion. May return without a completion, after a signal or a shortage in
-    /// the kernel; `run` calls it again.
+    /// Submits requests and waits for a completion. May return without a completion after a signal, or if the kernel is
+    /// short of memory. `run` then calls `enter` again.
     fn enter(&mut self) {
         if let Err(error) = self.ring.submit_and_wait(1) {
             match error.raw_os_error() {

@@ -25,27 +25,27 @@ use crate::{
 /// A device of a volume, as it was when the volume was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its path, as the caller gave it.
+    /// The path of the device, as the caller passed it.
     pub path: PathBuf,
-    /// File, raw block device or simulated device.
+    /// Whether the device is a file, a raw block device or simulated.
     pub kind: DeviceKind,
-    /// Its size in bytes.
+    /// The size of the device in bytes.
     pub bytes: u64,
-    /// Why its I/O goes through the page cache; `None` with direct I/O.
+    /// Why I/O on the device goes through the page cache; `None` if the device uses direct I/O.
     pub why_buffered: Option<String>,
 }
 
-/// One address space over one or several devices, striped.
+/// One address space over one device, or striped over several devices.
 ///
 /// Operations on different bytes never disturb each other, in any order and from any threads, even inside one block.
-/// Operations on the same bytes may be done in any order: wait for the earlier operation before you begin the later
+/// Operations on the same bytes may be done in any order: wait for the first operation before you begin the second
 /// operation.
 ///
-/// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a failed write
-/// that no ticket has reported.
+/// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a write that
+/// failed after its ticket was dropped.
 pub struct Volume {
     pub(crate) context: Arc<Context>,
-    /// `None` once closed.
+    /// `None` once the volume is closed.
     running: RwLock<Option<Running>>,
     devices: Vec<DeviceInfo>,
     size_bytes: AtomicU64,
@@ -54,15 +54,15 @@ pub struct Volume {
     why_not: Option<String>,
 }
 
-/// The working parts of an open volume. The order of the fields matters, because they drop in that order: `unaligned`
-/// uses the backend, and the backend uses the devices.
+/// The working parts of an open volume. The order of the fields matters, because Rust drops the fields in this order:
+/// `unaligned` uses the backend, and the backend uses the devices.
 struct Running {
     unaligned: Unaligned,
     backend: Arc<dyn Backend>,
     opened: Option<Arc<[Device]>>,
 }
 
-/// The properties of a volume that its opener determined.
+/// The properties of a volume that are known once it is open.
 pub(crate) struct Parts {
     pub(crate) devices: Vec<DeviceInfo>,
     pub(crate) size_bytes: u64,
@@ -96,7 +96,7 @@ impl Volume {
     /// Renames files from their pending names to their own names, and keeps the files.
     ///
     /// # Errors
-    /// If another file has the name: that file is not touched.
+    /// Fails if another file has the name. That file is not changed.
     pub fn take_name(&self) -> Result<()> {
         self.opened().iter().try_for_each(Device::take_name)
     }
@@ -107,19 +107,20 @@ impl Volume {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Tells the volume that the caller removes the names of its files: `lost` then ignores these files, and dropping
-    /// the volume undoes nothing.
+    /// Call this if the caller removes the names of the volume's files. Afterwards, `lost` ignores these files, and
+    /// dropping the volume undoes nothing.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);
     }
 
-    /// Undoes `keep` for files that were new or empty: dropping the volume removes or empties them.
+    /// Cancels `keep` for files that were new or empty when the volume was opened: dropping the volume removes the new
+    /// files and empties the other files.
     pub fn forsake(&self) {
         self.opened().iter().for_each(Device::forsake);
     }
 
-    /// Returns the first file that lost its name or was truncated, and how it did. `None` if no file did, for raw
-    /// devices, and once the volume is closed.
+    /// Returns the first file that lost its name or was truncated, and what happened to it. Returns `None` if all files
+    /// are intact, for raw devices, and once the volume is closed.
     #[must_use]
     pub fn lost(&self) -> Option<(Arc<Path>, Lost)> {
         self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
@@ -139,8 +140,8 @@ impl Volume {
         self.read_in(Lane::Second, buffer, offset)
     }
 
-    /// Begins a read in the lane that the caller chooses. For an unaligned read, only the device transfers use that
-    /// lane; the read's place in the queue for copying does not depend on the lane.
+    /// Begins a read in the lane that the caller chooses. An unaligned read uses the lane only for its transfers from
+    /// the device. The queue of the copy threads ignores the lane.
     pub fn read_in<B: Buffer>(
         &self,
         lane: Lane,
@@ -150,14 +151,14 @@ impl Volume {
         self.begin((Kind::Read, lane), buffer, offset)
     }
 
-    /// Begins to write the buffer at `offset`. The write is done when the device has the bytes; [`flush`](Self::flush)
-    /// makes them durable.
+    /// Begins to write the buffer at `offset`. The write ends when the device has the bytes. [`flush`](Self::flush)
+    /// makes the bytes durable.
     pub fn write<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: false }, Lane::Second), buffer, offset)
     }
 
-    /// Begins to write the buffer at `offset`. The write is done when these bytes, and the file system's metadata that
-    /// locates them, survive a power loss. The call makes no other write durable.
+    /// Begins to write the buffer at `offset`. The write ends once these bytes survive a power loss, together with the
+    /// file system's metadata that locates them. The call makes no other write durable.
     pub fn write_durable<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: true }, Lane::Second), buffer, offset)
     }
@@ -192,8 +193,8 @@ impl Volume {
         operation.outcome().unwrap_or(Err(Error::Closed))
     }
 
-    /// Rejects new operations, waits for those in flight, ends the threads and closes the devices. Closing again is
-    /// allowed, also after an interrupted wait. Reports a write that failed after its ticket was dropped.
+    /// Rejects new operations, waits for the operations in flight, ends the threads and closes the devices. `close` may
+    /// be called again, also after an interrupted wait. Reports a write that failed after its ticket was dropped.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         self.context.check_process()?;
         self.context.traffic.close();
@@ -214,8 +215,8 @@ impl Volume {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, with the size
-    /// unchanged, for a raw device or if a file system has no room.
+    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false for a raw device, and if
+    /// a file system has no room. The size of the volume then does not change.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
@@ -236,7 +237,8 @@ impl Volume {
         Ok(true)
     }
 
-    /// Offsets, lengths and addresses that are multiples of this many bytes need no copy. 1 without direct I/O.
+    /// A transfer needs no copy if its offset, length and address are multiples of this number. The number is 1 without
+    /// direct I/O.
     #[must_use]
     pub fn alignment(&self) -> usize {
         self.context.block_bytes.max(self.context.memory_align)
@@ -260,7 +262,7 @@ impl Volume {
         self.why_not.as_deref()
     }
 
-    /// The most requests that the kernel has at once, per device.
+    /// The largest number of requests that the kernel has at once, per device.
     #[must_use]
     pub fn queue_depth(&self) -> usize {
         self.queue_depth
@@ -272,7 +274,7 @@ impl Volume {
         &self.devices
     }
 
-    /// Bytes of the chunks for unaligned transfers: 0 before the first such transfer.
+    /// Bytes of the chunks for unaligned transfers: 0 before the first unaligned transfer.
     #[must_use]
     pub fn copy_bytes(&self) -> usize {
         let running = self.running();
@@ -283,7 +285,7 @@ impl Volume {
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
         if self.context.maker.is_elsewhere() {
-            // At the fork, another thread of the parent may have held these locks: waiting for them could hang.
+            // At the fork, another thread of the parent may have held these locks, so waiting for a lock could hang.
             return VolumeStats::default();
         }
         VolumeStats { in_flight: self.context.traffic.in_flight() as u64, ..*locked(&self.context.stats) }
@@ -354,8 +356,8 @@ impl Drop for Volume {
     fn drop(&mut self) {
         let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.context.maker.is_elsewhere() {
-            // The threads, the ring and the operations belong to the parent; the fork handler has closed the
-            // descriptors.
+            // The threads, the ring and the operations belong to the parent process. The fork handler has already
+            // closed the descriptors in this child.
             std::mem::forget(running);
             return;
         }
@@ -386,8 +388,8 @@ struct Prepared<'a> {
     address: Address,
     /// The range of the volume that the operation moves.
     whole: Range<u64>,
-    /// The whole blocks inside `whole` that move directly between memory and disk. Empty, at the end of `whole`, if
-    /// there are no such blocks.
+    /// The whole blocks inside `whole` that move directly between memory and disk. If no block moves directly, this is
+    /// an empty range at the end of `whole`.
     straight: Range<u64>,
     begun: Begun,
     /// The shared hold on `straight`, for a write.

@@ -1,4 +1,5 @@
-//! Compares random operations on failing simulated devices with a plain array of bytes.
+//! Makes random operations on simulated devices whose requests can fail. Compares the results with the results of the
+//! same operations on a plain array of bytes.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -25,7 +26,7 @@ fn everything(volume: &Volume) -> Vec<u8> {
     read.buffer
 }
 
-/// Draws an offset and a length: mostly small and unaligned, sometimes large.
+/// Returns a random offset and a random length. Most offsets and lengths are small and unaligned, and some are large.
 fn place(rng: &mut Rng, size: usize) -> (usize, usize) {
     let most = [40, 700, 5000, 300_000][rng.below(4)].min(size);
     let nbytes = rng.below(most);
@@ -53,7 +54,8 @@ fn random_operations_agree_with_a_plain_array() {
         let mut model = vec![0_u8; size];
         let mut rng = Rng::new(seed ^ 0xabcd);
         for _ in 0..25 {
-            // A batch of writes to disjoint bytes, all in flight at once. The test drops some of their tickets.
+            // Begins a batch of writes to disjoint bytes. All writes are in flight at once. The test drops the tickets
+            // of some writes.
             let mut taken: Vec<(usize, usize)> = Vec::new();
             let mut tickets = Vec::new();
             for _ in 0..rng.below(12) {
@@ -92,7 +94,8 @@ fn random_operations_agree_with_a_plain_array() {
 fn neighbours_in_one_block_never_undo_each_other() {
     let faults = Faults { reorder: true, delay: Duration::from_micros(50), ..Faults::default() };
     let volume = Arc::new(opened(&[SimDisk::new(DISK_BYTES)], &faults));
-    // 16 threads; each writes every 16th run of 29 bytes, so neighbouring runs belong to different threads.
+    // Starts 16 threads. Each thread writes every 16th run of 29 bytes, so neighbouring runs belong to different
+    // threads.
     std::thread::scope(|scope| {
         for thread in 0..16_u8 {
             let volume = &volume;
@@ -114,7 +117,8 @@ fn neighbours_in_one_block_never_undo_each_other() {
 
 #[test]
 fn a_whole_block_and_a_part_of_it_are_both_there() {
-    // After two overlapping writes, each byte must come from one of the writes: none may keep its former value.
+    // After two overlapping writes, each byte must come from one of these two writes. No byte may keep its former
+    // value.
     for seed in 0..200 {
         let faults = Faults { seed, reorder: true, delay: Duration::from_micros(20), ..Faults::default() };
         let volume = opened(&[SimDisk::new(8192)], &faults);
@@ -159,7 +163,7 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
             }
             for ticket in sent {
                 let finished = ticket.wait();
-                assert_eq!(finished.buffer.len(), 6000, "the buffer comes back in any case");
+                assert_eq!(finished.buffer.len(), 6000, "the ticket must return the buffer");
                 match finished.result {
                     Ok(6000) => fine += 1,
                     Err(Error::Device { errno: got, path, nbytes, action: on, .. }) => {
@@ -181,7 +185,8 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
 fn a_failed_flush_stays_failed() {
     let mut failed = 0;
     for seed in 0..20 {
-        // Half of the device's flushes fail, so a later flush of the device would succeed.
+        // The device fails half of its flushes. So after the first failed flush, the device reports success for some
+        // later flushes. The volume must report an error for these later flushes, too.
         let faults = Faults { seed, errors: vec![(Action::Flush, libc::EIO, 500)], ..Faults::default() };
         let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
         let errors: Vec<_> = (0..10).map(|_| volume.flush(Wait::forever()).err()).collect();
@@ -194,7 +199,7 @@ fn a_failed_flush_stays_failed() {
             failed += 1;
         }
         let written = volume.write(vec![1; 10], 0).unwrap_or_else(|refused| panic!("{}", refused.error)).wait();
-        assert!(written.result.is_ok(), "the volume stays usable for what still works");
+        assert!(written.result.is_ok(), "the volume must still accept writes");
         assert_eq!(volume.stats().flushes, whole as u64);
     }
     assert!(failed > 100, "{failed} of 200 flushes failed");
@@ -206,7 +211,10 @@ fn a_durable_write_that_failed_fails_the_flushes_after_it() {
     let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
     let durable = volume.write_durable(vec![1; 4096], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
     assert!(durable.wait().result.is_err());
-    assert!((0..2).all(|_| volume.flush(Wait::forever()).is_err()), "the device may have dropped other writes too");
+    assert!(
+        (0..2).all(|_| volume.flush(Wait::forever()).is_err()),
+        "each later flush must fail: the device may have dropped other writes, too"
+    );
 }
 
 #[test]
@@ -294,7 +302,7 @@ fn bad_ranges_are_refused_before_anything_is_done() {
     for (offset, nbytes) in [(8192, 1), (0, 8193), (u64::MAX, 1), (u64::MAX - 4, 8)] {
         let refused = volume.write(vec![5; nbytes], offset).err().unwrap_or_else(|| panic!("{offset} {nbytes}"));
         assert!(matches!(refused.error, Error::PastTheEnd { .. }));
-        assert_eq!(refused.buffer.len(), nbytes, "the buffer comes back");
+        assert_eq!(refused.buffer.len(), nbytes, "a rejected write must return the buffer");
     }
     assert_eq!(volume.write(Vec::new(), 8192).unwrap_or_else(|_| panic!("empty")).wait().result.ok(), Some(0));
     assert!(everything(&volume).iter().all(|byte| *byte == 0));

@@ -1,4 +1,5 @@
-//! Tests lanes: requests of the first lane overtake those of the second, and every lane transfers the same bytes.
+//! Tests lanes. Requests of the first lane must overtake requests of the second lane. In both lanes, reads must return
+//! the bytes that were written.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use memascend_nvme::{
 const BLOCK: usize = 1 << 20;
 const WRITES: usize = 48;
 
-/// Allocates `count` aligned buffers of one block.
+/// Returns `count` aligned buffers of one block each.
 fn rooms(count: usize) -> Vec<Lease> {
     let region = Region::new(count * BLOCK, Pin::Off, OnFork::Wipe, "a test").unwrap_or_else(|error| panic!("{error}"));
     let ring = ChunkRing::new(&region, BLOCK, count).unwrap_or_else(|error| panic!("{error}"));
@@ -23,7 +24,7 @@ fn number(block: usize) -> u8 {
     u8::try_from(block).unwrap_or(u8::MAX)
 }
 
-/// Queues writes, then a read in `lane`. Returns how many of the writes were unfinished when the read ended.
+/// Queues writes, then a read in `lane`. Returns the number of writes that were still unfinished when the read ended.
 fn overtaken(volume: &Volume, lane: Lane) -> usize {
     let mut rooms = rooms(WRITES + 1);
     let into = rooms.pop().unwrap_or_else(|| panic!("there is room"));
@@ -45,7 +46,8 @@ fn overtaken(volume: &Volume, lane: Lane) -> usize {
 /// Checks that only reads of the first lane overtake queued writes. `volume` must have a queue depth of 1.
 fn check(volume: &Volume) {
     assert_eq!(overtaken(volume, Lane::Second), 0);
-    // The scheduler may suspend this thread between its operations, hence ten tries.
+    // Tries ten times, because the scheduler may suspend this thread between the end of the read and the count of the
+    // writes.
     let most = (0..10).map(|_| overtaken(volume, Lane::First)).max();
     assert!(most > Some(WRITES / 2), "a read of the first lane overtook {most:?} of {WRITES} writes");
 }
@@ -98,7 +100,8 @@ fn the_lane_of_a_read_changes_no_byte() {
         let volume = sim::open(&disks, &faults, &options).unwrap_or_else(|error| panic!("{error}"));
         let mut model = [0_u8; PLACES];
         for _ in 0..20 {
-            // A round writes or reads each place, never both, because all its operations are in flight at once.
+            // A round either writes or reads a place. It cannot do both, because all operations of the round are in
+            // flight at once.
             let (mut writes, mut reads) = (Vec::new(), Vec::new());
             for (place, byte) in model.iter_mut().enumerate() {
                 let at = (place * BYTES) as u64;

@@ -1,5 +1,5 @@
-//! Lets Python end a commit of several ranks: calls Python's `agree` when all data is flushed, and an exception ends
-//! the commit.
+//! Lets Python stop a commit of several ranks. The commit calls Python's `agree` once all data is flushed, and before
+//! the root is written. If `agree` raises an exception, the commit fails and the last commit stays valid.
 
 use std::cell::RefCell;
 
@@ -22,7 +22,8 @@ pub(crate) fn named_run(run: Run) -> SharedRun {
     (run.id, run.commit, run.identity, run.rank, run.ranks)
 }
 
-/// Runs a commit that calls `agree`. An exception of `agree` ends the commit, and is raised.
+/// Runs a commit that calls `agree`. If `agree` raises an exception, the commit fails, and `agreed` raises this
+/// exception.
 pub(crate) fn agreed<E: IntoPyErr + Send>(
     py: Python<'_>,
     agree: Option<Py<PyAny>>,

@@ -1,4 +1,4 @@
-//! Checks numbers and choices from Python; a wrong one raises a `ConfigError` that names the argument.
+//! Checks numbers and choices from Python. A wrong value raises a `ConfigError` that names the argument.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use pyo3::{
 
 use crate::errors::config_error;
 
-/// Extracts a size or a count: any integer that is not negative, also if it is given as a float (1e9). Rejects True and
-/// False.
+/// Extracts a size or a count: any integer from 0 up. Also accepts a float without a fraction, such as 1e9. Rejects
+/// True and False.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     let number = match value.cast::<PyFloat>() {
         // `is_integer` is false for fractions, infinity and NaN.
@@ -25,7 +25,8 @@ pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     })
 }
 
-/// A timeout of 0 or more seconds. `None` means no limit: the seconds exceed a `Duration`, or are infinite.
+/// A timeout of 0 or more seconds. `None` means no limit: the number of seconds is infinite, or too large for a
+/// `Duration`.
 pub(crate) struct Seconds(Option<Duration>);
 
 impl Seconds {
@@ -42,14 +43,14 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
         match value.extract::<f64>() {
             Ok(seconds) if seconds >= 0.0 => Ok(Self(Duration::try_from_secs_f64(seconds).ok())),
             _ => {
-                let message = format!("timeout must be seconds from 0 up, or None, not {}", shown(&value));
+                let message = format!("timeout must be a number of seconds from 0 up, or None, not {}", shown(&value));
                 Err(config_error(value.py(), message))
             }
         }
     }
 }
 
-/// Returns the value of the choice that is named `asked`.
+/// Returns the value of the choice with the name `asked`. If there is none, the error lists all names.
 pub(crate) fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
     let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
     let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);

@@ -1,4 +1,4 @@
-//! Translates the checksums of `rust/store` for Python.
+//! Python bindings of the checksums of `rust/store`.
 
 use pyo3::prelude::*;
 
@@ -11,7 +11,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checksum_of, module)?)
 }
 
-/// XXH3-64 of consecutive bytes; `str()` formats it as `xxhsum -H3` does.
+/// The XXH3-64 checksum of consecutive bytes. `str()` formats the checksum as `xxhsum -H3` does.
 #[pyclass(module = "memascend.engine")]
 #[derive(Default)]
 struct Checksum(memascend_store::Checksum);
@@ -26,7 +26,8 @@ impl Checksum {
     /// Adds the bytes of a contiguous CPU tensor.
     fn update(&mut self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let memory = held(tensor)?;
-        // SAFETY: the caller passes a contiguous CPU tensor and does not change it meanwhile; `memory` keeps it alive.
+        // SAFETY: the caller passes a contiguous CPU tensor and does not change the tensor during this call. `memory`
+        // keeps the tensor's bytes alive.
         let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) };
         tensor.py().detach(|| self.0.update(bytes));
         Ok(())

@@ -1,4 +1,4 @@
-//! Translates descriptions of stores for Python: takes records, returns sizes.
+//! Python bindings of store descriptions: functions that take records and return sizes or state tensors.
 
 use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
@@ -14,16 +14,17 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// A tensor of a description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
-/// A record: whether it is a buffer; its unit; its values; its state; the order of its dimensions; the dtype of its
-/// spilled gradients; the format of its state; and, if it has rows of a parameter, the number of its first element in
-/// that parameter. Without a format the record is compact if it has a compact record's tensors, else plain.
+/// A record, as (is a buffer, unit, values, state, order of the dimensions, dtype of spilled gradients, format of the
+/// state, first element). If the record has only some rows of a parameter, the first element is the index of the
+/// record's first element in the parameter; otherwise it is `None`. If the format is `None`, the record is compact if
+/// it has the tensors of a compact record, and plain otherwise.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
-/// The results of [`store_sizes`], in its order.
+/// The results of [`store_sizes`], in the order in which its documentation lists them.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
-/// Returns the bytes that a store of this description takes: total, slot, index, buffers, a staging chunk, the engine's
-/// memory for state that is not cut into chunks, each unit, each record.
+/// Returns sizes in bytes for a store of this description: the whole store, a slot, the index, the buffers, a staging
+/// chunk, the engine's memory for state that is not cut into chunks, each unit, and each record.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
@@ -41,7 +42,8 @@ fn store_sizes(
     Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, record_bytes))
 }
 
-/// Returns the bytes of a log for the records `logged`, each of which is written whole once every `steps` steps.
+/// Returns the size in bytes of a gradient log for the records `logged`. Each of these records is written whole once in
+/// `steps` steps.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_log_bytes(
@@ -57,8 +59,8 @@ fn store_log_bytes(
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
-/// Returns the bytes that second places for gradients take at a store's end, if updates of the records `deferred` are
-/// deferred.
+/// Returns the size in bytes of the second places for gradients. A store has these places at its end if updates of the
+/// records `deferred` are deferred.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(
@@ -95,7 +97,7 @@ pub(crate) fn described(
 fn described_record(py: Python<'_>, record: Described) -> PyResult<Record> {
     let (buffer, unit, (name, of_values, shape), state, order, spill, of_state, _) = record;
     let tensor = |(name, of_tensor, of_shape): Tensor| {
-        // A tensor of the record's shape is cut into the record's chunks.
+        // A state tensor with the record's shape is cut into the same chunks as the record's values.
         let grain = u32::from(of_shape == shape);
         Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_tensor)?, name, shape: of_shape, grain })
     };
@@ -124,11 +126,11 @@ fn described_record(py: Python<'_>, record: Described) -> PyResult<Record> {
 }
 
 pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
-    Format::from_name(name).ok_or_else(|| config_error(py, format!("there is no format of state called {name:?}")))
+    Format::from_name(name).ok_or_else(|| config_error(py, format!("{name:?} is not the name of a state format")))
 }
 
-/// Returns the state tensors of a record in a format, as (name, dtype, shape): those of Adam, or of SGD with
-/// `momentum`.
+/// Returns the state tensors of a record in a format, as (name, dtype, shape). The optimizer is SGD with momentum if
+/// `momentum` is true, and Adam otherwise.
 #[pyfunction]
 fn store_state_in(
     py: Python<'_>,
@@ -143,12 +145,12 @@ fn store_state_in(
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 
-/// The maximum bytes of the user's value in a commit.
+/// The largest size in bytes of the user's value in a commit.
 const USER_BYTES_MAX: u32 = 64 << 10;
-/// The maximum bytes of the hyperparameters in a commit. The position of a trainer, which is stored with them, may take
-/// half.
+/// The largest size in bytes of the hyperparameters in a commit. They include the position of a trainer, which may take
+/// half of these bytes.
 const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {
-    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a tensor of {name} cannot be stored")))
+    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a store cannot contain tensors of dtype {name}")))
 }

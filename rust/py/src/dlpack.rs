@@ -10,7 +10,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dlpack, module)?)
 }
 
-/// The name of an unused capsule. A consumer looks for this name, and renames the capsule that it takes.
+/// The name of a capsule that no consumer has used. A consumer accepts only a capsule with this name, and renames it.
 const NAME: &CStr = c"dltensor";
 const UNSIGNED: u8 = 1;
 
@@ -48,8 +48,9 @@ struct Export {
     owner: Py<PyAny>,
 }
 
-/// Makes a capsule for `torch.from_dlpack`: `nbytes` bytes at `address` on the device `index` of dlpack.h's `kind`.
-/// `owner` stays alive until the last tensor on the bytes is gone.
+/// Makes a capsule for `torch.from_dlpack`. It describes `nbytes` bytes at `address` on a device. `kind` is the number
+/// of the device type in dlpack.h, and `index` is the index of the device. `owner` stays alive until the last tensor on
+/// the bytes is gone.
 #[pyfunction]
 fn dlpack<'py>(
     address: &Bound<'py, PyAny>,
@@ -60,7 +61,8 @@ fn dlpack<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = address.py();
     let (address, nbytes) = (size("address", address)?, size("nbytes", nbytes)?);
-    let shape = i64::try_from(nbytes).map_err(|_| config_error(py, format!("{nbytes} bytes exceed an int64")))?;
+    let shape =
+        i64::try_from(nbytes).map_err(|_| config_error(py, format!("nbytes must fit into an int64, not {nbytes}")))?;
     let tensor = Tensor {
         data: ptr::with_exposed_provenance_mut(address),
         device_kind: kind,
@@ -81,7 +83,7 @@ fn dlpack<'py>(
     // `shape` stays at this address until `free_export` frees the export.
     inside.managed.tensor.shape = &raw mut inside.shape;
     // SAFETY: the thread is attached to the interpreter, and the name is static. The consumer of the capsule frees
-    // `held`; without a consumer, `dropped` does.
+    // `held`. If no consumer takes the capsule, `dropped` frees `held`.
     let capsule = unsafe { ffi::PyCapsule_New(held.cast(), NAME.as_ptr(), Some(dropped)) };
     if capsule.is_null() {
         // SAFETY: no capsule exists, so nothing else frees `held`.
@@ -103,21 +105,21 @@ unsafe extern "C" fn free_export(managed: *mut Managed) {
     let Export { owner, .. } = *held;
     let mut owner = Some(owner);
     Python::try_attach(|py| drop(owner.take().map(|owner| owner.into_bound(py))));
-    // If the interpreter is gone, the reference cannot be released: the system frees it with the process.
+    // If the interpreter is gone, the reference cannot be released. The system frees the memory when the process ends.
     std::mem::forget(owner);
 }
 
-/// Frees the memory of a capsule that no consumer took. The interpreter calls this when the capsule is gone.
+/// Frees the memory of a capsule that no consumer took. The interpreter calls this when it deletes the capsule.
 ///
 /// # Safety
-/// `capsule` must be a capsule of `dlpack`.
+/// `capsule` must be a capsule that the function `dlpack` made.
 unsafe extern "C" fn dropped(capsule: *mut ffi::PyObject) {
     // SAFETY: the interpreter passes a valid capsule.
     let ours = unsafe { ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) } != 0;
     if ours {
-        // SAFETY: the capsule has this name; a consumer renames the capsule that it takes.
+        // SAFETY: `PyCapsule_IsValid` has checked that the capsule has this name.
         let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()) };
-        // SAFETY: `dlpack` stored the pointer, and no consumer took it.
+        // SAFETY: `dlpack` stored the pointer. No consumer took the capsule, because a consumer renames it.
         unsafe { free_export(managed.cast()) };
     }
 }

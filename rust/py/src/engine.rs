@@ -1,4 +1,4 @@
-//! Translates `rust/engine` for Python: the pipelined update.
+//! Python bindings of `rust/engine`, which updates the state of a store in a pipeline.
 
 use std::{num::NonZeroUsize, sync::Arc};
 
@@ -29,23 +29,24 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// The address and the bytes of a tensor, and an object that keeps them valid.
+/// The address and the bytes of a tensor, and an object that keeps the bytes valid.
 type Tensor = (usize, usize, Py<PyAny>);
-/// Numbers of Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Numbers of a
-/// momentum: lr, (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
+/// The numbers of an update by Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. The
+/// numbers of an update by SGD with momentum: lr, (momentum, dampening), None, weight decay, nesterov, step, gradient
+/// scale, maximize, seed.
 pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bool, u64);
 
-/// The default bytes of gradients that the queue holds.
+/// The largest number of bytes of gradients in the queue, by default.
 const QUEUE_BYTES: usize = 256 << 20;
-/// The default number of staging chunks. Twelve keep a disk about as busy as pure I/O does; four reach only 0.8 of that
-/// speed.
+/// The default number of staging chunks. Twelve chunks keep a disk about as busy as pure I/O does. Four chunks reach
+/// only 0.8 of this speed.
 const CHUNKS: usize = 12;
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
 /// The alignment of the memory that a unit is fetched into.
 const PAGE_BYTES: usize = 4096;
 
-/// Updates the state of a store in a pipeline: reads, computes and writes the state in chunks, while other work goes
-/// on.
+/// Updates the state of a store in a pipeline. A thread of the engine reads, computes and writes the state in chunks,
+/// while Python does other work.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 struct Engine {
     inner: Detached<memascend_engine::Engine>,
@@ -85,15 +86,16 @@ impl Engine {
         self.store.bind(py)
     }
 
-    /// Replays the log of a store that was not closed: applies its gradients, and writes and commits their records.
+    /// Replays the gradient log of a store that was not closed. Applies the logged gradients, then writes and commits
+    /// the records that they change.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         watched(py, progress, |progress| self.inner.replay(progress))
     }
 
-    /// Queues a record's first values. If a state tensor is None, the job writes zeros; to a float32 master of the
-    /// record's shape, it writes the values. `wide` has float32 tensors for the master and the moments that the
-    /// record's format does not store in float32.
+    /// Queues a job that writes a record's first values and state. For a state tensor that is None, the job writes
+    /// zeros, or the values if the tensor is a float32 master of the record's shape. `wide` has float32 tensors for the
+    /// master and the moments that the record's format does not store in float32.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -110,7 +112,7 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(record, first, wait))
     }
 
-    /// Queues the update of a parameter, and returns once the queue has room for its gradient.
+    /// Queues the update of a parameter, and returns once the queue has room for the gradient.
     #[pyo3(signature = (name, gradient, numbers, *, values=None, spills=false))]
     fn update(
         &self,
@@ -131,8 +133,8 @@ impl Engine {
         })
     }
 
-    /// Queues an update like `update`, by the spilled gradient, multiplied by each of `factors` in turn. The spilled
-    /// gradient stays unchanged.
+    /// Queues an update like `update`, but with the spilled gradient. The update multiplies the gradient by each of
+    /// `factors`, one after the other. The spilled gradient on storage stays unchanged.
     #[pyo3(
         signature = (name, numbers, *, factors=vec![], values=None),
         text_signature = "(self, name, numbers, *, factors=(), values=None)"
@@ -149,8 +151,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.update(record, GradientSource::Spilled(factors), values, rule, wait))
     }
 
-    /// Queues a job that spills a gradient to storage; with `add`, that adds it to the spilled gradient, with the bits
-    /// of torch's `add_`.
+    /// Queues a job that spills a gradient to storage. With `add`, the job adds the gradient to the spilled gradient of
+    /// the record. The sum is equal bit for bit to the result of torch's `add_`.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
@@ -158,28 +160,29 @@ impl Engine {
         waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
-    /// Returns whether the spilled gradient has an element that is not finite, and the sum of its squares, not rounded.
+    /// Returns whether the spilled gradient has an element that is not finite, and the exact sum of the squares of its
+    /// elements.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
         Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
-    /// Reads the spilled gradient into a tensor of its shape and dtype, after the record's queued jobs.
+    /// Reads the spilled gradient into a tensor of the same shape and dtype, once the record's queued jobs have ended.
     fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let into = Box::new(tensors::into_spilled(described, into)?);
         waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))
     }
 
-    /// Forgets the spilled gradient, if the record has one, after the record's queued jobs.
+    /// Waits until the record's queued jobs have ended, then forgets the record's spilled gradient, if it has one.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
     }
 
-    /// Queues the application of a function. If `gradient` is None, the function gets the spilled gradient. Otherwise
-    /// the function knows its gradient, and the engine only counts the bytes of `gradient`.
+    /// Queues an update of a record by a Python function. If `gradient` is None, the function gets the spilled
+    /// gradient. Otherwise the function already has the gradient, and the engine only counts the bytes of `gradient`.
     fn apply_at(
         &self,
         name: &Bound<'_, PyString>,
@@ -203,10 +206,10 @@ impl Engine {
         waiting(py, None, |wait| self.inner.apply(record, application, values, wait))
     }
 
-    /// Leaves the update by the spilled gradient, multiplied by each of `factors`, to the next step: the commit names
-    /// the gradient.
+    /// Defers an update to the next step. The update will multiply the spilled gradient by each of `factors`. The
+    /// commit of the current step names the gradient.
     ///
-    /// Returns False if the update has to be made now: the record is in RAM, or has no second place
+    /// Returns False if the update cannot be deferred, because the record is in RAM or has no second place
     /// (`Store.keep_places`).
     #[pyo3(signature = (name, numbers, *, factors=vec![]), text_signature = "(self, name, numbers, *, factors=())")]
     fn defer(&self, name: &Bound<'_, PyString>, numbers: &Bound<'_, PyAny>, factors: Vec<f64>) -> PyResult<bool> {
@@ -215,40 +218,41 @@ impl Engine {
         waiting(py, None, |wait| self.inner.defer(record, rule, &factors, wait))
     }
 
-    /// Queues a job that settles a record, if the last commit left it behind.
+    /// If the last commit deferred an update of the record, queues a job that makes this update.
     fn settle_later(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |mut wait| self.inner.settle_later(record, &mut wait))
     }
 
-    /// True if the last commit left updates to this step: `catch_up()` must run before a record with such an update is
-    /// staged.
+    /// True if the last commit deferred updates to this step. `catch_up()` must run before a record with a deferred
+    /// update is staged.
     #[getter]
     fn is_behind(&self) -> bool {
         self.inner.is_behind()
     }
 
-    /// Makes the updates that the last commit left to this step, and commits them as a part of the last step. Returns
-    /// False if the last commit left no update. Nothing of another step may be staged.
+    /// Makes the updates that the last commit deferred to this step, and commits them as a part of the last step.
+    /// Returns False if the last commit deferred no update. Fails if the next step is already staged.
     fn catch_up(&self, py: Python<'_>) -> PyResult<bool> {
         waiting(py, None, |wait| self.inner.catch_up(wait))
     }
 
-    /// Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work. Computes
-    /// updates that the last commit left; with `settle`, also writes them.
+    /// Begins to fetch the values that a unit has in the last commit. The fetch goes before all other waiting work, and
+    /// computes the unit's deferred updates. With `settle`, the fetch also writes the updated records.
     #[pyo3(signature = (unit, into, *, settle=false))]
     fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>, settle: bool) -> PyResult<Fetch> {
         let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
-        let memory = bytes_into(into, || "a unit is fetched into a contiguous uint8 tensor on the CPU".into())?;
+        let memory = bytes_into(into, || "pass a contiguous uint8 tensor on the CPU to fetch a unit into".into())?;
         if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
-            let message = format!("the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes");
+            let message = format!("the tensor to fetch a unit into must begin at a multiple of {PAGE_BYTES} bytes");
             return Err(config_error(py, message));
         }
         let inner = py.detach(|| self.inner.fetch(unit, memory, settle)).or_raise(py)?;
         Ok(inner.into())
     }
 
-    /// Fetches a unit like `fetch`, in parts of at most `bytes_max` bytes; reads nothing yet.
+    /// Prepares a fetch like `fetch`, but in parts of at most `bytes_max` bytes. This call reads nothing:
+    /// `UnitParts.begin` reads a part.
     #[pyo3(signature = (unit, bytes_max, checkers=None, *, settle=false))]
     fn parts(
         &self,
@@ -272,8 +276,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.drain(wait))
     }
 
-    /// Commits a step, with `user` and `hyperparameters` as JSON. Calls `agree` once all data is flushed; an exception
-    /// of `agree` ends the commit.
+    /// Commits a step, with `user` and `hyperparameters` as JSON. Calls `agree` once all data is flushed. If `agree`
+    /// raises an exception, the commit fails with this exception, and the last commit stays valid.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -287,14 +291,15 @@ impl Engine {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
-    /// Waits for a record's jobs, then forgets its staged update. Unlike `discard`, it keeps a gradient that these jobs
-    /// spilled.
+    /// Waits for a record's jobs, then forgets the record's staged update. Unlike `discard`, keeps a gradient that
+    /// these jobs spilled.
     fn take_back(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
-    /// Drops queued jobs, drains running jobs, and forgets the staged step; with `name`, does so only for this record.
+    /// Drops queued jobs, waits for running jobs, and forgets the staged step. With `name`, does this only for the
+    /// record `name`.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
@@ -310,14 +315,14 @@ impl Engine {
         self.inner.staging_bytes()
     }
 
-    /// Bytes of gradients in queued and running jobs, as "queued" of `counters()`.
+    /// Bytes of gradients in queued and running jobs. `counters()` has the same number as "queued".
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
     }
 
-    /// Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, and "seconds" by activity of
-    /// the thread.
+    /// Returns a dict: counts of jobs and chunks, bytes by kind, the bytes of "queued" gradients and their peak, and
+    /// "seconds", the time that the engine's thread spent on each activity.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
@@ -350,7 +355,8 @@ impl Engine {
         Ok(dict)
     }
 
-    /// Drains running jobs and ends the thread. Uncommitted updates are lost. A second call does nothing.
+    /// Waits for running jobs and ends the engine's thread. Updates that are not committed are lost. A second call does
+    /// nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }

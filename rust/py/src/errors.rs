@@ -1,4 +1,4 @@
-//! Converts the crates' errors into exceptions of `memascend.errors`; no other file does.
+//! Converts the errors of the Rust crates into exceptions of `memascend.errors`. No other file does this.
 
 use std::path::Path;
 
@@ -135,7 +135,7 @@ impl IntoPyErr for StoreError {
                 _ => exception(py, "StorageError", message),
             },
             StoreError::Usage(_) | StoreError::Interrupted(_) => exception(py, "UsageError", message),
-            // Invalid: an argument was wrong, or does not fit.
+            // Invalid: an argument was wrong, or does not fit the store.
             _ => config_error(py, message),
         }
     }
@@ -149,7 +149,7 @@ impl IntoPyErr for EngineError {
             EngineError::Math(error) => error.raised(py),
             EngineError::Function { cause, .. } => {
                 let cause = cause.downcast_ref::<PyErr>();
-                // A failure of the device that computes is not a misuse: it stays a `DeviceError`.
+                // A failure of the device is not a mistake of the user, so the exception stays a `DeviceError`.
                 let lost = cause.filter(|cause| is_a(py, cause, "DeviceError"));
                 let raised = match lost {
                     Some(lost) => exception(py, "DeviceError", lost.value(py).to_string()),
@@ -182,7 +182,7 @@ fn storage_error(
 ) -> PyErr {
     exception_with(py, class, message, |of| {
         of.set_item("errno", errno)?;
-        // Pass a str, as the rest of Python does, not a Path; bytes that cannot be decoded become surrogates.
+        // Passes a str, not a `Path`. Bytes of the path that cannot be decoded become surrogates.
         of.set_item("path", path.as_os_str())?;
         of.set_item("offset", place.map(|(offset, _)| offset))?;
         of.set_item("nbytes", place.map(|(_, nbytes)| nbytes))

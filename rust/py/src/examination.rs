@@ -1,4 +1,4 @@
-//! Translates the examination of stores for Python, with progress.
+//! Python bindings that examine stores and report progress.
 
 use std::path::PathBuf;
 
@@ -16,8 +16,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and verifies both commits; an exception of `progress(done, all)` ends the examination. Returns a dict for each
-/// commit: "generation", "step", "extents", "bytes", "damages", "others".
+/// Reads and verifies both commits of a store. Calls `progress(done, all)`. If `progress` raises an exception, the
+/// examination stops and raises this exception. Returns a dict for each commit: "generation", "step", "extents",
+/// "bytes", "damages" (texts of the first errors) and "others" (the number of further errors).
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(
@@ -40,9 +41,9 @@ fn store_examine<'py>(
     found.into_iter().map(described).collect()
 }
 
-/// Returns the commits that undamaged roots name, the newest first, as (generation, run, whether it is kept), and the
-/// damage of the other root. An empty list means that the store's first write did not finish. Returns None if the paths
-/// hold no store.
+/// Returns (commits, damage). `commits` lists the commits that undamaged roots name, the newest first. The list is
+/// empty if the store's first write did not finish. `damage` describes the damage of a root, or is None. Returns None
+/// if the paths have no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<CommitId>, Option<String>)>> {
@@ -51,5 +52,5 @@ fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Co
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
-/// A commit: generation, run, whether it is kept.
+/// A commit, as (generation, run, kept). `kept` is false if later commits in memory may have overwritten the commit.
 type CommitId = (u64, SharedRun, bool);

@@ -1,4 +1,4 @@
-//! Calls Python functions on the engine's threads, and lends them the memory of a chunk.
+//! Calls Python functions on the engine's threads, and lends the memory of a chunk to each call.
 
 use std::{os::raw::c_int, sync::Arc, thread::sleep, time::Duration};
 
@@ -12,16 +12,16 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
 
-/// How long [`Lender::require_back`] waits. It waits because the threads of a collective operation drop their tensors a
-/// moment after the operation returned.
+/// How many milliseconds [`Lender::require_back`] waits. The threads of a collective operation drop their tensors a
+/// moment after the operation has returned.
 const PATIENCE_MS: u32 = 500;
 
-/// Lends memory for the length of a call.
+/// Lends memory to a Python function during one call.
 #[derive(Default)]
 pub(crate) struct Lender(Arc<()>);
 
 impl Lender {
-    /// Returns a buffer on `memory` that counts as lent until it is dropped.
+    /// Returns a buffer on `memory`. The memory counts as lent until the buffer is dropped.
     pub(crate) fn lend(&self, py: Python<'_>, memory: Shared) -> PyResult<Py<LentBuffer>> {
         Py::new(py, LentBuffer { memory, _lent: Arc::clone(&self.0) })
     }
@@ -38,7 +38,10 @@ impl Lender {
             py.detach(|| sleep(Duration::from_millis(1)));
         }
         if Arc::strong_count(&self.0) > 1 {
-            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is reused: keep a clone()"));
+            return Err(usage_error(
+                py,
+                "it kept a tensor of its chunk, but this memory is used again: keep a clone()",
+            ));
         }
         Ok(())
     }
@@ -48,14 +51,14 @@ impl Lender {
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
     memory: Shared,
-    /// A clone of [`Lender`]'s counter: its strong count tells whether all buffers are dropped.
+    /// A clone of the `Arc` in [`Lender`]. The strong count of the `Arc` tells whether all buffers are dropped.
     _lent: Arc<()>,
 }
 
 #[pymethods]
 impl LentBuffer {
     /// # Safety
-    /// The interpreter calls this with a view to fill.
+    /// `view` must be valid. The interpreter calls this function to fill the view.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = &slf.get().memory;
         // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
@@ -64,12 +67,12 @@ impl LentBuffer {
     }
 }
 
-/// Returns a function for the engine that calls an adapter of `memascend.engine` with lent memory: values, gradient,
-/// state, start, count, last.
+/// Returns a function for the engine. The function calls `adapter` with (values, gradient, state, start, count, last).
+/// Values, gradient and state are lent memory. `memascend.engine` makes `adapter`.
 pub(crate) fn applied(adapter: Py<PyAny>) -> Box<Function> {
     Box::new(move |chunk| {
         let called = Python::try_attach(|py| called(py, &adapter, chunk).map_err(|error| -> Cause { Arc::new(error) }));
-        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the interpreter is ending"))))
+        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the Python interpreter is shutting down"))))
     })
 }
 
@@ -85,7 +88,8 @@ fn called(py: Python<'_>, adapter: &Py<PyAny>, chunk: Chunk) -> PyResult<()> {
         result.map(drop)
     };
     if let Err(error) = result {
-        // The frames of the traceback hold tensors of the chunk, and the error outlives the call.
+        // Clears the frames of the traceback, because they keep tensors of the chunk and the error lives longer than
+        // the call.
         if let Some(traceback) = error.traceback(py) {
             py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
         }

@@ -1,4 +1,4 @@
-//! Builds dicts for Python of a store's sizes, records and counters.
+//! Builds Python dicts that describe a store: its sizes, its records and its counters.
 
 use memascend_store::{Dtype, Kind, Run, StateTensor, Store};
 use pyo3::{
@@ -44,11 +44,11 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
 }
 
 /// Returns a dict of one record's description and counts: name, whether the record is a buffer, unit, dtype, shape,
-/// order, spill, step, staged, its state as (name, dtype, shape), and more. There is no such function for all records
-/// at once, because each dict takes a kilobyte.
+/// order, spill, step, staged, its state as (name, dtype, shape), and more. No function returns the dicts of all
+/// records at once, because each dict takes a kilobyte.
 pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
     let Some(record) = store.description().records.get(index) else {
-        return Err(PyIndexError::new_err(format!("there is no record {index}")));
+        return Err(PyIndexError::new_err(format!("the store has no record {index}; pass an index below count()")));
     };
     let state = store.record_state(index).or_raise(py)?;
     let dict = PyDict::new(py);

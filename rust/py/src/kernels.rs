@@ -1,9 +1,9 @@
-//! Translates `rust/math` for Python.
+//! Python bindings of `rust/math`.
 //!
-//! [Note: trusted addresses] Tensors arrive as addresses, which `memascend.kernels` or `memascend.engine` has checked;
-//! no other code calls functions that take addresses. Each address is valid for the stated number of elements (or
-//! bytes) of the stated type, aligned for it, on the CPU, and alive during the call. Memory that a function writes to
-//! overlaps no other argument.
+//! [Note: trusted addresses] Tensors arrive as addresses, which `memascend.kernels` or `memascend.engine` has checked.
+//! No other code calls functions that take addresses. Each address is valid for the stated number of elements or bytes,
+//! aligned for their type, on the CPU, and alive during the call. Memory that a function writes to overlaps no other
+//! argument.
 
 use std::{num::NonZeroUsize, slice};
 
@@ -75,8 +75,8 @@ fn kernel_scalars(
     ))
 }
 
-/// Returns a sum of squares: an int that counts units of 2^-298, or a float if the sum is infinite, NaN or of float64.
-/// See `memascend.tensors.Squares`.
+/// Converts a sum of squares to an int that counts units of 2^-298. If the sum is infinite, NaN or a sum of float64
+/// squares, converts it to a float. See `memascend.tensors.Squares`.
 pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<Bound<'py, PyAny>> {
     match squares.units() {
         Some(units) => py.get_type::<PyInt>().call_method1("from_bytes", (PyBytes::new(py, &units), "little")),
@@ -84,8 +84,8 @@ pub(crate) fn summed<'py>(py: Python<'py>, squares: &math::Squares) -> PyResult<
     }
 }
 
-/// Checks and unscales each of several gradients. Returns whether any has an element that is not finite, and the sum of
-/// all squares.
+/// Checks and unscales each of several gradients. Returns whether any gradient has an element that is not finite, and
+/// the sum of the squares of all elements.
 #[pyfunction]
 fn kernel_check(
     py: Python<'_>,
@@ -159,7 +159,7 @@ pub(crate) fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
 /// # Safety
 /// `address` must be valid for `numel` elements, as [Note: trusted addresses] requires.
 pub(crate) unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
-    // An empty tensor has no address.
+    // The address of an empty tensor may be null.
     if numel == 0 {
         return &[];
     }
@@ -183,9 +183,9 @@ pub(crate) unsafe fn floats<'a>((address, dtype): TypedAddress, numel: usize) ->
     match dtype {
         // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
         0 => Floats::F32(unsafe { elements(address, numel) }),
-        // SAFETY: as above; `Bf16` has the layout of its two bytes.
+        // SAFETY: the caller guarantees a valid address. `Bf16` has the layout of a `u16`.
         1 => Floats::Bf16(unsafe { elements::<Bf16>(address, numel) }),
-        // SAFETY: as above; `F16` has the layout of its two bytes.
+        // SAFETY: the caller guarantees a valid address. `F16` has the layout of a `u16`.
         _ => Floats::F16(unsafe { elements::<F16>(address, numel) }),
     }
 }
@@ -196,9 +196,9 @@ unsafe fn floats_mut<'a>((address, dtype): TypedAddress, numel: usize) -> Floats
     match dtype {
         // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
         0 => FloatsMut::F32(unsafe { elements_mut(address, numel) }),
-        // SAFETY: as above; `Bf16` has the layout of its two bytes.
+        // SAFETY: the caller guarantees a valid address. `Bf16` has the layout of a `u16`.
         1 => FloatsMut::Bf16(unsafe { elements_mut::<Bf16>(address, numel) }),
-        // SAFETY: as above; `F16` has the layout of its two bytes.
+        // SAFETY: the caller guarantees a valid address. `F16` has the layout of a `u16`.
         _ => FloatsMut::F16(unsafe { elements_mut::<F16>(address, numel) }),
     }
 }

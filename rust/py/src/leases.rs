@@ -1,4 +1,4 @@
-//! Translates the leases of `rust/mem` for Python, and the buffers from which tensors are made.
+//! Python bindings of the leases of `rust/mem`, and of the buffers from which tensors are made.
 
 use std::{
     ffi::c_int,
@@ -34,12 +34,13 @@ pub(crate) struct Lease {
     inner: Mutex<Option<Arc<mem::Lease>>>,
 }
 
-const RETURNED: &str = "this lease was returned already; take another one";
-const IN_USE: &str = "a tensor still lives in this lease; drop every view of it, the lease goes back with the last one";
+const RETURNED: &str = "this lease was returned already; take another lease";
+const IN_USE: &str =
+    "a tensor still uses this lease; delete all views of the tensor, and the lease ends with the last view";
 
 #[pymethods]
 impl Lease {
-    /// The bytes that were asked for.
+    /// The number of bytes that the caller asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.nbytes
@@ -51,9 +52,9 @@ impl Lease {
         self.held().is_none()
     }
 
-    /// Returns a tensor in the leased bytes, without a copy. It has the bytes that the slot has now.
+    /// Returns a tensor in the leased bytes, without a copy. The tensor has the bytes that are in the slot now.
     ///
-    /// The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
+    /// The lease ends when the last view of the tensor is gone, even if this object is deleted before.
     fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = shape.py();
         let torch = py.import("torch")?;
@@ -63,7 +64,7 @@ impl Lease {
         }
         if dtype.to_string().starts_with("torch.q") {
             // torch crashes on a quantized view of plain bytes.
-            let message = format!("a lease cannot hold the quantized type {dtype}; take the integers underneath");
+            let message = format!("a lease cannot hold the quantized type {dtype}; use a tensor of integers");
             return Err(config_error(py, message));
         }
         let width: usize = dtype.getattr("itemsize")?.extract()?;
@@ -73,14 +74,14 @@ impl Lease {
         if needed > self.nbytes as u128 {
             let nbytes = self.nbytes;
             let message =
-                format!("a tensor of shape {tuple} and {dtype} needs {needed} bytes; the lease holds {nbytes}");
+                format!("a tensor of shape {tuple} and {dtype} needs {needed} bytes; the lease holds {nbytes} bytes");
             return Err(config_error(py, message));
         }
         let buffer = self.buffer(py)?;
         let options = PyDict::new(py);
         options.set_item("dtype", dtype)?;
         if elements == 0 {
-            // torch makes no empty tensor from a buffer; an empty tensor needs no memory.
+            // `frombuffer` cannot make an empty tensor, and an empty tensor needs no memory.
             options.set_item("device", "cpu")?;
             return torch.call_method("empty", (tuple,), Some(&options));
         }
@@ -105,15 +106,15 @@ impl Lease {
         tensor.call_method1("resize_", (tuple,))
     }
 
-    /// Returns the leased bytes as a writable buffer, which keeps the lease alive as a tensor does.
+    /// Returns the leased bytes as a writable buffer. The buffer keeps the lease alive, as a tensor does.
     fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
         let held = self.held().as_ref().map(Arc::clone);
-        // Release the lock before making an exception: making one may collect garbage, and this may run Python code
-        // that uses the lease.
+        // The line above has released the lock again. `usage_error` must not run under the lock: making an exception
+        // may start a garbage collection, which may run Python code that uses the lease.
         held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
-    /// Gives an unused lease back at once.
+    /// Ends the lease at once. Fails if a tensor still uses the lease.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let returned = {
             let mut held = self.held();
@@ -135,7 +136,7 @@ impl Lease {
         }
     }
 
-    /// Gives the lease back as `release` does, unless it was returned before.
+    /// Ends the lease as `release` does. Does nothing if the lease has already ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.returned() { Ok(()) } else { self.release(py) }
     }
@@ -171,12 +172,12 @@ fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
         if !error.is_instance_of::<PyTypeError>(py) {
             return error;
         }
-        let message = format!("a tensor's shape is an integer or a sequence of integers, not {}", shown(shape));
+        let message = format!("shape must be an integer or a sequence of integers, not {}", shown(shape));
         config_error(py, message)
     })?;
     if found.iter().any(|&size| size < 0) {
         let given = PyTuple::new(py, &found)?;
-        return Err(config_error(py, format!("a tensor's sizes are 0 or more, not {given}")));
+        return Err(config_error(py, format!("the sizes in shape must be 0 or more, not {given}")));
     }
     Ok(found)
 }
@@ -196,7 +197,8 @@ struct LeaseBuffer {
 
 impl Drop for LeaseBuffer {
     fn drop(&mut self) {
-        // Freeing a slot takes nanoseconds, but freeing the last slot of a closed region unmaps the region.
+        // Freeing a slot takes nanoseconds. But freeing the last slot of a closed region also unmaps the region, so
+        // `Detached` then frees the slot without the GIL.
         if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
             drop(Detached::new(self.lease.take()));
         }
@@ -206,7 +208,7 @@ impl Drop for LeaseBuffer {
 #[pymethods]
 impl LeaseBuffer {
     /// # Safety
-    /// The interpreter calls this with a view to fill.
+    /// `view` must be valid. The interpreter calls this function to fill the view.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Some(lease) = &slf.get().lease else { return Err(usage_error(slf.py(), RETURNED)) };
         // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
@@ -215,7 +217,7 @@ impl LeaseBuffer {
     }
 }
 
-/// Fills the interpreter's view with writable bytes.
+/// Makes the interpreter's `view` refer to `bytes` writable bytes from `start` on.
 ///
 /// # Safety
 /// `view` must be valid for writes, and the bytes must live as long as `owner`.
@@ -225,7 +227,7 @@ pub(crate) unsafe fn fill<T>(
     (start, bytes): (NonNull<u8>, usize),
     flags: c_int,
 ) -> PyResult<()> {
-    // No memory is larger than isize::MAX.
+    // This cannot fail, because no memory is larger than `isize::MAX`.
     let length = ffi::Py_ssize_t::try_from(bytes)?;
     // SAFETY: the caller guarantees a valid view, and bytes that live as long as `owner`.
     let failed = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), start.as_ptr().cast(), length, 0, flags) };

@@ -1,4 +1,4 @@
-//! `memascend._core`: translates the Rust crates for Python, and does nothing else.
+//! `memascend._core`: the Python bindings of the Rust crates, and nothing else.
 //!
 //! Each function extracts its arguments, releases the GIL around the work and wraps the result. Only `errors` turns
 //! errors into exceptions, and only `arguments` checks numbers.

@@ -1,4 +1,4 @@
-//! Translates `rust/mem` for Python: regions, arenas, rings, files in memory.
+//! Python bindings of `rust/mem`: regions, arenas, rings, files in memory.
 
 use std::{
     collections::BTreeMap,
@@ -38,11 +38,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(end_heap_step, module)?)
 }
 
-/// Page-aligned memory on huge pages, pinned as well as the system allows, populated before use.
+/// Page-aligned memory on huge pages, pinned as well as the system allows. The system provides all pages before the
+/// first use.
 ///
 /// The region has `nbytes` bytes, rounded up to whole pages. The memory returns to the system once the region is closed
-/// and the last tensor in it is gone. `pinned` says how the memory is pinned, and `why_not` why it is not registered
-/// with CUDA.
+/// and the last tensor in it is gone. `pinned` says how the memory is pinned. `why_not` says why the memory is not
+/// registered with CUDA.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Region {
     inner: Detached<mem::Region>,
@@ -59,13 +60,13 @@ impl Region {
         Self::mapped(nbytes.py(), size("nbytes", nbytes)?, pin.0, on_fork.0, owner)
     }
 
-    /// The bytes that were asked for.
+    /// The number of bytes that the caller asked for.
     #[getter]
     fn nbytes(&self) -> usize {
         self.inner.asked_bytes()
     }
 
-    /// The bytes that are mapped: `nbytes` rounded up to the page.
+    /// The number of bytes that are mapped: `nbytes` rounded up to whole pages.
     #[getter]
     fn mapped_bytes(&self) -> usize {
         self.inner.bytes()
@@ -83,13 +84,13 @@ impl Region {
         self.inner.why_not()
     }
 
-    /// The bytes that are on huge pages now. Asks the kernel, which takes milliseconds.
+    /// The number of bytes that are on huge pages now. The query to the kernel takes milliseconds.
     #[getter]
     fn huge_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| self.inner.huge_bytes())
     }
 
-    /// Why some bytes are not on huge pages; None if all bytes that can be on huge pages are.
+    /// Why some bytes are not on huge pages; None if all bytes that can be on huge pages are on huge pages.
     #[getter]
     fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.inner.why_not_huge())
@@ -101,8 +102,8 @@ impl Region {
         self.inner.is_closed()
     }
 
-    /// Ends new leases and every wait for one. Unmaps the memory now, or once the last tensor in it is gone. A second
-    /// call does nothing.
+    /// Rejects new leases, and ends every wait for a lease. Unmaps the memory at once, or when the last tensor in it is
+    /// gone. A second call does nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
@@ -129,10 +130,11 @@ impl Region {
     }
 }
 
-/// A region that is divided once, as planned, into slots of exact sizes: leasing never allocates or fragments memory.
+/// A region that is divided once, as planned, into slots of exact sizes. So leasing never allocates or fragments
+/// memory.
 ///
-/// A lease takes a slot of the smallest class that holds it, never a slot of a larger class, so leases that the plan
-/// admits are granted in every order.
+/// A lease takes a slot of the smallest class that is large enough, never a slot of a larger class. So leases that fit
+/// into the plan succeed in every order.
 #[pyclass(frozen, module = "memascend.memory")]
 struct Arena {
     inner: Detached<mem::Arena>,
@@ -146,8 +148,8 @@ impl Arena {
         Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
-    /// Takes a slot of `nbytes`; waits up to `timeout` seconds (None: without limit) until one is free. Ctrl-C ends the
-    /// wait.
+    /// Takes a slot for `nbytes` bytes. If no slot is free, waits up to `timeout` seconds, or without a limit if
+    /// `timeout` is None. Ctrl-C ends the wait.
     #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
     fn lease(&self, nbytes: &Bound<'_, PyAny>, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let py = nbytes.py();
@@ -156,7 +158,7 @@ impl Arena {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
-    /// Returns how many free slots `lease(nbytes)` may take; at 0 `lease` would wait.
+    /// Returns the number of free slots that `lease(nbytes)` can take. If the number is 0, `lease` would wait.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).or_raise(py)
     }
@@ -167,7 +169,7 @@ impl Arena {
     }
 }
 
-/// An arena of planned classes, {bytes: count}. Each slot that is added later has a region of its own.
+/// An arena of planned classes, {bytes: count}. Each slot that `add` adds later has its own region.
 #[pyclass(frozen, module = "memascend.memory")]
 struct HostArena {
     inner: Detached<mem::GrowingArena>,
@@ -182,12 +184,12 @@ impl HostArena {
         Ok(Self { inner: Detached::new(made) })
     }
 
-    /// Adds a slot for a lease of `nbytes`, and returns the bytes that it takes.
+    /// Adds a slot for a lease of `nbytes`, and returns the number of bytes that the slot takes.
     fn add(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         interruptible(py, |keep_going| self.inner.add(nbytes, keep_going))
     }
 
-    /// The number of added slots, {bytes: count}.
+    /// The number of added slots of each size, as {bytes: count}.
     #[getter]
     fn added(&self) -> BTreeMap<usize, usize> {
         self.inner.added_slots()
@@ -199,25 +201,26 @@ impl HostArena {
         self.inner.added_bytes()
     }
 
-    /// Takes a slot as `Arena.lease` does: a planned slot if one is free, else an added slot. If neither is free, waits
-    /// for a planned slot.
+    /// Takes a slot as `Arena.lease` does: a free planned slot, or a free added slot if no planned slot is free. If no
+    /// slot is free, waits for a planned slot.
     #[pyo3(signature = (nbytes, timeout=None, owner="user"))]
     fn lease(&self, py: Python<'_>, nbytes: usize, timeout: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         leased(py, timeout, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
-    /// Returns how many free slots `lease(nbytes)` may take.
+    /// Returns the number of free slots that `lease(nbytes)` can take.
     fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
         self.inner.free_slots(nbytes).or_raise(py)
     }
 
-    /// The bytes of all memory that the arena holds; 0 once it is closed.
+    /// The bytes of all memory that the arena holds; 0 once the arena is closed.
     #[getter]
     fn held_bytes(&self) -> usize {
         self.inner.held_bytes()
     }
 
-    /// Ends new leases and every wait for one. Each region returns to the system once its last lease is gone.
+    /// Rejects new leases, and ends every wait for a lease. Each region returns to the system once its last lease is
+    /// gone.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
@@ -279,7 +282,7 @@ impl ChunkRing {
     }
 }
 
-/// The bytes of a file as a writable buffer, which is valid as long as this object lives; see
+/// The bytes of a file as a writable buffer. The buffer is valid as long as this object lives; see
 /// `memascend.memory.file_memory`.
 #[pyclass(frozen, module = "memascend._core")]
 struct FileMemory {
@@ -292,15 +295,15 @@ impl FileMemory {
     fn new(descriptor: &Bound<'_, PyAny>, nbytes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = nbytes.py();
         let raw = RawFd::try_from(size("descriptor", descriptor)?)?;
-        // SAFETY: the descriptor is not negative, and the caller keeps it open during this call; the kernel rejects one
-        // that is closed.
+        // SAFETY: the descriptor is not negative, and the caller keeps it open during this call; the kernel rejects a
+        // closed descriptor.
         let file = unsafe { BorrowedFd::borrow_raw(raw) };
         let inner = mem::FileMemory::new(file, size("nbytes", nbytes)?);
         Ok(Self { inner: Detached::new(inner.or_raise(py)?) })
     }
 
     /// # Safety
-    /// The interpreter calls this with a view to fill.
+    /// `view` must be valid. The interpreter calls this function to fill the view.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = &slf.get().inner;
         // SAFETY: the interpreter passes a valid view. The bytes live as long as `slf`, to which the view gets a
@@ -318,13 +321,14 @@ fn is_file_memory(address: usize) -> bool {
 /// Makes calls of this thread harmless to CUDA graphs that other threads capture.
 ///
 /// In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
-/// could not be set. If that is because the process has not loaded the CUDA driver, no thread captures.
+/// could not be set, for example if the process has not loaded the CUDA driver. Without the driver, no thread captures.
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
 }
 
-/// The memory of an arena's classes: the bytes asked for, and the bytes reserved once every slot is aligned for I/O.
+/// The memory of an arena's classes. `asked` counts the bytes of the classes. `reserved` also counts the bytes that
+/// align every slot for I/O.
 #[pyclass(frozen, get_all, name = "Layout", module = "memascend.memory")]
 struct LayoutBytes {
     asked: usize,
@@ -338,38 +342,39 @@ impl LayoutBytes {
     }
 }
 
-/// Returns the memory that an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it.
+/// Returns the memory that an arena of `classes` ({bytes: count}) takes. `Region(layout(classes).reserved)` is large
+/// enough for the arena.
 #[pyfunction]
 fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     let layout = Layout::unbounded(&planned(classes)?).or_raise(classes.py())?;
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Makes the C library serve large allocations of this process by mappings from now on, and occupies the holes of its
-/// heap.
+/// Makes the C library serve each large allocation of this process by a separate mapping from now on. Also occupies the
+/// holes of the C library's heap, and returns free heap memory to the system.
 ///
-/// `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
-/// the heap is only trimmed.
+/// If the environment has `MEMASCEND_MALLOC=system`, this function does nothing. If the environment sets glibc's own
+/// variables, this function only returns free heap memory.
 #[pyfunction]
 fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
 }
 
-/// Marks the start of a backward; call it before each one. The first call sets the baseline for the first step.
+/// Marks the start of a backward. Call this before each backward. The first call sets the baseline for the first step.
 #[pyfunction]
 fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// Ends a step of `backwards` backwards: returns free heap memory to the system; or, if the backwards touched much
-/// memory, keeps freed memory from now on.
+/// Ends a step that had `backwards` backward passes. Returns free heap memory to the system. But if the backward passes
+/// touched much memory, keeps freed memory from now on.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));
 }
 
-/// Returns the limits on this process's memory now, in bytes: "available", the limit that determines it
-/// (`"limited_by"`), and each limit.
+/// Returns the limits on this process's memory now, in bytes: "available", the name of the limit that determines this
+/// number (`"limited_by"`), and each limit.
 #[pyfunction]
 fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);
@@ -402,7 +407,7 @@ fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     mem::regions().into_iter().map(region).collect()
 }
 
-/// The `pin` argument of Python.
+/// The value of the Python argument `pin`.
 #[derive(Clone, Copy)]
 struct PinWish(Pin);
 
@@ -425,7 +430,7 @@ impl<'py> FromPyObject<'_, 'py> for PinWish {
     }
 }
 
-/// The `on_fork` argument of Python.
+/// The value of the Python argument `on_fork`.
 #[derive(Clone, Copy)]
 struct ForkWish(OnFork);
 

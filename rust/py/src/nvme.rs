@@ -1,4 +1,4 @@
-//! Translates `rust/nvme` for Python: volumes and tickets.
+//! Python bindings of `rust/nvme`: volumes and tickets.
 
 use std::{path::PathBuf, ptr::NonNull};
 
@@ -22,11 +22,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(io_uring_why_not, module)?)
 }
 
-/// One address space over one or several devices; `memascend.nvme.open()` makes it. Any thread may use it.
+/// One address space over one or several devices; `memascend.nvme.open()` makes a volume. Any thread may use it.
 ///
 /// Operations on different bytes never disturb each other, even inside one block of the device. Wait for an operation
-/// before you begin another one on the same bytes. Closing, dropping and the end of the interpreter wait for operations
-/// in flight.
+/// before you begin another operation on the same bytes. `close()`, the deletion of the volume and the end of the
+/// interpreter wait for operations in flight.
 #[pyclass(frozen, weakref, module = "memascend.nvme")]
 struct Volume {
     inner: Detached<nvme::Volume>,
@@ -55,7 +55,7 @@ impl Volume {
         Ok(Self { inner: Detached::new(inner.or_raise(py)?), paths })
     }
 
-    /// The paths of the devices, as they were given.
+    /// The paths of the devices, as the caller passed them.
     #[getter]
     fn paths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.paths.iter().map(|path| path.as_os_str()))
@@ -72,13 +72,14 @@ impl Volume {
 
     /// Begins to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
     ///
-    /// Once the write is done, the device has the bytes; `flush()` makes them survive a loss of power.
+    /// When the write has ended, the device has the bytes. `flush()` makes the bytes survive a loss of power.
     fn write(&self, data: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(data, true)?;
         begun(data.py(), self.inner.write(held, number("offset", offset)? as u64))
     }
 
-    /// Waits for every write that was begun before, and makes it survive a loss of power, on every device.
+    /// Waits for every write that began before this call, and makes these writes survive a loss of power on every
+    /// device.
     #[pyo3(signature = (timeout=None))]
     fn flush(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<()> {
         waiting(py, timeout, |wait| self.inner.flush(wait))
@@ -110,7 +111,8 @@ impl Volume {
         self.inner.size_bytes()
     }
 
-    /// Unless offset, length and address are multiples of this, a transfer copies the bytes. With 1, no transfer does.
+    /// A transfer needs no copy if its offset, length and address are multiples of this number. With 1, no transfer
+    /// needs a copy.
     #[getter]
     fn alignment(&self) -> usize {
         self.inner.alignment()
@@ -134,7 +136,7 @@ impl Volume {
         self.inner.is_direct()
     }
 
-    /// The number of requests of at most 1 MiB that each device gets at once.
+    /// The largest number of requests that each device gets at once. A request has at most 1 MiB.
     #[getter]
     fn queue_depth(&self) -> usize {
         self.inner.queue_depth()
@@ -147,8 +149,8 @@ impl Volume {
         format!("Volume({}: {} bytes, {state})", paths.join(", "), self.size())
     }
 
-    /// Returns a dict for each device: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None if it is
-    /// direct).
+    /// Returns a dict for each device: "path", "kind" ("file" or "raw"), "bytes", `"why_buffered"` (None if the device
+    /// uses direct I/O).
     fn devices<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let device = |device: &nvme::DeviceInfo| {
             let dict = PyDict::new(py);
@@ -185,13 +187,13 @@ fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<Tens
 pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
-    /// Keeps the memory valid. If an I/O thread drops it without the GIL, the next thread that takes the GIL releases
-    /// it.
+    /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, the next thread that takes the
+    /// GIL releases the object.
     _keep: Py<PyAny>,
 }
 
 impl TensorMemory {
-    /// Describes `nbytes` bytes at `address`, which must stay valid as long as `keep` lives.
+    /// Describes `nbytes` bytes at `address`. These bytes must stay valid as long as `keep` lives.
     pub(crate) fn new(address: usize, nbytes: usize, keep: Py<PyAny>) -> Self {
         let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
         Self { address, nbytes, _keep: keep }
@@ -200,7 +202,7 @@ impl TensorMemory {
     /// Returns the memory of a contiguous CPU tensor or of a buffer. With `write`, the operation writes the memory to
     /// the device, so the buffer may be read-only.
     fn of(memory: &Bound<'_, PyAny>, write: bool) -> PyResult<Self> {
-        // Without torch no object is a tensor; do not import torch for a bytearray.
+        // If torch is not imported, no object is a tensor. Do not import torch just to check a bytearray.
         let modules = memory.py().import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
         match modules.get_item("torch")? {
             Some(torch) if memory.is_instance(&torch.getattr("Tensor")?)? => Self::of_tensor(memory),
@@ -214,18 +216,17 @@ impl TensorMemory {
         let device = tensor.getattr("device")?;
         if device.getattr("type")?.extract::<String>()? != "cpu" {
             return refused(&format!(
-                "only CPU tensors can be read and written, and this one is on {device}; copy it first"
+                "only CPU tensors can be read and written, and this tensor is on {device}; copy it to the CPU first"
             ));
         }
         if tensor.getattr("layout")?.to_string() != "torch.strided" || !is("is_contiguous")? {
             return refused(
-                "the tensor is not contiguous; pass tensor.contiguous(), or a tensor to read into and copy from",
+                "the tensor is not contiguous; pass tensor.contiguous(), or read into a contiguous tensor and copy \
+                 from it",
             );
         }
         if is("is_conj")? || is("is_neg")? {
-            return refused(
-                "the tensor is a lazy conjugate or negative, whose memory holds other values; resolve it first",
-            );
+            return refused("the tensor is a lazy conjugate or negative; pass tensor.resolve_conj().resolve_neg()");
         }
         let address = tensor.call_method0("data_ptr")?.extract()?;
         let nbytes = tensor.getattr("nbytes")?.extract()?;
@@ -240,10 +241,10 @@ impl TensorMemory {
             return Err(config_error(py, message));
         };
         if !view.getattr("c_contiguous")?.is_truthy()? {
-            return Err(config_error(py, "the buffer is not contiguous; make a contiguous copy".into()));
+            return Err(config_error(py, "the buffer is not contiguous; pass a contiguous copy".into()));
         }
         if !write && view.getattr("readonly")?.is_truthy()? {
-            return Err(config_error(py, "the buffer is read-only, so nothing can be read into it".into()));
+            return Err(config_error(py, "the buffer is read-only; pass a writable buffer to read into".into()));
         }
         let nbytes: usize = view.getattr("nbytes")?.extract()?;
         if nbytes == 0 {
@@ -251,7 +252,7 @@ impl TensorMemory {
             return Ok(Self::new(0, 0, py.None()));
         }
         let bytes = view.call_method1("cast", ("B",))?;
-        // The result keeps `bytes`, which holds the export of the memory. `buffer` only gives the address.
+        // The result keeps `bytes`, and `bytes` keeps the memory exported. `buffer` only gives the address.
         let buffer = PyBuffer::<u8>::get(&bytes)?;
         Ok(Self::new(buffer.buf_ptr().expose_provenance(), nbytes, bytes.unbind()))
     }
@@ -259,11 +260,12 @@ impl TensorMemory {
 
 // SAFETY: the fields are an address, and a reference that any thread may hold.
 unsafe impl Send for TensorMemory {}
-// SAFETY: as above; a shared reference changes neither field.
+// SAFETY: the fields are an address, and a reference that any thread may hold. A shared reference changes neither
+// field.
 unsafe impl Sync for TensorMemory {}
 
-// SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that contains it, so the memory stays
-// mapped at its address. The documentation of `memascend.nvme` says when other code may access the bytes.
+// SAFETY: `_keep` holds an export of the memory (a memoryview), or the tensor's storage. So the memory stays mapped at
+// its address. The documentation of `memascend.nvme` says when other code may access the bytes.
 unsafe impl Buffer for TensorMemory {
     fn as_ptr(&self) -> *const u8 {
         self.address.as_ptr()
@@ -278,10 +280,11 @@ unsafe impl Buffer for TensorMemory {
     }
 }
 
-/// An operation in flight. Dropping the ticket cancels nothing: the operation goes on, and keeps its memory alive until
-/// it ends.
+/// An operation in flight. Deleting the ticket does not cancel the operation: the operation continues, and keeps its
+/// memory alive until it ends.
 ///
-/// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+/// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the write's
+/// error, once.
 #[pyclass(frozen, module = "memascend.nvme")]
 struct Ticket {
     inner: nvme::Ticket<TensorMemory>,
@@ -290,7 +293,7 @@ struct Ticket {
 #[pymethods]
 impl Ticket {
     /// Waits for the operation without the GIL, up to `timeout` seconds. Returns the number of bytes moved, which is
-    /// the whole length.
+    /// always the length of the memory.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<usize> {
         waiting(py, timeout, |wait| self.inner.wait_until(wait))?;
@@ -310,13 +313,13 @@ impl Ticket {
 }
 
 impl Ticket {
-    /// Releases the memory before the ticket is gone: the kernel has finished with it.
+    /// Releases the memory while the ticket still exists, because the kernel has finished with the memory.
     fn release_buffer(&self) {
         drop(self.inner.take_buffer());
     }
 }
 
-/// Returns why this process cannot use `io_uring`; None if it can.
+/// Returns why this process cannot use `io_uring`; None if it can use `io_uring`.
 #[pyfunction]
 fn io_uring_why_not(py: Python<'_>) -> Option<String> {
     py.detach(nvme::why_no_io_uring)

@@ -1,4 +1,4 @@
-//! Translates reads of units in parts for Python.
+//! Python bindings for reading a unit in parts.
 
 use memascend_engine::UnitFetch;
 use memascend_store::{Buffer, Shared};
@@ -20,8 +20,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 ///
-/// The store does not write to the slots of these values until each part was read once, or until this object and all
-/// its reads are gone. The step after the next commit waits until then.
+/// The store does not write to the slots of the unit's values until each part was read once, or until this object and
+/// all its reads are gone. Until then, the step after the next commit waits before it writes to these slots.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct UnitParts {
     inner: memascend_engine::UnitParts,
@@ -30,18 +30,19 @@ pub(crate) struct UnitParts {
 
 #[pymethods]
 impl UnitParts {
-    /// Returns for each part its first byte in the unit, and its number of bytes.
+    /// Returns, for each part, the offset of its first byte in the unit, and its number of bytes.
     fn places(&self) -> Vec<(u64, u64)> {
         self.inner.places().collect()
     }
 
-    /// Begins to read a part into a contiguous uint8 CPU tensor of its size, ahead of all other waiting I/O.
+    /// Begins to read a part into `into`, a contiguous uint8 CPU tensor of the part's size. The read goes before all
+    /// other waiting I/O.
     fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let py = into.py();
         let Some((_, nbytes)) = self.inner.places().nth(index) else {
-            return Err(PyIndexError::new_err(format!("there is no part {index}")));
+            return Err(PyIndexError::new_err(format!("the unit has no part {index}; pass an index into places()")));
         };
-        let refusal = || format!("a part is read into a contiguous uint8 tensor of {nbytes} bytes on the CPU");
+        let refusal = || format!("pass a contiguous uint8 tensor of {nbytes} bytes on the CPU to read the part into");
         let memory = bytes_into(into, refusal)?;
         if Buffer::len(&memory) as u64 != nbytes {
             return Err(config_error(py, refusal()));
@@ -58,7 +59,7 @@ impl UnitParts {
     }
 }
 
-/// Threads that verify parts of units as they arrive, so that the thread that copies the parts onward need not compute
+/// Threads that verify parts of units as the parts arrive. So the thread that copies the parts does not have to compute
 /// checksums.
 ///
 /// The threads end when this object and every part that they verify are gone.
@@ -81,11 +82,11 @@ impl Checkers {
     }
 }
 
-/// A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it. Any thread
-/// may use it.
+/// A unit, or a part of a unit, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it. Any
+/// thread may use it.
 ///
-/// The store does not write to the slots of these values until the device has ended the reads. The step after the next
-/// commit waits until then. Dropping this object waits for the device, too.
+/// The store does not write to the slots of the unit's values until the device has ended the reads. Until then, the
+/// step after the next commit waits before it writes to these slots. Dropping this object waits for the device, too.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
     inner: Detached<UnitFetch<TensorMemory>>,
@@ -99,7 +100,7 @@ impl From<UnitFetch<TensorMemory>> for Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, not the read.
+    /// Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, but not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))
     }

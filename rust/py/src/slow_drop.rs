@@ -25,7 +25,8 @@ impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
         // SAFETY: this takes the value once, when `self` is dropped, and nothing uses `self.0` afterwards.
         let mut value = Some(unsafe { ManuallyDrop::take(&mut self.0) });
-        // While the interpreter ends, the GIL cannot be released; no other Python thread runs then.
+        // While the interpreter ends, the GIL cannot be released. No other Python thread runs then, so the drop delays
+        // no other thread.
         let detached = Python::try_attach(|py| {
             let value = value.take();
             py.detach(|| drop(value));

@@ -1,4 +1,4 @@
-//! Makes gradient sources from Python functions that lend a gradient window by window.
+//! Makes gradient sources from Python functions. Each call of such a function lends one window of a gradient.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -14,7 +14,7 @@ pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
     Box::new(move |start, nbytes| {
         let called =
             Python::try_attach(|py| lent(py, &function, start, nbytes).map_err(|error| -> Cause { Arc::new(error) }));
-        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the interpreter is ending"))))
+        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the Python interpreter is shutting down"))))
     })
 }
 
@@ -22,7 +22,7 @@ fn lent(py: Python<'_>, function: &Py<PyAny>, start: usize, nbytes: usize) -> Py
     let (address, first, count) = function.call1(py, (start, nbytes))?.extract::<(usize, usize, usize)>(py)?;
     let inside = first <= start && start + nbytes <= first.saturating_add(count);
     let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
-    let address = address.ok_or_else(|| PyValueError::new_err("a source lent other bytes than it was asked for"))?;
+    let address = address.ok_or_else(|| PyValueError::new_err("window() must lend the requested bytes, 8-aligned"))?;
     // SAFETY: `memascend.engine.Lent` keeps the bytes valid and unchanged until the next call of its function.
     Ok(unsafe { Window::new(address, first, count) })
 }

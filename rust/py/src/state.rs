@@ -1,7 +1,7 @@
-//! Translates updates of state in the stored formats for Python. Tensors arrive as addresses: see [Note: trusted
-//! addresses].
+//! Python bindings that decode and update state in the formats of a store. Tensors arrive as addresses: see [Note:
+//! trusted addresses].
 //!
-//! Each address points to as many elements as the format says.
+//! The format determines the number of elements at each address.
 
 use std::num::NonZeroUsize;
 
@@ -22,8 +22,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(state_update, module)?)
 }
 
-/// Decodes state of a format into the fp32 tensors of `wide` that are not None: master weights, first and second
-/// moment.
+/// Decodes state of a format into fp32 tensors. `wide` has the tensors for master weights, first and second moment. A
+/// tensor that is None is skipped.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and the fp32 tensors")]
 fn state_decode(
@@ -45,7 +45,7 @@ fn state_decode(
     py.detach(|| math::decode(reduced, WideState { master, first, second }, exec)).or_raise(py)
 }
 
-/// Updates elements of the parameter `name`, from its element `first` on, by one step.
+/// Updates `numel` elements of the parameter `name` by one step, beginning at the element `first`.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors, a gradient and an optimizer's numbers")]
 fn state_update(

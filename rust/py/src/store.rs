@@ -1,4 +1,4 @@
-//! Translates `rust/store` for Python: stores, records, units, commit, verification. Tensors arrive as addresses: see
+//! Python bindings of `rust/store`: stores, records, units, commit, verification. Tensors arrive as addresses: see
 //! [Note: trusted addresses].
 //!
 //! Only `memascend.engine` calls the functions that take addresses.
@@ -29,7 +29,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()
 }
 
-/// A store of training state on SSD. A commit makes all of a step durable or nothing, and every read is verified.
+/// A store of training state on SSD. A commit either makes the whole step durable, or changes nothing. Every read is
+/// verified.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
@@ -40,9 +41,10 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// Creates a store, or opens an existing one; without records it only opens. If `existing` is "previous", the store
-    /// keeps its newest commit until `go_back` is called. If `existing` is "look", opens the store for inspection,
-    /// damaged or not: nothing can be staged, and nothing is written.
+    /// Creates a store, or opens an existing store. If `records` is None, only opens an existing store. If `existing`
+    /// is "previous", the store keeps its newest commit until `go_back` is called. If `existing` is "look", opens the
+    /// store for inspection, even if the store is damaged. A store that is opened for inspection accepts no staged data
+    /// and writes nothing.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -84,7 +86,7 @@ impl Store {
         Ok(Self::found(inner, created))
     }
 
-    /// Returns how the store differs from these records; `None` if it does not.
+    /// Returns how the store differs from these records; None if the store does not differ.
     fn difference_of(
         &self,
         py: Python<'_>,
@@ -97,7 +99,7 @@ impl Store {
         Ok(self.inner.description().difference(&wanted))
     }
 
-    /// Drops the newest commit for good, if the store was opened with "previous".
+    /// Drops the newest commit for good, if the store was opened with `existing="previous"`.
     fn go_back(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.go_back()).or_raise(py)
     }
@@ -132,7 +134,7 @@ impl Store {
         info::of_record(name.py(), &self.inner, self.index(name)?)
     }
 
-    /// Returns the dict of `record` for a record's number.
+    /// Returns the same dict as `record`, for the record with the number `index`.
     fn record_at<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
         info::of_record(py, &self.inner, index)
     }
@@ -148,8 +150,8 @@ impl Store {
         self.inner.description().records.len()
     }
 
-    /// Reads a record's values and state tensors as the last commit left them, into memory. `tensors` has an (address,
-    /// bytes) for each of these tensors. Returns the record's version.
+    /// Reads a record's values and state tensors of the last commit. `tensors` has (address, bytes) of the memory for
+    /// each of these tensors. Returns the record's version.
     fn read_at(&self, py: Python<'_>, record: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
         py.detach(|| {
             // SAFETY: Python checked the addresses ([Note: trusted addresses]); the tensors are disjoint.
@@ -193,20 +195,21 @@ impl Store {
         py.detach(|| self.inner.keep_log(&records, steps)).or_raise(py)
     }
 
-    /// Writes the records of the RAM tier whose newest state only memory and the log have, as a part of the last step.
-    /// This empties the log.
+    /// Writes the records of the RAM tier whose newest state is only in memory and in the log. The records become a
+    /// part of the last step. This empties the log.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
     }
 
-    /// Abandons state that only memory has, if any: nothing can be committed from then on, the store stays unclosed,
-    /// and the next opening reports that.
+    /// Abandons state that is only in memory. If the store has state that is only in memory, nothing can be committed
+    /// from then on, and `close` leaves the store marked as not closed. The next opening reports that the store was not
+    /// closed.
     fn give_up(&self, py: Python<'_>) {
         py.detach(|| self.inner.give_up_applied());
     }
 
-    /// Returns the values of a unit in RAM, as the last commit left them; None unless the whole unit is in RAM.
+    /// Returns the values that a unit in RAM has in the last commit; None if a part of the unit is not in RAM.
     fn ram_tier_unit<'py>(&self, unit: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, unit) = (unit.py(), self.unit(unit)?);
         let records: Vec<usize> = self.inner.records_of(unit).collect();
@@ -217,8 +220,8 @@ impl Store {
         torch.call_method("frombuffer", (Lender::default().lend(py, memory)?,), Some(&options)).map(Some)
     }
 
-    /// A count that changes when values in RAM become stale: until then, the memory of `ram_tier_unit` has the values
-    /// of the last commit.
+    /// A count that changes when values in RAM become stale. While the count is unchanged, the memory of
+    /// `ram_tier_unit` has the values of the last commit.
     #[getter]
     fn ram_tier_epoch(&self) -> u64 {
         self.inner.ram_tier_epoch()
@@ -230,8 +233,9 @@ impl Store {
         Ok(())
     }
 
-    /// Commits a step, with `user` and `hyperparameters` as JSON. `run` identifies the run and the commit to all ranks.
-    /// Calls `agree` once all data is flushed; an exception of `agree` ends the commit.
+    /// Commits a step, with `user` and `hyperparameters` as JSON. `run` identifies the run, the commit and this rank.
+    /// Calls `agree` once all data is flushed. If `agree` raises an exception, the commit fails with this exception,
+    /// and the last commit stays valid.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -245,19 +249,19 @@ impl Store {
         agreed(py, agree, |wait, agree| self.inner.commit_agreed(commit, wait, agree))
     }
 
-    /// Selects the records that `digest` covers. Only the first call counts.
+    /// Selects the records that `digest` covers. Only the first call has an effect.
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 makes it")]
     fn compare(&self, records: Vec<usize>) {
         self.inner.compare(&records);
     }
 
-    /// Returns a digest of the staged bytes and deferred updates of the records of `compare`. It is equal in two stores
-    /// of the same records if these bytes and updates are equal.
+    /// Returns a digest of the staged bytes and deferred updates of the records that `compare` selected. Two stores of
+    /// the same records have equal digests if these bytes and updates are equal.
     fn digest(&self) -> u64 {
         self.inner.digest()
     }
 
-    /// Stops all writing, also by `close()`: the committed state stays as it is.
+    /// Stops all writes, also the writes of `close()`. The committed state stays as it is.
     fn end(&self) {
         self.inner.end();
     }
@@ -282,8 +286,8 @@ impl Store {
         py.detach(|| self.inner.damaged()).or_raise(py)
     }
 
-    /// Calls `visit(record, [(tensor, first byte, memory)])` for each part of these records, as the last commit left
-    /// them. The memory is lent for the call.
+    /// Calls `visit(record, [(tensor, first byte, memory)])` for each part of these records, with the bytes of the last
+    /// commit. `visit` may use the memory only during the call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn scan_at(&self, py: Python<'_>, records: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
         calling(py, |calls| {
@@ -296,8 +300,8 @@ impl Store {
         })
     }
 
-    /// Returns the first file that was truncated or that its path no longer names, and what happened: "deleted",
-    /// "moved", "replaced" or "truncated".
+    /// Returns the first file that was truncated or lost its path, and what happened to the file: "deleted", "moved",
+    /// "replaced" or "truncated".
     fn lost_file(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
         let (path, what) = py.detach(|| self.inner.volume().lost())?;
         let word = match what {
@@ -314,8 +318,8 @@ impl Store {
         self.inner.volume().forsake();
     }
 
-    /// Tells the store that the caller removes the store's file. A new store then does not give the file its final
-    /// name, and `lost_file` does not report the file.
+    /// Call this if the caller removes the store's file. Afterwards, a new store does not give the file its final name,
+    /// and `lost_file` does not report the file.
     fn become_temporary(&self) {
         self.inner.volume().forgo_names();
     }

@@ -1,4 +1,4 @@
-//! Takes tensors from Python: checks them against a record's description, and finds their memory.
+//! Checks tensors from Python against a record's description, and finds the memory of the tensors.
 
 use memascend_engine::Gradient;
 use memascend_store::{Buffer, Record};
@@ -37,7 +37,7 @@ fn refused<T>(py: Python<'_>, name: &str, what: &dyn Fn(&str) -> String) -> PyRe
     Err(config_error(py, what(&shown(&PyString::new(py, name)))))
 }
 
-/// Returns an error if a tensor is not contiguous when its dimensions are permuted to `order`; an empty `order` is
+/// Returns an error if a tensor is not contiguous when its dimensions are permuted to `order`. An empty `order` means
 /// row-major.
 fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
     let py = tensor.py();
@@ -45,7 +45,7 @@ fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResul
         if tensor.call_method0("is_contiguous")?.is_truthy()? {
             return Ok(());
         }
-        return refused(py, name, &|name| format!("the tensors of {name} must be contiguous"));
+        return refused(py, name, &|name| format!("the tensors of {name} must be contiguous; pass .contiguous()"));
     }
     let dimensions: usize = tensor.call_method0("dim")?.extract()?;
     let whole = dimensions == order.len()
@@ -54,7 +54,7 @@ fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResul
         return Ok(());
     }
     refused(py, name, &|name| {
-        format!("the tensors of {name} must have their dimensions in memory in the order {order:?}")
+        format!("the memory of the tensors of {name} must have the dimensions in the order {order:?}")
     })
 }
 
@@ -63,13 +63,14 @@ fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyRe
     let device = tensor.getattr("device")?;
     if device.getattr("type")?.extract::<String>()? != "cpu" {
         return refused(tensor.py(), name, &|name| {
-            format!("the tensors of {name} must be on the CPU, not on {device}")
+            format!("the tensors of {name} must be on the CPU, not on {device}; pass .cpu()")
         });
     }
     require_order(tensor, name, order)
 }
 
-/// Returns the memory of a record's values, if given; an error if the tensor does not fit the description.
+/// Returns the memory of the tensor `values`, or `None` if `values` is `None`. Returns an error if the tensor does not
+/// fit the record.
 pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Box<dyn Buffer>>> {
     let Some(values) = values else { return Ok(None) };
     require_laid_out(values, &record.name, &record.order)?;
@@ -77,7 +78,7 @@ pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResu
     if of != record.dtype.name() || shape != record.shape {
         let (wanted, of_shape) = (record.dtype.name(), &record.shape);
         return refused(values.py(), &record.name, &|name| {
-            format!("a tensor of {name} is {of} of shape {shape:?}, not {wanted} of {of_shape:?}")
+            format!("the values of {name} are {of} of shape {shape:?}, but must be {wanted} of shape {of_shape:?}")
         });
     }
     Ok(Some(Box::new(held(values)?)))
@@ -98,13 +99,13 @@ pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gr
     made.or_raise(py)
 }
 
-/// Returns the size in bytes of a gradient that the function in Python uses; an error if the gradient does not fit the
-/// record, as in [`gradient`].
+/// Returns the size in bytes of a gradient that a Python function already has. Returns an error if the gradient does
+/// not fit the record.
 pub(crate) fn kept(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<usize> {
     nbytes_of(&checked(record, given)?)
 }
 
-/// Returns the tensor of a gradient; an error if it does not fit the record.
+/// Returns the tensor of a gradient. Returns an error if the tensor does not fit the record.
 fn checked<'py>(record: &Record, given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let tensor = if is_lent(given) { given.getattr("tensor")? } else { given.clone() };
     if is_lent(given) {
@@ -128,7 +129,8 @@ fn require_shape(record: &Record, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
     refused(gradient.py(), &record.name, &|name| format!("the gradient of {name} has shape {shape:?}, not {wanted:?}"))
 }
 
-/// Returns the memory of a tensor into which a spilled gradient of a record is read; an error if it does not fit.
+/// Returns the memory of a tensor into which a spilled gradient of a record is read. Returns an error if the tensor
+/// does not fit the record.
 pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult<TensorMemory> {
     require_laid_out(into, &record.name, &record.order)?;
     require_shape(record, into)?;
@@ -136,7 +138,7 @@ pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult
     if let Some(spill) = record.spill.filter(|spill| spill.name() != of) {
         let wanted = spill.name();
         return refused(into.py(), &record.name, &|name| {
-            format!("the gradient of {name} spills as {wanted}, not {of}")
+            format!("the gradient of {name} spills as {wanted}, but the tensor has dtype {of}")
         });
     }
     held(into)

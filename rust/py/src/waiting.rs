@@ -1,4 +1,5 @@
-//! Runs work without the GIL: limits its waits by a timeout, calls Python code during it, and lets Ctrl-C end it.
+//! Runs work without the GIL. A timeout limits the waits of the work, the work may call Python code, and Ctrl-C ends
+//! the work.
 
 use memascend_mem::Wait;
 use pyo3::prelude::*;
@@ -8,11 +9,11 @@ use crate::{
     errors::{IntoPyErr, OrPyErr as _},
 };
 
-/// Calls Python code during work. The first exception of a call ends the work.
+/// Calls Python code while work runs without the GIL. The first call that raises an exception ends the work.
 pub(crate) struct Calls(Option<PyErr>);
 
 impl Calls {
-    /// Runs `call` with the GIL. Returns false if it raised, so that the work ends.
+    /// Runs `call` with the GIL. Returns false if `call` raised an exception, so that the work ends.
     pub(crate) fn call(&mut self, call: impl FnOnce(Python<'_>) -> PyResult<()>) -> bool {
         Python::attach(call).map_err(|raised| self.0 = Some(raised)).is_ok()
     }
@@ -24,8 +25,8 @@ impl Calls {
     }
 }
 
-/// Runs `work` without the GIL. If one of its calls raised, raises that exception; otherwise the error of `work`, if
-/// any.
+/// Runs `work` without the GIL. If a Python call of `work` raised an exception, raises this exception. Otherwise raises
+/// the error of `work`, if it returns one.
 pub(crate) fn calling<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut Calls) -> Result<T, E> + Send,
@@ -38,7 +39,8 @@ pub(crate) fn calling<T: Send, E: IntoPyErr + Send>(
     }
 }
 
-/// Runs `work` without the GIL, and ends it on Ctrl-C: `work` asks now and then whether to go on.
+/// Runs `work` without the GIL, and ends `work` on Ctrl-C. `work` must call its argument from time to time, and must
+/// end if this call returns false.
 pub(crate) fn interruptible<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     work: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
@@ -56,8 +58,8 @@ pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     interruptible(py, |keep_waiting| work(Wait { timeout, keep_waiting: Some(keep_waiting) }))
 }
 
-/// Runs `work` as [`interruptible`] does, and passes the bytes that it reports to `progress(done, all)`, if `progress`
-/// is given.
+/// Runs `work` as [`interruptible`] does, and passes the numbers of bytes that `work` reports to `progress(done, all)`,
+/// if `progress` is given.
 pub(crate) fn watched<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,

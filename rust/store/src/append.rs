@@ -1,4 +1,5 @@
-//! Appends gradients to the write-ahead log, and the head that makes them part of a committed step.
+//! Writes a step's gradients to the write-ahead log, then writes the step's log head there. The log head makes the
+//! gradients part of the committed step.
 
 use crate::{
     Buffer, Dtype, Error, Head, Result, StepWrite, Store,
@@ -12,8 +13,8 @@ use crate::{
 
 impl Store {
     /// Begins to append a record's gradient to the log. The caller appends every chunk ([`Store::append`]) before it
-    /// commits a [`StepHead`](crate::StepHead) that names the gradient. A second call before the commit replaces the
-    /// first gradient.
+    /// commits a [`StepHead`](crate::StepHead) that names the gradient. A second call for the same record before the
+    /// commit replaces the gradient of the first call.
     ///
     /// Returns `false` if the log has no room for the gradient, or if [`Store::keep_log`] has not admitted this record
     /// with this dtype. The caller then stages the whole record, with its state after this step.
@@ -29,7 +30,9 @@ impl Store {
         let chunks = self.layout.chunks_of(record);
         if let Some(appended) = log.appended.get_mut(&record) {
             if appended.writing > 0 {
-                return Err(Error::Usage(format!("the gradient of {name:?} is being appended already")));
+                return Err(Error::Usage(format!(
+                    "the gradient of {name:?} is being written already: wait for its writes first"
+                )));
             }
             appended.missing = chunks;
             appended.chunks.iter_mut().for_each(|(_, sum)| *sum = None);
@@ -44,7 +47,7 @@ impl Store {
             places.push((log.ring.place(at), None));
             next = at + bytes;
         }
-        // The commit appends the head behind the gradients: leave room for the longest head.
+        // The commit appends the log head after the gradients: leave room for the longest possible head.
         if log.ring.fit(oldest, next, log.head_bytes_max).is_none() {
             return Ok(false);
         }
@@ -54,13 +57,18 @@ impl Store {
         Ok(true)
     }
 
-    /// Adds a record's spilled gradient to the step without a copy: the head names the place that holds the spill. The
-    /// commit that names the gradient ([`StepHead`](crate::StepHead)) leaves the record's live slot one update behind,
-    /// and the caller settles the record ([`Store::begin_settling`]) before it appends the record's next gradient.
+    /// Adds a record's spilled gradient to the step without copying the gradient: the log head names the place on
+    /// storage to which the gradient was spilled. The commit that names the gradient ([`StepHead`](crate::StepHead))
+    /// does not write the updated record. The caller must settle the record ([`Store::begin_settling`]) before it
+    /// appends the record's next gradient.
     ///
-    /// Returns `false` if the head cannot name the spill: the spill is not complete, or dates from before the last
-    /// commit, or the last commit names the same place (spilling the gradient again helps), or [`Store::keep_places`]
-    /// has not made a second place for the record.
+    /// Returns `false` if the log head cannot name the spilled gradient, for one of these reasons:
+    ///
+    /// - The spilled gradient is not complete.
+    /// - The gradient was spilled before the last commit.
+    /// - The last commit already names the place to which this gradient was spilled. The caller can spill the gradient
+    ///   again: it then goes to another place.
+    /// - [`Store::defers`] is false for the record.
     pub fn append_spilled(&self, record: usize) -> Result<bool> {
         self.known(record)?;
         if !self.defers(record) {
@@ -72,9 +80,9 @@ impl Store {
         if is_staged || index.is_behind(record) {
             let name = &self.description.records[record].name;
             let why = if is_staged {
-                "is staged already; commit or discard that"
+                "is staged already: commit or discard the step"
             } else {
-                "lacks its last update; settle it"
+                "does not have its last update yet: settle the record"
             };
             return Err(Error::Usage(format!("{name:?} {why} first")));
         }
@@ -85,8 +93,8 @@ impl Store {
         Ok(true)
     }
 
-    /// True if a commit can name the record's spilled gradient ([`Store::append_spilled`]) and leave its update to the
-    /// next step.
+    /// True if a commit may name the record's spilled gradient ([`Store::append_spilled`]) instead of writing the
+    /// updated record. The next step then applies the gradient.
     #[must_use]
     pub fn defers(&self, record: usize) -> bool {
         let dtype = self.description.records.get(record).and_then(|record| record.spill);
@@ -100,13 +108,14 @@ impl Store {
         self.index.lock().log.members.contains_key(&record)
     }
 
-    /// Begins to write one chunk of the gradient that [`Store::begin_append`] began. `buffer` has
-    /// [`Store::gradient_chunk_bytes`] bytes, which are whole pages. The checksum leaves out the padding of the last
-    /// page.
+    /// Begins to write one chunk of a gradient after [`Store::begin_append`]. `buffer` must have
+    /// [`Store::gradient_chunk_bytes`] bytes, which are whole pages. The checksum does not cover the padding of the
+    /// last page.
     pub fn append<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         self.known(record)?;
         let name = &self.description.records[record].name;
-        let unknown = || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded"));
+        let unknown =
+            || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded: begin it again"));
         let (generation, dtype) = {
             let index = self.index.lock();
             (index.generation + 1, index.log.appended.get(&record).ok_or_else(unknown)?.dtype)
@@ -115,7 +124,7 @@ impl Store {
         if chunk >= self.layout.chunks_of(record) || buffer.len() as u64 != wanted {
             let (got, chunks) = (buffer.len(), self.layout.chunks_of(record));
             return Err(Error::Invalid(format!(
-                "chunk {chunk} of {chunks} of the gradient of {name:?} has {wanted} bytes, not {got}"
+                "chunk {chunk} of {chunks} of the gradient of {name:?} needs a buffer of {wanted} bytes, not {got}"
             )));
         }
         let sum = self.gradient_sum((record, chunk), generation, &bytes_of(&buffer)[..used as usize]);
@@ -126,7 +135,9 @@ impl Store {
             let appended = index.log.appended.get_mut(&record).filter(|_| is_now).ok_or_else(unknown)?;
             let (place, of_chunk) = &mut appended.chunks[chunk as usize];
             if of_chunk.is_some() {
-                return Err(Error::Usage(format!("chunk {chunk} of the gradient of {name:?} is appended already")));
+                return Err(Error::Usage(format!(
+                    "chunk {chunk} of the gradient of {name:?} is appended already: append each chunk once"
+                )));
             }
             *of_chunk = Some(sum);
             appended.writing += 1;
@@ -137,13 +148,13 @@ impl Store {
         self.write_of_step(buffer, place, record, Self::appended)
     }
 
-    /// Returns the bytes of one chunk of a gradient in the log, rounded up to whole pages.
+    /// Returns the size in bytes of one chunk of a gradient in the log, rounded up to whole pages.
     pub fn gradient_chunk_bytes(&self, record: usize, dtype: Dtype, chunk: u32) -> Result<u64> {
         self.known(record)?;
         Ok(self.chunk_of_gradient(record, dtype, chunk))
     }
 
-    /// Counts the write of one chunk as ended; `is_whole` is false if the write failed.
+    /// Notes in the index that the write of one chunk ended. `is_whole` is false if the write failed.
     fn appended(index: &mut Index, record: usize, is_whole: bool) {
         if let Some(appended) = index.log.appended.get_mut(&record) {
             appended.writing -= 1;
@@ -151,7 +162,8 @@ impl Store {
         }
     }
 
-    /// Returns a chunk's byte offset in its gradient, its bytes, and its bytes rounded up to whole pages.
+    /// Returns a chunk's offset in its gradient, the chunk's size, and this size rounded up to whole pages, all in
+    /// bytes.
     pub(crate) fn part_of_gradient(&self, record: usize, dtype: Dtype, chunk: u32) -> (u64, u64, u64) {
         let start = u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes();
         let used = self.description.elements_of_chunk(record, chunk) as u64 * dtype.bytes();
@@ -167,14 +179,14 @@ impl Store {
         checksum(&self.uuid, Subject::Gradient, (record as u64, u64::from(chunk)), generation, bytes)
     }
 
-    /// Writes the log head of the commit in progress and stores its place in `live`.
+    /// Writes the log head of the commit in progress and stores the head's place in `live`.
     pub(crate) fn write_head(&self, live: &mut Live, head: &Head) -> Result<()> {
         let bytes = head.encode();
         let (ring, at) = {
             let index = self.index.lock();
             let log = &index.log;
             let at = log.ring.fit(log.live.oldest(), log.next.unwrap_or(log.live.next), bytes.len() as u64);
-            (log.ring, at.ok_or_else(|| Error::Usage("the log has no space for the head of the step".into()))?)
+            (log.ring, at.ok_or_else(|| Error::Usage("the log has no space for the head: discard the step".into()))?)
         };
         let place = ring.place(at);
         live.head = (place, crate::head::head_checksum(&self.uuid, place, &bytes));

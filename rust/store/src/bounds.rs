@@ -1,4 +1,4 @@
-//! Checks a description against bounds, before a store is created from it or read with it.
+//! Checks that a description is within bounds, before a store is created or read with this description.
 
 use std::collections::HashSet;
 
@@ -7,24 +7,25 @@ use crate::{
     layout::PAGE_BYTES,
 };
 
-/// Most bytes of a name. The names that torch gives, paths of modules, are far shorter.
+/// The largest size in bytes of a name. The names that torch gives to parameters are paths of modules, and far shorter.
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
-/// Most dimensions of a tensor. torch's bound is 64; no known model exceeds 8.
+/// The largest number of dimensions of a tensor. torch allows 64. No known model has a tensor of more than 8.
 pub(crate) const RANK_MAX: usize = 16;
-/// Most records, and most units. The largest mixture-of-experts models have some 100,000 parameter tensors.
+/// The largest number of records in a store. The number of units has the same limit. The largest mixture-of-experts
+/// models have some 100,000 parameter tensors.
 pub(crate) const RECORDS_MAX: usize = 1 << 20;
-/// Most state tensors of a record.
+/// The largest number of state tensors of a record.
 pub(crate) const STATES_MAX: usize = 32;
-/// Most elements of a tensor.
+/// The largest number of elements of a tensor.
 pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
-/// `chunk_elements` is a multiple of this, so that a chunk of 16-bit values fills whole pages. For 8-bit values
-/// `Record::checked_chunks` requires a multiple of 4,096.
+/// `chunk_elements` must be a multiple of this number, so that a chunk of 16-bit values fills whole pages. For 8-bit
+/// values `Record::checked_chunks` requires a multiple of 4,096.
 pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
-/// Most elements of a chunk.
+/// The largest number of elements of a chunk.
 pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
-/// Most bytes of the user's value, and most bytes of the hyperparameters.
+/// The largest possible `user_bytes_max` and `hyperparameters_bytes_max` of a description.
 pub(crate) const TEXT_BYTES_MAX: u32 = 1 << 24;
-/// Most bytes of an encoded description.
+/// The largest size in bytes of an encoded description.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
 
 impl Description {
@@ -38,19 +39,25 @@ impl Description {
         }
         for (name, bytes) in [("user", self.user_bytes_max), ("hyperparameters", self.hyperparameters_bytes_max)] {
             if bytes > TEXT_BYTES_MAX {
-                return Err(format!("{name}_bytes_max is {bytes}: at most {TEXT_BYTES_MAX} are kept"));
+                return Err(format!("{name}_bytes_max is {bytes}: pass at most {TEXT_BYTES_MAX}"));
             }
         }
         if self.units.len() > RECORDS_MAX || self.records.is_empty() || self.records.len() > RECORDS_MAX {
             let (units, records) = (self.units.len(), self.records.len());
-            return Err(format!("{records} records in {units} units: a store has 1 to {RECORDS_MAX} of each"));
+            return Err(format!(
+                "there are {records} records in {units} units: a store can have 1 to {RECORDS_MAX} of each"
+            ));
         }
         let (firsts, records) = (self.first_elements.len(), self.records.len());
         if firsts != 0 && firsts != records {
-            return Err(format!("{firsts} first elements for {records} records"));
+            return Err(format!(
+                "first_elements has {firsts} items for {records} records: give one item for each record"
+            ));
         }
         if let Some(first) = self.first_elements.iter().find(|&&first| first > ELEMENTS_MAX) {
-            return Err(format!("a record begins at element {first}, and a parameter has at most {ELEMENTS_MAX}"));
+            return Err(format!(
+                "a record begins at element {first}, but a parameter can have at most {ELEMENTS_MAX} elements"
+            ));
         }
         named("optimizer", &self.optimizer)?;
         self.units.iter().try_for_each(|name| named("unit", name))?;
@@ -60,13 +67,17 @@ impl Description {
             record.checked(chunk)?;
             let name = &record.name;
             if !names.insert(name.as_str()) {
-                return Err(format!("two records are called {name:?}"));
+                return Err(format!("two records have the name {name:?}: give each record a different name"));
             }
             if record.unit as usize >= self.units.len() {
-                return Err(format!("{name:?} is in unit {} of {}, counted from 0", record.unit, self.units.len()));
+                return Err(format!(
+                    "{name:?} is in unit {}, but there are only {} units, counted from 0",
+                    record.unit,
+                    self.units.len()
+                ));
             }
             if record.unit < unit_before {
-                return Err(format!("{name:?} comes after records of a later unit; order the records by unit"));
+                return Err(format!("{name:?} comes after records of a later unit: order the records by unit"));
             }
             unit_before = record.unit;
         }
@@ -74,12 +85,13 @@ impl Description {
     }
 }
 
-/// Rejects a name that is empty, too long or has control characters. The message calls the named thing `what`.
+/// Rejects a name that is empty, too long or has control characters. `what` is the kind of the named thing, such as
+/// "unit", for the error message.
 fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
     if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
         let start: String = name.chars().take(40).collect();
         return Err(format!(
-            "the {what} name {start:?} has {} bytes: 1 to {NAME_BYTES_MAX} printable ones work",
+            "the {what} name {start:?} has {} bytes: use 1 to {NAME_BYTES_MAX} bytes without control characters",
             name.len()
         ));
     }
@@ -87,7 +99,7 @@ fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
 }
 
 impl Record {
-    /// Rejects a record that is not bfloat16 with exactly the state tensors of [`COMPACT`].
+    /// Rejects a record unless its values are bfloat16 and its state tensors are exactly those of [`COMPACT`].
     pub(crate) fn checked_compact(&self) -> std::result::Result<(), Malformed> {
         let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice(), 1));
         let found = self.state.iter();
@@ -95,7 +107,10 @@ impl Record {
         if self.dtype == Dtype::Bf16 && found.eq(wanted) {
             return Ok(());
         }
-        Err(format!("{:?} is not compact: bfloat16 values with {COMPACT:?} of their shape", self.name))
+        Err(format!(
+            "{:?} is not compact: it needs bfloat16 values, and the state tensors {COMPACT:?} of the same shape",
+            self.name
+        ))
     }
 
     fn checked(&self, chunk: u32) -> std::result::Result<(), Malformed> {
@@ -105,7 +120,8 @@ impl Record {
         for shape in shapes {
             if shape.len() > RANK_MAX || elements(shape).is_none() {
                 return Err(format!(
-                    "{name:?} has a tensor of shape {shape:?}: at most {RANK_MAX} dimensions and {ELEMENTS_MAX} elements are kept"
+                    "{name:?} has a tensor of shape {shape:?}: a tensor can have at most {RANK_MAX} dimensions and \
+                     {ELEMENTS_MAX} elements"
                 ));
             }
         }
@@ -113,16 +129,25 @@ impl Record {
         places.sort_unstable();
         let permutes = places.iter().enumerate().all(|(index, &place)| usize::from(place) == index);
         if !(self.order.is_empty() || self.order.len() == self.shape.len() && permutes) {
-            return Err(format!("the order {:?} of {name:?} is no permutation of its dimensions", self.order));
+            return Err(format!(
+                "the order {:?} of {name:?} is not a permutation of the tensor's dimensions",
+                self.order
+            ));
         }
         if self.state.len() > STATES_MAX {
-            return Err(format!("{name:?} has {} state tensors, at most {STATES_MAX} are kept", self.state.len()));
+            return Err(format!(
+                "{name:?} has {} state tensors: a record can have at most {STATES_MAX}",
+                self.state.len()
+            ));
         }
         let mut names = HashSet::new();
         for tensor in &self.state {
             named("state tensor", &tensor.name)?;
             if !names.insert(&tensor.name) {
-                return Err(format!("two state tensors of {name:?} are called {:?}", tensor.name));
+                return Err(format!(
+                    "two state tensors of {name:?} have the name {:?}: give each a different name",
+                    tensor.name
+                ));
             }
             self.checked_grain(tensor, chunk)?;
         }
@@ -130,8 +155,8 @@ impl Record {
         self.checked_format()
     }
 
-    /// Rejects a tensor whose shape does not have one item for each `grain` elements of the record, and a grain that
-    /// does not divide `chunk`.
+    /// Rejects a state tensor with a grain whose shape does not have one item for each `grain` elements of the record.
+    /// Also rejects a grain that does not divide `chunk`. Accepts every tensor without a grain (`grain == 0`).
     fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
         let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
         let fits = match grain {
@@ -141,12 +166,15 @@ impl Record {
         };
         if !fits {
             return Err(format!(
-                "{of:?} of {name:?} has shape {:?}, which is not one item for each {grain} elements",
+                "{of:?} of {name:?} has shape {:?}: it needs one item for each {grain} elements of the record",
                 tensor.shape
             ));
         }
         if grain > 1 && !chunk.is_multiple_of(grain) {
-            return Err(format!("{of:?} of {name:?} has an item for each {grain} elements, and chunks have {chunk}"));
+            return Err(format!(
+                "{of:?} of {name:?} has one item for each {grain} elements, but chunks have {chunk} elements: pass a \
+                 chunk_elements that is a multiple of {grain}"
+            ));
         }
         Ok(())
     }
@@ -164,8 +192,8 @@ impl Record {
             return Ok(());
         };
         Err(format!(
-            "a chunk of {chunk} elements of {:?} ends inside a page, as {} takes {} byte each: pass a chunk_elements \
-             that is a multiple of {}",
+            "a chunk of {chunk} elements of {:?} ends inside a page, because {} takes {} byte for each element: pass a \
+             chunk_elements that is a multiple of {}",
             self.name,
             dtype.name(),
             dtype.bytes(),

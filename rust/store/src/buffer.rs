@@ -1,4 +1,5 @@
-//! Provides the memory of I/O operations: leased slots of a scratch region, and transfers that own their buffer.
+//! Provides buffers for I/O operations. A [`Scratch`] leases slots of memory as buffers. A [`Transfer`] owns the buffer
+//! of an operation until the operation has ended.
 
 use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
 pub use memascend_nvme::{Buffer, Shared};
@@ -18,26 +19,26 @@ pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
 pub struct Scratch {
     ring: ChunkRing,
     owner: OwnerId,
-    /// Bytes of one slot.
+    /// The size of one slot in bytes.
     pub each: usize,
-    /// Bytes of the mapped region.
+    /// The size of the mapped region in bytes.
     pub mapped: usize,
 }
 
 impl Scratch {
-    /// Maps a region of `count` slots of `bytes` each. Memory reports attribute its slots to `owner`.
+    /// Maps a region of `count` slots of `bytes` bytes each. Memory reports list the region under the name `owner`.
     pub fn new(bytes: usize, count: usize, owner: &str) -> Result<Self> {
         let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
         let ring = ChunkRing::new(&region, bytes, count)?;
         Ok(Self { owner: ring.owner(owner)?, ring, each: bytes, mapped: region.bytes() })
     }
 
-    /// Leases a free slot. If no slot is free, waits for one as long as `wait` allows.
+    /// Leases a free slot. If no slot is free, waits for a free slot as long as `wait` allows.
     pub fn lease(&self, wait: Wait<'_>) -> std::result::Result<Lease, memascend_mem::Error> {
         self.ring.lease(self.owner, wait)
     }
 
-    /// Waits until a slot is free, leases it and returns its first `nbytes` bytes.
+    /// Waits until a slot is free, leases the slot and returns the slot's first `nbytes` bytes.
     pub(crate) fn part(&self, nbytes: u64) -> Result<Shared> {
         first(self.lease(Wait::forever())?, nbytes)
     }
@@ -47,10 +48,10 @@ impl Scratch {
 pub(crate) fn first(lease: Lease, nbytes: u64) -> Result<Shared> {
     let room = lease.len();
     let part = Shared::new(lease).part(0, nbytes as usize);
-    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit a buffer of {room}")))
+    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes do not fit into a buffer of {room} bytes")))
 }
 
-/// A read or write in flight. Dropping it waits until the operation has ended.
+/// A read or write in flight. Dropping a `Transfer` waits until the operation has ended.
 pub struct Transfer<B: Buffer>(Option<Ticket<B>>);
 
 impl<B: Buffer> Transfer<B> {

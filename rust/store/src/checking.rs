@@ -10,13 +10,14 @@ use memascend_mem::{Guarded, Maker, Wait};
 
 use crate::{Buffer, Error, PartFetch, Result};
 
-/// Threads that wait for the reads of parts and verify the checksums, in the order of the calls of [`Checkers::check`].
+/// Threads that verify the checksums of parts, in the order of the calls of [`Checkers::check`]. Before a thread
+/// verifies a part, it waits for the part's reads.
 ///
 /// Dropping `Checkers` first verifies all queued parts, then ends the threads.
 pub struct Checkers<B: Buffer + Sync> {
     line: Arc<CheckQueue<B>>,
     threads: Vec<JoinHandle<()>>,
-    /// The process that started the threads; a forked child has no copies of them.
+    /// The process that started the threads. A forked child does not have these threads.
     maker: Maker,
 }
 
@@ -33,17 +34,18 @@ struct Waiting<B: Buffer + Sync> {
 #[derive(Default)]
 struct Checked(Guarded<bool>);
 
-/// A part that is being read and verified. Dropping a `Checking` waits until the part's reads and its verification by a
-/// thread have ended.
+/// A part that is being read and verified. Dropping a `Checking` waits until no device and no thread uses the part's
+/// memory.
 pub struct Checking<B: Buffer + Sync> {
     part: Arc<PartFetch<B>>,
-    /// `None` if no thread verifies the part; [`Checking::wait`] then verifies the part.
+    /// Says whether a thread of [`Checkers`] has verified the part. `None` if no such thread verifies the part: then
+    /// the caller of [`Checking::wait`] verifies the part there.
     checked: Option<Arc<Checked>>,
 }
 
 impl<B: Buffer + Sync + 'static> Checkers<B> {
-    /// Starts `threads` threads, or as many as the system allows. Without any thread, [`Checking::wait`] verifies each
-    /// part.
+    /// Starts `threads` threads, or fewer if the system does not allow so many. If no thread could be started,
+    /// [`Checking::wait`] verifies each part.
     #[must_use]
     pub fn new(threads: usize) -> Self {
         let state = Waiting { waiting: VecDeque::new(), closing: false };
@@ -61,7 +63,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
         self.threads.len()
     }
 
-    /// Queues a part. A thread verifies it once its reads have ended.
+    /// Queues a part. A thread verifies the part once the part's reads have ended.
     #[must_use]
     pub fn check(&self, part: PartFetch<B>) -> Checking<B> {
         if self.threads.is_empty() {
@@ -80,13 +82,13 @@ impl<B: Buffer + Sync> CheckQueue<B> {
         while let Some((part, checked)) = self.next() {
             // `Ended` sets `checked` even if the verification panics, so that `Checking::wait` always returns.
             let _ended = Ended(&checked);
-            // The part keeps the result for `Checking::wait`.
+            // `part` keeps the result, and `Checking::wait` returns it.
             drop(part.wait(Wait::forever()));
             drop(part);
         }
     }
 
-    /// Waits for the next queued part; `None` once the queue is closing and empty.
+    /// Waits for the next queued part and returns it. Returns `None` once the queue is closing and empty.
     fn next(&self) -> Option<(Arc<PartFetch<B>>, Arc<Checked>)> {
         self.state.when(|state| state.closing || !state.waiting.is_empty()).waiting.pop_front()
     }
@@ -125,7 +127,7 @@ impl<B: Buffer + Sync> From<PartFetch<B>> for Checking<B> {
 }
 
 impl<B: Buffer + Sync> Checking<B> {
-    /// True once the part was read and, if a thread verifies it, verified. Never waits.
+    /// True once the part was read and, if a thread verifies the part, once that thread has verified it. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *checked.0.lock())
@@ -136,7 +138,7 @@ impl<B: Buffer + Sync> Checking<B> {
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         if let Some(checked) = &self.checked {
             let waited = checked.0.wait_until(&mut wait, |is| *is).map(drop);
-            waited.map_err(|ended| Error::of_wait(ended, "a part"))?;
+            waited.map_err(|ended| Error::of_wait(ended, "the read of a part of a unit"))?;
         }
         self.part.wait(wait)
     }
@@ -145,7 +147,8 @@ impl<B: Buffer + Sync> Checking<B> {
 impl<B: Buffer + Sync> Drop for Checking<B> {
     fn drop(&mut self) {
         if let Some(checked) = &self.checked {
-            // The caller may reuse the part's memory after this drop: wait until the thread has stopped reading it.
+            // The caller may reuse the part's memory after this drop: wait until the checking thread has stopped
+            // reading that memory.
             drop(checked.0.when(|is| *is));
         }
     }

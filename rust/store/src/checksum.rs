@@ -1,10 +1,10 @@
-//! Computes checksums: XXH3-64, bound to store, place and version.
+//! Computes checksums with XXH3-64. Each checksum also covers the store's uuid, and the place and version of the data.
 
 use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
-/// The kind of data that a checksum covers. Its number is part of the seed.
+/// The kind of data that a checksum covers. The number of the kind is part of the checksum's seed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Subject {
     Label = 1,
@@ -17,7 +17,7 @@ pub(crate) enum Subject {
     Gradient = 9,
 }
 
-/// The identity of a store. Every checksum is bound to it.
+/// The identity of a store. The seed of every checksum includes this identity.
 pub(crate) type Uuid = [u8; 16];
 
 /// Returns the XXH3-64 of `bytes`, seeded with the XXH3-64 of `uuid`, `subject`, `place` and `version`.

@@ -1,10 +1,11 @@
-//! Commits a step: waits for its writes, writes the log head and the table, flushes, writes the root.
+//! Commits a step: waits for the step's writes, writes the log head and the table, flushes the devices, then writes the
+//! root.
 //!
-//! [Note: Root last] The root of generation `g + 1` is written only after a flush of everything that it names, and
-//! nothing that root `g` names is overwritten before root `g + 1` is durable. So after a crash the store has either the
+//! [Note: Root last] The root of generation `g + 1` is written only after a flush of everything that this root names.
+//! Nothing that root `g` names is overwritten before root `g + 1` is durable. So after a crash the store has either the
 //! whole previous step or the whole new step. With [`Durability::None`] one commit writes a durable root that is marked
-//! as unclosed. Later commits write no table and no root, and overwrite the slots that both roots name;
-//! [`Store::close`] writes the last commit.
+//! as unclosed. Later commits write no table and no root, and overwrite the slots that both roots name. At the end,
+//! [`Store::close`] writes the table and a root of the last commit.
 
 use std::sync::Arc;
 
@@ -22,18 +23,18 @@ use crate::{
     table::table_checksum,
 };
 
-/// The arguments of a commit, apart from the staged extents.
+/// The arguments of a commit. The staged extents are in the index, and not among these arguments.
 #[derive(Debug, Clone, Default)]
 pub struct Commit {
-    /// Number of committed steps, this one included.
+    /// The number of committed steps, including the step of this commit.
     pub step: u64,
-    /// The user's new value; `None` keeps the current one.
+    /// The user's new value; `None` keeps the current value.
     pub user: Option<String>,
-    /// The new hyperparameters; `None` keeps the current ones.
+    /// The new hyperparameters; `None` keeps the current hyperparameters.
     pub hyperparameters: Option<String>,
-    /// Names the gradients that were appended to the log for this step; `None` if none were.
+    /// Names the gradients that were appended to the log for this step; `None` if no gradient was appended.
     pub log: Option<StepHead>,
-    /// The run of several ranks that the commit belongs to; `None` keeps the current one.
+    /// The run to which the commit belongs, if the run has several ranks; `None` keeps the run of the last commit.
     pub run: Option<Run>,
 }
 
@@ -42,9 +43,10 @@ pub struct Commit {
 pub(crate) enum Reach {
     /// Nothing: the commit changes only the index in memory.
     Memory,
-    /// Head, table and a durable root that marks the store as unclosed: later commits reach only `Memory`.
+    /// The log head, the table, and a durable root that marks the store as unclosed. Later commits use
+    /// [`Reach::Memory`].
     Unclosed,
-    /// Head, table and a durable root that does not mark the store as unclosed.
+    /// The log head, the table, and a durable root that does not mark the store as unclosed.
     Durable,
 }
 
@@ -52,7 +54,7 @@ impl Store {
     /// Makes all staged records live, and durable according to the store's [`Durability`]. Returns the new generation.
     ///
     /// Fails, and changes nothing that a reader sees, if a record is staged only in part or a write of the step failed.
-    /// The caller then discards the step.
+    /// The caller must then discard the step.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
@@ -68,7 +70,7 @@ impl Store {
         for (name, text, bytes_max) in bounds {
             if let Some(text) = text.as_ref().filter(|text| text.len() > bytes_max as usize) {
                 return Err(Error::Invalid(format!(
-                    "the {name} has {} bytes, at most {bytes_max} are kept",
+                    "the size of the {name} is {} bytes, but the store can keep at most {bytes_max}: pass fewer bytes",
                     text.len()
                 )));
             }
@@ -77,26 +79,32 @@ impl Store {
             let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
             index.writable()?;
             if let Some(error) = &index.failed {
-                return Err(Error::Usage(format!("a write of this step failed, so it can only be discarded: {error}")));
+                return Err(Error::Usage(format!(
+                    "a write of this step failed, so the step can only be discarded: {error}"
+                )));
             }
             if let Some(record) = index.records.iter().position(|slots| slots.pending.is_staged() && slots.missing > 0)
             {
                 let (name, missing) = (&self.description.records[record].name, index.records[record].missing);
-                return Err(Error::Usage(format!("{name:?} is staged in part, {missing} extents are missing")));
+                return Err(Error::Usage(format!(
+                    "{name:?} is staged only in part, {missing} extents are missing: stage these extents, or discard \
+                     the step"
+                )));
             }
             index.phase = Phase::Committing;
             match self.durability {
                 // The first commit makes the store: without a durable root the store cannot be opened.
                 _ if index.generation == 0 => Reach::Durable,
-                // The replayed records replace a log that was durable, so this commit must be durable too.
+                // The store was opened with gradients in a durable log. This commit writes the records to which these
+                // gradients were replayed, and drops that log: so this commit must be durable too.
                 _ if index.log.found.is_some() && commit.log.is_none() => Reach::Durable,
                 Durability::Step => Reach::Durable,
                 Durability::None if index.root_is_unclosed => Reach::Memory,
                 Durability::None => Reach::Unclosed,
             }
         };
-        // From here on, dropping the volume no longer undoes the length and mode that opening gave the files. A new
-        // file is kept once `take_name` has renamed it.
+        // From here on, dropping the volume no longer restores the length and mode that the files had before they were
+        // opened. A new file is kept only after `take_name` has renamed it.
         self.volume.keep();
         let result = self.write_commit(commit, reach, agree);
         let mut index = self.index.lock();
@@ -114,9 +122,9 @@ impl Store {
         result
     }
 
-    /// Drops staged records, and makes the last commit durable if [`Durability::None`] kept it in memory. Afterwards
-    /// the store can still be read, but nothing can be staged. With [`Durability::None`], a record that has not been
-    /// settled leaves the store unclosed, and the next open rejects the store.
+    /// Drops staged records. With [`Durability::None`], the last commit is only in memory until then: this call also
+    /// makes that commit durable. Afterwards the store can still be read, but nothing can be staged. If a record is not
+    /// settled, the store stays unclosed with [`Durability::None`], and the next open rejects the store.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {
@@ -140,13 +148,14 @@ impl Store {
         }
         let mut index = self.index.lock();
         if self.durability == Durability::None && !index.log.live.ahead.is_empty() {
-            // The live slots of the records in `ahead` lack their deferred updates. Clearing the flag makes the code
-            // below return before it writes a closing root, so the next open rejects the store as unclosed.
+            // The deferred updates of the records in `ahead` are not applied in the records' live slots. Clearing the
+            // flag makes the code below return before it writes a closing root, so the next open rejects the store as
+            // unclosed.
             index.root_is_unclosed = false;
         }
         index.close();
         index.ram_tier = None;
-        // Without a new commit both roots stay as they were at opening.
+        // If no commit was made since the store was opened, both roots stay unchanged.
         if !index.root_is_unclosed || index.generation == index.found_generation {
             return Ok(());
         }
@@ -155,20 +164,21 @@ impl Store {
         drop(index);
         let write_commit = |commit| self.write_commit(commit, Reach::Durable, &mut || true).map(drop);
         write_commit(commit.clone())?;
-        // In-memory commits overwrote the data of both roots. If the closing root replaces the unclosed root, the other
-        // root still names overwritten data, and is not marked as unclosed: write a second closing root over it.
+        // In-memory commits overwrote data that the two old roots name. Only one of these roots is marked as unclosed.
+        // If the closing root replaced the marked root, the unmarked root is left and names overwritten data: replace
+        // the unmarked root with a second closing root.
         if replaces_unclosed_root { write_commit(commit) } else { Ok(()) }
     }
 
-    /// Marks the store as closed without writing anything; [`Store::close`] then writes nothing either. Storage keeps
+    /// Marks the store as closed without writing anything. A later [`Store::close`] also writes nothing. Storage keeps
     /// the last durable commit.
     pub fn end(&self) {
         self.index.lock().close();
         self.index.notify_all();
     }
 
-    /// Applies `commit` to the index, writes the catalog as `reach` says, and makes the staged slots live. If the write
-    /// fails, restores the user's value, the hyperparameters and the run.
+    /// Applies `commit` to the index, writes the part of the catalog that `reach` selects, and makes the staged slots
+    /// live. If the write fails, restores the user's value, the hyperparameters and the run.
     pub(crate) fn write_commit(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
@@ -212,7 +222,8 @@ impl Store {
                 Ok(generation)
             }
             Err(error) => {
-                // Some table pages of the failed commit may be on storage: mark all pages of that table slot dirty.
+                // Some table pages of the failed commit may already be on storage. Mark all pages of that table slot
+                // dirty, so that the next commit writes all of them again.
                 let slot = (index.generation + 1) as usize & 1;
                 (0..self.sections.pages()).for_each(|page| index.dirty[slot].set(page as usize, true));
                 if let Some(text) = before.0 {
@@ -254,14 +265,14 @@ impl Store {
         }
     }
 
-    /// Writes log head, table and root of the next generation; writes nothing for [`Reach::Memory`].
+    /// Writes the log head, the table and the root of the next generation. Writes nothing for [`Reach::Memory`].
     fn write_catalog(
         &self,
         reach: Reach,
         (live, head): (&mut Live, Option<&Head>),
         agree: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let mut agreed = || if agree() { Ok(()) } else { Err(Error::Interrupted("the others' agreement")) };
+        let mut agreed = || if agree() { Ok(()) } else { Err(Error::Interrupted("the agreement of the other ranks")) };
         if reach == Reach::Memory {
             return agreed();
         }
@@ -301,15 +312,16 @@ impl Store {
                 ..Root::default()
             }
         };
-        // Never one flush for data and root together: the root must not come first ([Note: Root last]).
+        // Flush the data before the root is written, and never flush the data and the root together: the root must not
+        // come first ([Note: Root last]).
         self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
         agreed()?;
         self.write_root(&root).map_err(|error| Error::Broken(Arc::new(error)))?;
         self.take_name()
     }
 
-    /// Renames the file of a new store from its pending name to its own, once the first root is durable. Does nothing
-    /// for a file that has its own name already.
+    /// Renames the file of a new store from its pending name to its final name, once the first root is durable. Does
+    /// nothing if the file has its final name already.
     fn take_name(&self) -> Result<()> {
         self.volume.take_name().map_err(|error| match error.into() {
             // The file still has its pending name, so no reader opens it: the caller may stage again over the data that
@@ -325,7 +337,7 @@ impl Store {
         let mut page = 0;
         while page < pages {
             let mut lease = self.scratch.lease(Wait::forever())?;
-            // The next consecutive dirty pages, at most as many as fit the lease.
+            // Encode the next consecutive dirty pages, at most as many as fit into the lease.
             let (start, count) = {
                 let mut index = self.index.lock();
                 while page < pages && !index.dirty[slot].has(page as usize) {
@@ -353,7 +365,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes a root to the slot of its generation, durably.
+    /// Writes a root durably to the root slot of its generation.
     fn write_root(&self, root: &Root) -> Result<()> {
         let slot = root.generation & 1;
         self.write_root_page(slot, &root.encode())?;
@@ -361,7 +373,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes `page`, a root or a mark, to the page of root `slot`, durably.
+    /// Writes `page` durably to root slot `slot`. `page` has a root or a mark.
     pub(crate) fn write_root_page(&self, slot: u64, page: &[u8]) -> Result<()> {
         let offset = self.layout.devices.root_offset(slot);
         Transfer::begun(self.volume.write_durable(self.padded(page)?, offset))?.wait().map(drop)

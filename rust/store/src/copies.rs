@@ -25,14 +25,14 @@ use crate::{
 pub(crate) struct Damage {
     /// Names the copy, and says what is wrong with it.
     pub(crate) what: String,
-    /// Where the copy belongs in the volume; 0 if a truncated volume has no room for it.
+    /// The offset in the volume at which the copy belongs; 0 if the volume was truncated and has no room for the copy.
     pub(crate) offset: u64,
-    /// The copy's right content; empty if a truncated volume has no room for it.
+    /// The correct content of the copy; empty if the volume was truncated and has no room for the copy.
     pub(crate) bytes: Vec<u8>,
 }
 
 /// Returns the uuid of the store that the devices of a volume belong to. Reads the first label of each device, and the
-/// second label of a device whose first one is damaged or missing. Rejects devices that belong to several stores, and
+/// second label of a device whose first label is damaged or missing. Rejects devices that belong to several stores, and
 /// devices in a wrong order.
 pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid> {
     let mut uuid = None;
@@ -50,13 +50,13 @@ pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid>
         let path = &volume.devices()[index as usize].path;
         let second = devices.second_label_offset(volume.size_bytes(), index).map(|at| found_at(volume, at));
         match second.transpose()? {
-            // If the undamaged first labels have another uuid, a former store left this second label, and the arm below
-            // rejects it.
+            // If the uuid of this second label differs from that of the undamaged first labels, a former store left
+            // this second label on the device. The arm below then rejects the device.
             Some(Ok(Found::Label(label))) if uuid.is_none_or(|uuid| uuid == label.uuid) => {
                 require_same(&label, devices, index, path, &mut uuid)?;
             }
             _ => {
-                let Some(why) = why else { return refused(path, "there is no store") };
+                let Some(why) = why else { return refused(path, "there is no store to open") };
                 return Err(Error::corrupt(path, "the label", (devices.label_offset(index), PAGE_BYTES), why));
             }
         }
@@ -68,19 +68,23 @@ pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid>
 pub(crate) fn of_version(version: u32) -> String {
     let known = label::VERSION;
     format!(
-        "the store's format has version {version}, and this memascend reads version {known} alone: use the memascend \
-         that wrote it, choose another path, or give existing=\"replace\" to begin anew"
+        "the store's format has version {version}, but this memascend can read only version {known}: use the memascend \
+         that wrote the store, choose another path, or pass existing=\"replace\" to overwrite the store with a new one"
     )
 }
 
 /// Rejects a label whose store, device number or striping differs from `uuid`, `index` and `devices`. If `uuid` is
-/// `None`, sets it to the uuid of the label.
+/// `None`, sets `uuid` to the uuid of the label.
 fn require_same(label: &Label, devices: Devices, index: u32, path: &Path, uuid: &mut Option<Uuid>) -> Result<()> {
     if label.devices == devices && label.index == index && *uuid.get_or_insert(label.uuid) == label.uuid {
         return Ok(());
     }
     let (of, stripe) = (label.devices.count, label.devices.stripe_bytes);
-    let why = format!("it is device {} of {of} of a store with stripes of {stripe} bytes", label.index + 1);
+    let why = format!(
+        "it is device {} of {of} of a store with stripes of {stripe} bytes, and does not fit the other devices: pass \
+         all devices of one store in their order",
+        label.index + 1
+    );
     refused(path, &why)
 }
 
@@ -89,8 +93,8 @@ fn found_at(volume: &Volume, offset: u64) -> Result<std::result::Result<Found, S
     Ok(readable(bytes_at(volume, offset, PAGE_BYTES))?.map(|page| label::read(&page)))
 }
 
-/// Turns a media error, which concerns one place of a device, into an inner error with its text. Any other error, such
-/// as that of a device that does not answer, stays an outer error.
+/// Turns a media error into an inner error with the text of the error. A media error concerns only one place of a
+/// device. Any other error stays an outer error, for example if a device does not answer.
 fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
     const MEDIUM: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
     match read {
@@ -104,7 +108,7 @@ fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
     }
 }
 
-/// Reads the description that a root names from its first copy, or from the second if the first is damaged.
+/// Reads the description that a root names: its first copy or, if the first copy is damaged, its second copy.
 pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Description> {
     let mut first = None;
     for offset in root.places.description {
@@ -122,7 +126,12 @@ pub(crate) fn described(volume: &Volume, root: &Root, path: &Path) -> Result<Des
         }
     }
     let (place, why) = first.unwrap_or_default();
-    Err(Error::corrupt(path, "the description", place, format!("{why}, and its second copy is damaged too")))
+    Err(Error::corrupt(
+        path,
+        "the description",
+        place,
+        format!("{why}, and its second copy is damaged too: restore the store from a copy"),
+    ))
 }
 
 /// Reads one copy of the description. The inner error says what is wrong with the copy.
@@ -132,7 +141,7 @@ fn description_at(
     (offset, nbytes): (u64, u64),
 ) -> Result<std::result::Result<Vec<u8>, String>> {
     if nbytes > DESCRIPTION_BYTES_MAX || nbytes > volume.size_bytes().saturating_sub(offset) {
-        return Ok(Err(format!("its {nbytes} bytes do not fit the volume")));
+        return Ok(Err(format!("its {nbytes} bytes do not fit into the volume")));
     }
     let sum = |bytes: &[u8]| checksum(&root.uuid, Subject::Description, (0, 0), 0, bytes);
     Ok(readable(bytes_at(volume, offset, nbytes))?.and_then(|bytes| {
@@ -141,13 +150,15 @@ fn description_at(
 }
 
 impl Store {
-    /// Reads every copy of the labels and of the description, and returns a text about each damaged copy. For each, the
-    /// other copy is whole. The first commit after an open repairs the damaged copies.
+    /// Reads every copy of the labels and of the description, and returns a message about each damaged copy. One
+    /// undamaged copy of each label and of the description is enough to open the store. The first commit after an open
+    /// repairs the damaged copies.
     pub fn damaged(&self) -> Result<Vec<String>> {
         Ok(self.damaged_copies()?.into_iter().map(|damage| damage.what).collect())
     }
 
-    /// Returns a text about each copy that was damaged when the store was opened; empty after the first commit.
+    /// Returns a message about each copy that was damaged when the store was opened. Returns no messages after the
+    /// first commit, which repairs the copies.
     #[must_use]
     pub fn noted_damage(&self) -> Vec<String> {
         let noted = locked(&self.to_repair);
@@ -173,7 +184,7 @@ impl Store {
         let mut damaged = Vec::new();
         for (what, offset, bytes) in copies {
             let Some(offset) = offset else {
-                let what = format!("{what} has no room: the store was truncated");
+                let what = format!("{what} is missing: the store was truncated");
                 damaged.push(Damage { what, offset: 0, bytes: Vec::new() });
                 continue;
             };
@@ -215,13 +226,13 @@ impl Store {
         Ok(())
     }
 
-    /// Notes the damaged copies in `to_repair`; the next commit repairs them.
+    /// Notes the damaged copies in `to_repair`. The next commit repairs these copies.
     pub(crate) fn note_damaged_copies(&self) -> Result<()> {
         *locked(&self.to_repair) = self.damaged_copies()?;
         Ok(())
     }
 
-    /// Overwrites the damaged copies in `to_repair` with their right content. The other, whole copies are not written,
+    /// Overwrites the damaged copies in `to_repair` with their correct content. The undamaged copies are not written,
     /// so a crash here loses nothing. A copy whose write fails stays damaged until the store is opened again.
     pub(crate) fn repair_copies(&self) {
         let damaged = std::mem::take(&mut *locked(&self.to_repair));

@@ -1,11 +1,11 @@
-//! Counts a store's reads of units, in atomics that are always on.
+//! Counts a store's reads of units. The counters are atomics and always count.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     time::Duration,
 };
 
-/// Counts of a store's reads since it was opened.
+/// Counts of a store's reads since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Number of units whose read was begun.
@@ -14,8 +14,8 @@ pub struct Counters {
     pub fetched_bytes: u64,
     /// Bytes that were copied from records kept in RAM instead of read from storage.
     pub ram_tier_bytes: u64,
-    /// Time that computation lost to reads: in [`Fetch::wait`](crate::Fetch::wait), and as reported to
-    /// [`Store::note_wait`](crate::Store::note_wait).
+    /// The time that computation waited for reads. [`Fetch::wait`](crate::Fetch::wait) adds its own waits. A caller
+    /// that waits elsewhere adds the time with [`Store::note_wait`](crate::Store::note_wait).
     pub waited: Duration,
 }
 
@@ -44,7 +44,7 @@ impl Counting {
         self.ram_tier_bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// Adds `time` that computation waited for a read.
+    /// Adds the `time` that computation waited for a read.
     pub(crate) fn waited(&self, time: Duration) {
         self.waited_nanoseconds.fetch_add(time.as_nanos() as u64, Relaxed);
     }

@@ -1,16 +1,17 @@
-//! Describes the records and units of a store. A description never changes, and the layout follows from it.
+//! Describes the records and units of a store. A description never changes. The store's layout is computed from its
+//! description.
 
 use crate::{Dtype, Error, Format, Result, bounds::ELEMENTS_MAX};
 
-/// The records and units of a store, and the sizes that its layout depends on.
+/// The records and units of a store, and the sizes on which the store's layout depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// Elements of a chunk: a multiple of 2,048 and of every grain, such that the values of a full chunk fill whole
-    /// pages.
+    /// The number of elements of a chunk. It is a multiple of 2,048 and of every grain, and the values of a full chunk
+    /// fill whole pages.
     pub chunk_elements: u32,
-    /// Most bytes of the user's value.
+    /// The largest size in bytes of the user's value.
     pub user_bytes_max: u32,
-    /// Most bytes of the hyperparameters.
+    /// The largest size in bytes of the hyperparameters.
     pub hyperparameters_bytes_max: u32,
     /// The name of the optimizer whose state the records hold, such as `"AdamW"`.
     pub optimizer: String,
@@ -18,8 +19,8 @@ pub struct Description {
     pub units: Vec<String>,
     /// Parameters and buffers, in ascending order of their units.
     pub records: Vec<Record>,
-    /// For each record, the index of its first element in the whole parameter. Only the store of one of several ranks
-    /// has these indices, as its records have some rows of each parameter; empty in a store with whole parameters.
+    /// For each record, the index of the record's first element in the whole parameter. Used only in a run of several
+    /// ranks, where the records of a store have some rows of each parameter. Empty if the records are whole parameters.
     pub first_elements: Vec<u64>,
 }
 
@@ -56,9 +57,9 @@ pub struct Record {
     pub state: Vec<StateTensor>,
 }
 
-/// A tensor of a record's optimizer state. With a grain (`grain > 0`) the tensor is cut into chunks, and a chunk of
-/// state has the items of all such tensors side by side. Without a grain (`grain == 0`) the tensor has extents of its
-/// own.
+/// A tensor of a record's optimizer state. A tensor with a grain (`grain > 0`) is cut into chunks. A chunk of state has
+/// one chunk of each of the record's tensors with a grain, side by side. A tensor without a grain (`grain == 0`) has
+/// separate extents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateTensor {
     /// The tensor's name, unique in its record.
@@ -67,19 +68,21 @@ pub struct StateTensor {
     pub dtype: Dtype,
     /// The shape of the tensor.
     pub shape: Vec<u64>,
-    /// Number of the record's elements that share one item of the tensor: 1 for a tensor of the record's shape, 8 for
-    /// bits packed into bytes, 256 for a scale of each block of 256 elements; 0 for a tensor with extents of its own.
+    /// The number of the record's elements that share one item of the tensor. It is 1 for a tensor of the record's
+    /// shape, 8 for bits that are packed into bytes, and 256 for one scale per block of 256 elements. It is 0 for a
+    /// tensor that is not cut into chunks.
     pub grain: u32,
 }
 
-/// Returns the product of `shape`, or `None` if it exceeds [`ELEMENTS_MAX`].
+/// Returns the product of `shape`, or `None` if the product exceeds [`ELEMENTS_MAX`].
 pub(crate) fn elements(shape: &[u64]) -> Option<u64> {
     let product = shape.iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim));
     product.filter(|&product| product <= ELEMENTS_MAX)
 }
 
 impl Record {
-    /// Returns the number of elements; 0 if the product of the shape overflows, which [`Description::check`] rejects.
+    /// Returns the number of elements of the record; 0 if the product of the shape is too large. [`Description::check`]
+    /// rejects a record whose product is too large.
     #[must_use]
     pub fn elements(&self) -> u64 {
         elements(&self.shape).unwrap_or(0)
@@ -106,7 +109,7 @@ impl Record {
         self.state.iter().filter(|tensor| tensor.grain > 0)
     }
 
-    /// Iterates over the state tensors without a grain, which have extents of their own.
+    /// Iterates over the state tensors without a grain, which have separate extents.
     pub fn whole(&self) -> impl Iterator<Item = &StateTensor> {
         self.state.iter().filter(|tensor| tensor.grain == 0)
     }
@@ -119,8 +122,8 @@ impl StateTensor {
         elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
     }
 
-    /// Returns how many bytes the tensor has for `elements` elements of the record within a chunk; 0 for a tensor
-    /// without a grain.
+    /// Returns the size in bytes of the tensor's items for `elements` elements of the record; 0 for a tensor without a
+    /// grain.
     #[must_use]
     pub fn bytes_for(&self, elements: u64) -> u64 {
         if self.grain == 0 { 0 } else { elements.div_ceil(u64::from(self.grain)) * self.dtype.bytes() }

@@ -1,15 +1,15 @@
-//! Explains how a store's description differs from the requested one: missing, extra or changed records.
+//! Explains how a store's description differs from the requested description: by missing, extra or changed records.
 
 use std::{collections::HashMap, fmt::Debug};
 
 use crate::{Description, Kind, Record, StateTensor};
 
-/// Most names, and most changed records, that a message lists. The message counts the others.
+/// The largest number of names, and of changed records, that a message lists. The message counts the rest.
 const LISTED_MAX: usize = 3;
 
 impl Description {
-    /// Describes in a few sentences how `self`, the store's description, differs from `wanted`; `None` if they are
-    /// equal.
+    /// Describes in a few sentences how `self`, the store's description, differs from `wanted`; `None` if the two
+    /// descriptions are equal.
     #[must_use]
     pub fn difference(&self, wanted: &Self) -> Option<String> {
         if self == wanted {
@@ -24,11 +24,11 @@ impl Description {
         };
         let missing = without(&wanted.records, &there);
         if !missing.is_empty() {
-            found.push(format!("it misses {}", list_names(&missing)));
+            found.push(format!("it is missing {}", list_names(&missing)));
         }
         let extra = without(&self.records, &asked);
         if !extra.is_empty() {
-            found.push(format!("it has {}, which the model has not", list_names(&extra)));
+            found.push(format!("it has {}, which the model does not have", list_names(&extra)));
         }
         let others = wanted.records.iter().filter_map(|asked| {
             there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
@@ -44,18 +44,18 @@ impl Description {
         (!found.is_empty()).then(|| found.join("; "))
     }
 
-    /// Describes how the rows in the store differ from the wanted ones: one rank's rows instead of whole parameters,
-    /// the reverse, or other rows.
+    /// Describes how the rows in the store differ from the wanted rows. The store may have one rank's rows instead of
+    /// whole parameters, or whole parameters instead of one rank's rows, or the rows of another rank.
     fn difference_of_firsts(&self, wanted: &Self) -> Option<String> {
         if self.records != wanted.records {
             return None;
         }
         match (self.first_elements.is_empty(), wanted.first_elements.is_empty()) {
             (false, true) => {
-                return Some("it has the rows of one of several ranks, and whole parameters were asked for".into());
+                return Some("it has the rows of one of several ranks, but this run needs whole parameters".into());
             }
             (true, false) => {
-                return Some("it has whole parameters, and the rows of one of several ranks were asked for".into());
+                return Some("it has whole parameters, but this run needs the rows of one of several ranks".into());
             }
             _ => {}
         }
@@ -77,18 +77,19 @@ impl Description {
             .or_else(|| differs(&format!("the unit of {name:?}"), &unit(self, there), &unit(wanted, asked)))
             .or_else(|| {
                 let same = Record { unit: asked.unit, ..there.clone() } == *asked;
-                (!same).then(|| format!("{name:?} spills gradients of another dtype"))
+                (!same).then(|| format!("{name:?} spills gradients of another dtype than this run needs"))
             })
     }
 
-    /// Describes a difference that no single record shows: in the order, the units, the chunks or the sizes of texts.
+    /// Describes a difference that concerns no single record. Compares the units, the order of the records, the size of
+    /// chunks and the maximum sizes of texts.
     fn difference_of_all(&self, wanted: &Self) -> Option<String> {
         if self.units != wanted.units || self.records != wanted.records {
-            return Some("its units or records come in another order than those of the model".to_owned());
+            return Some("its units or records are in another order than those of the model".to_owned());
         }
         let numbers = |of: &Self| (of.chunk_elements, of.user_bytes_max, of.hyperparameters_bytes_max);
         (numbers(self) != numbers(wanted))
-            .then(|| "chunk_elements, user_bytes_max or hyperparameters_bytes_max differ from the request".to_owned())
+            .then(|| "chunk_elements, user_bytes_max or hyperparameters_bytes_max differ from this run".to_owned())
     }
 }
 
@@ -103,7 +104,8 @@ fn kind(record: &Record) -> &'static str {
     }
 }
 
-/// Returns a record's format, unless it is plain, and a text about each state tensor.
+/// Returns a description of each state tensor of the record. If the format is not plain, the name of the format is the
+/// first item.
 fn words(record: &Record) -> Vec<String> {
     let format = record.format.name();
     let words = |of: &StateTensor| match of.grain {
@@ -113,9 +115,9 @@ fn words(record: &Record) -> Vec<String> {
     (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(record.state.iter().map(words)).collect()
 }
 
-/// Returns a sentence if the store's value `there` differs from the wanted value `asked`.
+/// Returns a sentence about `what` if the store's value `there` differs from the wanted value `asked`.
 fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<String> {
-    (there != asked).then(|| format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
+    (there != asked).then(|| format!("{what} is {there:?} in the store, but this run needs {asked:?}"))
 }
 
 /// Lists names as in `12 records: "a", "b", "c" and 9 more`.
@@ -126,7 +128,7 @@ fn list_names(names: &[String]) -> String {
     format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
-/// Keeps the first [`LISTED_MAX`] sentences, and adds one with the number of the sentences that it drops.
+/// Keeps the first [`LISTED_MAX`] sentences, and adds a sentence with the number of dropped sentences.
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
     let more = sentences.len().saturating_sub(LISTED_MAX);
     sentences.truncate(LISTED_MAX);
@@ -182,9 +184,9 @@ mod tests {
         other.rotate_left(1);
         let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
         let missing = described(&description(layers(8)), &description(other));
-        assert!(missing.contains(&format!("it misses 4 records: {names}")), "{missing}");
+        assert!(missing.contains(&format!("it is missing 4 records: {names}")), "{missing}");
         let extra = described(&description(layers(9)), &description(layers(8)));
-        assert_eq!(extra, "it has 1 record: \"layers.8.weight\", which the model has not");
+        assert_eq!(extra, "it has 1 record: \"layers.8.weight\", which the model does not have");
     }
 
     type Change = fn(&mut Description);
@@ -197,7 +199,7 @@ mod tests {
             (|wanted| wanted.records.swap(0, 1), "another order"),
             (
                 |wanted| wanted.records[0].shape = vec![8, 4],
-                "shape of \"layers.0.weight\" is [4, 4] in the store, and [8,",
+                "shape of \"layers.0.weight\" is [4, 4] in the store, but this run needs [8,",
             ),
             (|wanted| wanted.records[1].dtype = Dtype::Bf16, "dtype of \"layers.1.weight\""),
             (|wanted| wanted.records[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
@@ -229,7 +231,7 @@ mod tests {
         assert_eq!(rows([0, 8]).difference(&rows([0, 8])), None);
         assert!(described(&whole, &rows([0, 8])).starts_with("it has whole parameters"));
         assert!(described(&rows([0, 0]), &whole).contains("the rows of one of several ranks"));
-        let wanted = "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for";
+        let wanted = "the first element of \"layers.1.weight\" is 0 in the store, but this run needs 8";
         assert_eq!(described(&rows([0, 0]), &rows([0, 8])), wanted);
         for odd in [vec![0], vec![0, 1 << 60]] {
             assert!(Description { first_elements: odd, ..whole.clone() }.check().is_err());

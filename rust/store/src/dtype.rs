@@ -1,4 +1,4 @@
-//! Defines the dtypes of tensors: code in the catalog, size, and torch's name.
+//! Defines the dtypes of tensors. Each dtype has a number in the catalog, a size, and a name in torch.
 
 /// The type of a tensor's elements. The catalog stores a dtype as its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Dtype {
         (Self::F4E2m1fnX2, "float4_e2m1fn_x2"),
     ];
 
-    /// Returns the bytes of one element.
+    /// Returns the size of one element in bytes.
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
@@ -82,13 +82,13 @@ impl Dtype {
         Self::NAMES.into_iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| name)
     }
 
-    /// Returns the dtype that torch calls `name`.
+    /// Returns the dtype that torch calls `name`, or `None` if there is no such dtype.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::NAMES.into_iter().find(|(_, of)| *of == name).map(|(dtype, _)| dtype)
     }
 
-    /// Returns the dtype with number `code` in the catalog.
+    /// Returns the dtype that has the number `code` in the catalog, or `None` if no dtype has this number.
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::NAMES.into_iter().map(|(dtype, _)| dtype).find(|dtype| *dtype as u8 == code)
     }

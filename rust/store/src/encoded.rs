@@ -10,11 +10,13 @@ use crate::{
 
 type Result<T> = std::result::Result<T, DecodeError>;
 
-/// Fewest bytes of an encoded unit. `counted` uses this number to bound the count of units before it allocates.
+/// The smallest size in bytes of an encoded unit. `counted` uses this number to bound the count of units before it
+/// allocates.
 const UNIT_BYTES_MIN: usize = 2;
-/// Fewest bytes of an encoded record, to bound the count of records.
+/// The smallest size in bytes of an encoded record. `counted` uses this number to bound the count of records.
 const RECORD_BYTES_MIN: usize = 12;
-/// Fewest bytes of an encoded state tensor, to bound the count of state tensors.
+/// The smallest size in bytes of an encoded state tensor. `counted` uses this number to bound the count of state
+/// tensors.
 const STATE_BYTES_MIN: usize = 4;
 
 impl Description {
@@ -53,7 +55,7 @@ impl Description {
         let first_count = if features.iter().any(|feature| feature == FIRSTS) { record_count } else { 0 };
         let first_elements = counted(first_count, 8, &mut fields, Fields::u64)?;
         if fields.left() > 0 {
-            return Err(format!("{} bytes are left over", fields.left()).into());
+            return Err(format!("{} bytes follow the last field", fields.left()).into());
         }
         let description = Self {
             chunk_elements,
@@ -104,7 +106,7 @@ impl Record {
         let (of_values, shape) = tensor(fields)?;
         let format = fields.text(FEATURE_BYTES_MAX)?;
         let format = Format::from_name(&format)
-            .ok_or_else(|| DecodeError::Newer(format!("state in the format {format:?}, of {name:?}")))?;
+            .ok_or_else(|| DecodeError::Newer(format!("the state format {format:?} for {name:?}")))?;
         let state_count = usize::from(fields.u8()?);
         let state = counted(state_count, STATE_BYTES_MIN, fields, |fields| {
             let name = fields.text(NAME_BYTES_MAX)?;
@@ -130,7 +132,7 @@ fn tensor(fields: &mut Fields<'_>) -> Result<(Dtype, Vec<u64>)> {
 fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
     let rank = usize::from(fields.u8()?);
     if rank > RANK_MAX {
-        return Err(format!("a tensor of {rank} dimensions").into());
+        return Err(format!("a tensor has {rank} dimensions, which are too many").into());
     }
     (0..rank).map(|_| Ok(fields.u64()?)).collect()
 }

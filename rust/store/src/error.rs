@@ -7,7 +7,7 @@ use memascend_mem::Ended;
 /// The result of this crate's fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of a store. `Clone`, because several callers may receive the same failure.
+/// An error of a store. It implements `Clone`, because several callers may receive the same error.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -28,10 +28,11 @@ pub enum Error {
         why: String,
     },
 
-    /// The store never had a commit: its process ended during the store's first write. Nothing was changed.
+    /// The store never had a commit: the process that created the store ended during its first write. Nothing was
+    /// changed.
     #[error(
-        "{}: its first write did not finish, so its run never began and there is nothing to resume: \
-         give existing=\"replace\" to begin it",
+        "{}: this store is incomplete because its first write did not finish. There is nothing to resume: \
+         pass existing=\"replace\" to create the store again",
         path.display()
     )]
     Unfilled {
@@ -42,13 +43,13 @@ pub enum Error {
     /// A checksum or a field of the format is wrong.
     #[error("{}: {what} is damaged at offset {offset}: {why}", path.display())]
     Corrupt {
-        /// The file or device; the first one if the store is on several devices.
+        /// The file or device; the first device if the store is on several devices.
         path: Arc<Path>,
         /// The damaged part: a parameter and chunk, or a part of the catalog.
         what: String,
         /// Offset of the part in the volume.
         offset: u64,
-        /// Bytes of the part.
+        /// The size of the part in bytes.
         nbytes: u64,
         /// What is wrong with the part.
         why: String,
@@ -58,23 +59,23 @@ pub enum Error {
     #[error(transparent)]
     Storage(#[from] memascend_nvme::Error),
 
-    /// A commit failed while it was made durable. Only reopening the store shows whether the root of the new step is on
-    /// storage.
+    /// A commit failed while it was made durable, or an update in memory failed. After a failed commit, only opening
+    /// the store again shows whether the root of the new step is on storage.
     #[error(
-        "a commit failed while it was made durable, and nothing can be staged until the store is opened again: {0}"
+        "a commit or an update of this store failed, and nothing can be saved until the store is opened again: {0}"
     )]
     Broken(Arc<Error>),
 
     /// Host memory could not be allocated.
-    #[error("no memory for the catalog's buffers: {0}")]
+    #[error("the store cannot allocate host memory: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
     /// A wait exceeded its timeout. The awaited operation continues.
-    #[error("{0} was not done in time, and continues")]
+    #[error("waiting for {0} took longer than its timeout: wait again, or pass a longer timeout")]
     TimedOut(&'static str),
 
-    /// The caller's poll function returned `false`, which ended the wait. Nothing was lost.
-    #[error("waiting for {0} was interrupted, and it continues")]
+    /// The caller's poll function returned `false`, so the wait ended. Nothing was lost.
+    #[error("waiting for {0} was interrupted; nothing was lost")]
     Interrupted(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! Verifies both commits of a store, and lists the damage of each. Writes nothing.
+//! Verifies both commits of a store, and lists the damage of each commit. Writes nothing.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::{
     root::Root,
 };
 
-/// Most errors that are kept for one commit. Further ones are only counted.
+/// The largest number of errors that are kept for one commit. Further errors are only counted.
 const DAMAGES_MAX: usize = 16;
 
 /// The findings about one root: about the commit that the root names, or about the root itself if the root is damaged.
@@ -18,18 +18,18 @@ pub struct Examined {
     pub generation: Option<u64>,
     /// The number of committed steps; `None` if the catalog is damaged.
     pub step: Option<u64>,
-    /// The extents and chunks of the log that are whole.
+    /// Counts the undamaged extents and the undamaged chunks of the log, and their bytes.
     pub whole: Verified,
-    /// The first errors of the commit.
+    /// The first errors that were found in the commit or its root, at most `DAMAGES_MAX`.
     pub damages: Vec<Error>,
-    /// The number of errors after those in `damages`.
+    /// The number of further errors, which are not in `damages`.
     pub others: u64,
 }
 
 impl Store {
-    /// Reads and verifies every byte of both commits. The result begins with the damaged roots, each of which may have
-    /// been the newest; then come the commits of the whole roots, the newer one first. `progress` is as for
-    /// [`Store::verify`].
+    /// Reads and verifies every byte of both commits. The result lists the damaged roots first, because each of them
+    /// may have been the newest root. Then it lists the commits of the whole roots, the newer commit first. `progress`
+    /// receives the bytes done and the total, and returns `false` to stop.
     pub fn examine(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Vec<Examined>> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.examine_roots(&roots, progress)
@@ -61,7 +61,8 @@ impl Store {
                 Err(error) => drop(refused.get_or_insert(error)),
             }
         }
-        Err(refused.unwrap_or_else(|| Error::Invalid("the store has no root".into())))
+        Err(refused
+            .unwrap_or_else(|| Error::Invalid("the store has no undamaged root: restore the store from a copy".into())))
     }
 
     fn examine_roots(&self, roots: &Roots, progress: &mut Progress<'_>) -> Result<Vec<Examined>> {

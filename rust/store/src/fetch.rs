@@ -8,8 +8,8 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 
 /// A read of a unit's values into memory.
 ///
-/// Nothing is staged into the slots that a `Fetch` reads until the devices have ended the reads: after the next commit,
-/// [`Store::begin`] waits for the devices. It does not wait for a call of [`Fetch::wait`]. Dropping a `Fetch` waits for
+/// While the devices read the slots of a `Fetch`, nothing is staged into these slots: [`Store::begin`] waits until the
+/// devices have ended the reads. The caller need not have called [`Fetch::wait`] for this. Dropping a `Fetch` waits for
 /// the devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
@@ -19,18 +19,21 @@ pub struct Fetch<B: Buffer + Sync> {
 }
 
 impl Store {
-    /// Begins to read the values of all records of a unit into `memory`, each record's at the offset
-    /// [`Layout::in_unit`](crate::Layout::in_unit). All values are of the same commit. One read covers records that are
-    /// adjacent in the same slot.
+    /// Begins to read the values of all records of a unit into `memory`. [`Layout::in_unit`](crate::Layout::in_unit)
+    /// returns the offset of a record's values in `memory`. All values are of the same commit. One read covers the
+    /// values of records that are adjacent on storage.
     ///
-    /// `memory` has [`Layout::unit_bytes`](crate::Layout::unit_bytes) bytes. Page alignment is not required, but
-    /// faster.
+    /// `memory` must have [`Layout::unit_bytes`](crate::Layout::unit_bytes) bytes. Reads are faster if `memory` begins
+    /// on a page.
     pub fn fetch<B: Buffer + Sync>(self: &Arc<Self>, unit: usize, memory: B) -> Result<Fetch<B>> {
         let parts = Arc::new(self.parts(unit, u64::MAX)?);
         let wanted = self.layout.unit_bytes(unit);
         if memory.len() as u64 != wanted {
             let name = &self.description.units[unit];
-            return Err(Error::Invalid(format!("unit {name:?} has {wanted} bytes, not {}", memory.len())));
+            return Err(Error::Invalid(format!(
+                "unit {name:?} needs a buffer of {wanted} bytes, not {}",
+                memory.len()
+            )));
         }
         let part = if wanted == 0 { None } else { Some(parts.begin(0, memory)?) };
         Ok(Fetch { version: parts.version(), part, store: Arc::clone(self) })
@@ -44,7 +47,7 @@ impl<B: Buffer + Sync> Fetch<B> {
         self.part.as_ref().is_none_or(PartFetch::is_done)
     }
 
-    /// Waits for the reads, verifies every extent, and returns the newest version among the records, or 0 if no record
+    /// Waits for the reads and verifies every extent. Returns the newest version among the records, or 0 if no record
     /// has values. A second call returns the same result.
     pub fn wait(&self, wait: Wait<'_>) -> Result<u64> {
         let began = Instant::now();

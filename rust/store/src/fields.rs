@@ -1,9 +1,10 @@
-//! Encodes and decodes the catalog's fields: little-endian numbers and short texts, each bounded before use.
+//! Encodes and decodes the catalog's fields: little-endian numbers and short strings. The decoder checks the length of
+//! a string before it reads the string.
 
 /// The reason why bytes violate the format.
 pub(crate) type Malformed = String;
 
-/// The reason why bytes with a right checksum cannot be used.
+/// The reason why bytes with a correct checksum cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum DecodeError {
     /// The bytes violate the format.
@@ -29,7 +30,7 @@ impl From<DecodeError> for Malformed {
 
 /// Returns the error message for a store that uses `what`, which this version does not know.
 pub(crate) fn newer(what: &str) -> String {
-    format!("the store uses {what}, which this version of memascend does not know: install a newer one")
+    format!("the store uses {what}, which this version of memascend does not know: install a newer version")
 }
 
 /// Reads the fields in a slice of bytes, one after the other.
@@ -50,7 +51,7 @@ impl<'a> Fields<'a> {
     /// Reads the next `nbytes` bytes.
     pub(crate) fn take(&mut self, nbytes: usize) -> Result<&'a [u8], Malformed> {
         let (taken, rest) = self.bytes.split_at_checked(nbytes).ok_or_else(|| {
-            format!("a field of {nbytes} bytes goes past the end, {} bytes are left", self.bytes.len())
+            format!("a field of {nbytes} bytes goes past the end: only {} bytes are left", self.bytes.len())
         })?;
         self.bytes = rest;
         Ok(taken)
@@ -78,26 +79,26 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Reads a length, then a text of that length. Fails if the length exceeds `bytes_max`.
+    /// Reads a length, then a string of this length. Fails if the length exceeds `bytes_max`.
     pub(crate) fn text(&mut self, bytes_max: usize) -> Result<String, Malformed> {
         let nbytes = usize::from(self.u16()?);
         if nbytes > bytes_max {
-            return Err(format!("a text of {nbytes} bytes, at most {bytes_max} are allowed"));
+            return Err(format!("a string has {nbytes} bytes, but at most {bytes_max} are allowed"));
         }
-        let text = std::str::from_utf8(self.take(nbytes)?).map_err(|_| "a text that is not UTF-8".to_owned())?;
+        let text = std::str::from_utf8(self.take(nbytes)?).map_err(|_| "a string is not UTF-8".to_owned())?;
         Ok(text.to_owned())
     }
 }
 
 impl Fields<'_> {
-    /// Reads a number, then that many texts of at most `bytes_max` bytes each.
+    /// Reads the number of strings, then each string. Fails if a string has more than `bytes_max` bytes.
     pub(crate) fn texts(&mut self, bytes_max: usize) -> Result<Vec<String>, Malformed> {
         (0..self.u8()?).map(|_| self.text(bytes_max)).collect()
     }
 }
 
-/// Reads `count` items with `one`. Each item has at least `bytes_min` bytes; if the unread bytes are too few for
-/// `count` items, fails before it allocates.
+/// Calls `one` for each of `count` items, and returns the items. Each item has at least `bytes_min` bytes. If there are
+/// too few unread bytes for `count` items, fails before it allocates memory.
 pub(crate) fn counted<'a, T, E: From<Malformed>>(
     count: usize,
     bytes_min: usize,
@@ -105,18 +106,20 @@ pub(crate) fn counted<'a, T, E: From<Malformed>>(
     mut one: impl FnMut(&mut Fields<'a>) -> Result<T, E>,
 ) -> Result<Vec<T>, E> {
     if count > fields.left() / bytes_min {
-        return Err(format!("{count} items of at least {bytes_min} bytes in {} bytes", fields.left()).into());
+        return Err(
+            format!("{count} items of at least {bytes_min} bytes do not fit into {} bytes", fields.left()).into()
+        );
     }
     (0..count).map(|_| one(fields)).collect()
 }
 
-/// Writes the number of texts, then each text. The caller keeps the number within `u8`, and each length within `u16`.
+/// Writes the number of strings, then each string. The number must fit into a `u8`, and each length into a `u16`.
 pub(crate) fn push_texts(bytes: &mut Vec<u8>, texts: &[String]) {
     bytes.push(u8::try_from(texts.len()).unwrap_or(u8::MAX));
     texts.iter().take(usize::from(u8::MAX)).for_each(|text| push_text(bytes, text));
 }
 
-/// Writes the length of a text, then the text. The caller keeps the length within `u16`.
+/// Writes the length of a string, then the string. The length must fit into a `u16`.
 pub(crate) fn push_text(bytes: &mut Vec<u8>, text: &str) {
     let nbytes = u16::try_from(text.len()).unwrap_or(u16::MAX);
     bytes.extend(nbytes.to_le_bytes());

@@ -1,19 +1,20 @@
-//! Defines the formats of a record's state: where its fp32 master weights are stored, and the form of its moments.
+//! Defines the formats of a record's state: where the fp32 master weights are stored, and in which form the moments are
+//! stored.
 
 use crate::{Dtype, Error, Record, Result, StateTensor};
 
 /// The format of a record's state tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// Each state tensor holds what its name says, in its own dtype.
+    /// Any state tensors, each in the dtype that the description gives.
     #[default]
     Plain,
-    /// float32 values, or 16-bit values and a float32 master weight for each; moments in bfloat16.
+    /// float32 values, or 16-bit values that each have a float32 master weight. Moments in bfloat16.
     Bf16,
-    /// float32 values, or 16-bit values and a float32 master weight for each; moments in 8 bits.
+    /// float32 values, or 16-bit values that each have a float32 master weight. Moments in 8 bits.
     EightBit,
-    /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored: the bfloat16
-    /// values are its upper half, rounded to nearest even, and the state tensors [`COMPACT`] have the rest.
+    /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored. Its upper half,
+    /// rounded to nearest even, is the bfloat16 value, and the state tensors [`COMPACT`] have the rest.
     Compact,
     /// A compact master weight and a momentum in float32. A momentum needs its sign bit, so the bits of the state
     /// tensor `rounded_up` mark the values that were rounded up.
@@ -33,9 +34,9 @@ pub enum Format {
 /// Where a record's fp32 master weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Master {
-    /// In float32 values themselves or, if the values have 16 bits, in a state tensor.
+    /// In the record's values if they are float32. In the state tensor `master` if the values have 16 bits.
     Own,
-    /// In the bfloat16 values and the state tensor `rest` together.
+    /// In two parts: the bfloat16 values, and the state tensor `rest`.
     Compact,
     /// The record has no master weights.
     None,
@@ -65,8 +66,8 @@ const ADAM: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 const MOMENTUM: [&str; 1] = ["momentum_buffer"];
 
 impl Format {
-    /// Each format with its name in a description, its master weights and its moments. `row` relies on the enum's
-    /// order.
+    /// Each format with its name in a description, the place of its master weights and the form of its moments. The
+    /// rows have the order of the enum, because `row` uses a format's number as the index of its row.
     const ALL: [(Self, &str, Master, MomentForm); 10] = [
         (Self::Plain, "", Master::Own, MomentForm::Single),
         (Self::Bf16, "bf16", Master::Own, MomentForm::Bf16),
@@ -90,7 +91,7 @@ impl Format {
         self.row().1
     }
 
-    /// Returns the format that a description calls `name`.
+    /// Returns the format that a description calls `name`, or `None` if no format has this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|row| row.1 == name).map(|row| row.0)
@@ -110,12 +111,14 @@ impl Format {
 }
 
 impl Record {
-    /// Returns the state tensors that this record has in `format`: those of Adam or, with `momentum`, those of SGD with
-    /// momentum and Muon. Fails if values of the record's dtype have no state in `format`.
+    /// Returns the state tensors that this record has in `format`: the state tensors of Adam or, if `momentum` is true,
+    /// the state tensors of SGD with momentum and of Muon. Fails if `format` is not defined for the record's dtype.
     pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
         let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
             let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
-            Error::Invalid(format!("{name:?} has values of {dtype}, which have no state in the format {of:?}"))
+            Error::Invalid(format!(
+                "{name:?} has values of {dtype}, which the format {of:?} does not support: choose another format"
+            ))
         })?;
         let elements = self.elements();
         Ok(wanted
@@ -129,13 +132,13 @@ impl Record {
             .collect())
     }
 
-    /// True if the state has the one moment of SGD or Muon instead of Adam's two.
+    /// True if the state has the one moment of SGD or Muon. False if it has the two moments of Adam.
     #[must_use]
     pub fn has_momentum(&self) -> bool {
         self.state.iter().any(|tensor| tensor.name == MOMENTUM[0])
     }
 
-    /// Rejects state tensors that are not those of the record's format.
+    /// Rejects a record whose state tensors are not the state tensors of its format.
     pub(crate) fn checked_format(&self) -> std::result::Result<(), String> {
         if self.format == Format::Plain {
             return Ok(());
@@ -147,11 +150,15 @@ impl Record {
         let (name, format) = (&self.name, self.format.name());
         let of = |tensor: &StateTensor| format!("{} ({} {:?})", tensor.name, tensor.dtype.name(), tensor.shape);
         let wanted = wanted.iter().map(of).collect::<Vec<_>>().join(", ");
-        Err(format!("the state of {name:?} is not {format}: that of {} values is {wanted}", self.dtype.name()))
+        Err(format!(
+            "the state of {name:?} does not have the format {format}: for {} values, it must have {wanted}",
+            self.dtype.name()
+        ))
     }
 }
 
-/// Returns name, dtype and grain of each state tensor; `None` if values of dtype `values` have no state in `format`.
+/// Returns the name, dtype and grain of each state tensor. Returns `None` if `format` is not defined for the dtype
+/// `values`.
 fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(String, Dtype, u32)>> {
     let has_16_bits = matches!(values, Dtype::Bf16 | Dtype::F16);
     let mut tensors: Vec<(String, Dtype, u32)> = match format.master() {
@@ -170,7 +177,7 @@ fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(Str
     }
     if format.master() == Master::Compact && (momentum || form == MomentForm::EightBit) {
         // Here no moment has a free sign bit to mark a value that was rounded up: a momentum needs its sign, and an
-        // 8-bit code has no sign bit. The bits of `rounded_up` mark such values.
+        // 8-bit code has no sign bit. The bits of `rounded_up` mark the values that were rounded up.
         tensors.push(("rounded_up".into(), Dtype::U8, 8));
     }
     let names = if momentum { &MOMENTUM[..] } else { &ADAM[..] };
@@ -205,7 +212,7 @@ mod tests {
         }
     }
 
-    /// Returns the bytes of state for 64 elements of a large record.
+    /// Returns the size in bytes of the state for 64 elements of a large record.
     fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
         let record = Record { shape: vec![1 << 20], ..values(dtype) };
         let state = record.state_in(format, momentum).ok()?;

@@ -1,5 +1,5 @@
-//! Encodes and decodes log heads. The head of a step names its gradients, their places on storage, and the rules that
-//! apply them.
+//! Encodes and decodes log heads. A log head names the gradients of one step, the places of these gradients on storage,
+//! and the rules that apply these gradients.
 
 use crate::{
     Dtype,
@@ -10,21 +10,21 @@ use crate::{
 
 const MAGIC: [u8; 8] = *b"mascstep";
 /// Bytes of the fixed fields: magic, length, generation, oldest, committed steps, start, offset and checksum of the
-/// head before, number of rules, number of logged gradients.
+/// previous head, number of rules, number of logged gradients.
 const FIXED_BYTES: usize = 8 * 8 + 2 * 4;
 /// Bytes of a logged gradient without its chunks: record, rule, step, dtype, number of chunks.
 const LOGGED_BYTES: usize = 4 + 4 + 8 + 1 + 4;
 /// Bytes of a chunk: offset and checksum.
 const CHUNK_BYTES: usize = 16;
-/// Fewest bytes of an encoded rule.
+/// The smallest size in bytes of an encoded rule.
 const RULE_BYTES_MIN: usize = 2 + 4 + 1 + 1;
-/// Most bytes of an encoded rule.
+/// The largest size in bytes of an encoded rule.
 pub(crate) const RULE_BYTES_MAX: usize = 512;
-/// Most bytes of the name of a rule or of a number.
+/// The largest size in bytes of a name: of a rule's name, and of the name of each number in a rule.
 const NAME_BYTES_MAX: usize = 64;
 
-/// The rule that applies a gradient: the name of a kernel, and every number that the kernel uses in addition to state
-/// and gradient.
+/// The rule that applies a gradient: the name of a kernel, and every number that the kernel uses in addition to the
+/// state and the gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct LoggedRule {
     /// The name of the kernel.
@@ -33,23 +33,23 @@ pub struct LoggedRule {
     pub arithmetic: u32,
     /// The name and the bits of each number. The kernel's specification gives the type of the bits.
     pub numbers: Vec<(String, u64)>,
-    /// The bits of float32 factors. Before the kernel runs, the gradient is multiplied by each factor in turn, in
-    /// float32, and rounded to the gradient's dtype each time.
+    /// The bits of float32 factors. Before the kernel runs, the gradient is multiplied by one factor after the other,
+    /// in float32. After each factor, the result is rounded to the gradient's dtype.
     pub factors: Vec<u32>,
 }
 
-/// Names an appended gradient as part of the step.
+/// One entry of [`StepHead::updates`]: an appended gradient that the commit makes part of its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoggedUpdate {
     /// The index of the gradient's record.
     pub record: usize,
     /// The index in [`StepHead::rules`] of the rule that applies the gradient.
     pub rule: u32,
-    /// The record's count of updates, this update included.
+    /// The record's count of updates, including this update.
     pub step: u64,
 }
 
-/// The appended gradients that a commit makes part of its step, and their rules.
+/// The appended gradients that a commit makes part of its step, and the rules that apply these gradients.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StepHead {
     /// The rules that apply the gradients, without duplicates.
@@ -69,7 +69,7 @@ pub struct LoggedGradient {
     pub step: u64,
     /// The dtype of the gradient.
     pub dtype: Dtype,
-    /// Offset in the volume, and checksum, of each chunk.
+    /// For each chunk, its offset in the volume and its checksum.
     pub(crate) chunks: Box<[(u64, u64)]>,
 }
 
@@ -78,14 +78,14 @@ pub struct LoggedGradient {
 pub struct Head {
     /// The generation of the commit that wrote the head.
     pub generation: u64,
-    /// The generation of the oldest head that was still needed when this head was committed. It is this head's own
-    /// generation if no older head was needed.
+    /// The generation of the oldest head that was still needed when this head was committed: this head's own generation
+    /// if no older head was needed.
     pub oldest: u64,
-    /// The number of committed steps, this one included.
+    /// The number of committed steps, including the step of this head.
     pub step: u64,
-    /// The offset in the volume at which the step's gradients in the ring begin. This head follows them.
+    /// The offset in the volume at which the step's gradients in the ring begin. This head follows these gradients.
     pub(crate) start: u64,
-    /// Offset and checksum of the head before this one; zeros in the first head of the log.
+    /// The offset and the checksum of the previous head; zeros in the first head of the log.
     pub(crate) before: (u64, u64),
     /// The rules that apply the gradients.
     pub rules: Vec<LoggedRule>,
@@ -105,7 +105,8 @@ impl LoggedRule {
         let names = self.numbers.iter().map(|(name, _)| name.len()).chain([self.name.len()]);
         if names.max().unwrap_or(0) > NAME_BYTES_MAX || self.bytes() > RULE_BYTES_MAX {
             return Err(format!(
-                "the rule {:?} takes {} bytes, at most {RULE_BYTES_MAX} are kept",
+                "the rule {:?} takes {} bytes: a rule can take at most {RULE_BYTES_MAX} bytes, and a name in it at \
+                 most {NAME_BYTES_MAX}",
                 self.name,
                 self.bytes()
             ));
@@ -135,8 +136,8 @@ impl LoggedRule {
     }
 }
 
-/// Returns the most bytes, in whole pages, of a head with `logged_gradients` gradients that have `chunks` chunks
-/// together.
+/// Returns the largest size in bytes of a head that names `logged_gradients` gradients, in whole pages. These gradients
+/// have `chunks` chunks in total.
 pub(crate) fn head_bytes_max(logged_gradients: u64, chunks: u64) -> u64 {
     let of_logged = logged_gradients * (RULE_BYTES_MAX + LOGGED_BYTES) as u64;
     (FIXED_BYTES as u64 + of_logged + chunks * CHUNK_BYTES as u64).next_multiple_of(PAGE_BYTES)
@@ -151,11 +152,11 @@ pub(crate) fn head_checksum(uuid: &Uuid, offset: u64, bytes: &[u8]) -> u64 {
 pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> {
     let mut fields = Fields::new(page);
     if fields.take(MAGIC.len())? != MAGIC {
-        return Err("there is no head".into());
+        return Err("it does not begin with a log head".into());
     }
     let nbytes = fields.u64()?;
     if nbytes < FIXED_BYTES as u64 || nbytes > bytes_max {
-        return Err(format!("a head of {nbytes} bytes"));
+        return Err(format!("the head has an impossible size of {nbytes} bytes"));
     }
     Ok(nbytes)
 }
@@ -195,7 +196,9 @@ impl Head {
         let (generation, oldest, step, start) = (next()?, next()?, next()?, next()?);
         let before = (next()?, next()?);
         if generation == 0 || oldest == 0 || oldest > generation {
-            return Err(format!("generation {generation}, which needs generation {oldest}"));
+            return Err(format!(
+                "it has generation {generation}, which needs generation {oldest}, but this is impossible"
+            ));
         }
         let (rules, logged_gradients) = (fields.u32()? as usize, fields.u32()? as usize);
         let rules = counted(rules, RULE_BYTES_MIN, &mut fields, LoggedRule::decode)?;
@@ -203,9 +206,13 @@ impl Head {
             let (record, rule, step) = (fields.u32()? as usize, fields.u32()?, fields.u64()?);
             let code = fields.u8()?;
             let dtype = Dtype::from_code(code).filter(|&dtype| is_gradient(dtype));
-            let dtype = dtype.ok_or_else(|| format!("a gradient of dtype {code}"))?;
+            let dtype =
+                dtype.ok_or_else(|| format!("it names a gradient of dtype {code}, which no gradient can have"))?;
             if rule as usize >= rules.len() || step == 0 {
-                return Err(format!("rule {rule} of {} for update {step}", rules.len()));
+                return Err(format!(
+                    "it names rule {rule} of {} for update {step}, but this is impossible",
+                    rules.len()
+                ));
             }
             let chunks = fields.u32()? as usize;
             let chunks =
@@ -213,12 +220,12 @@ impl Head {
             Ok::<_, Malformed>(LoggedGradient { record, rule, step, dtype, chunks: chunks.into() })
         })?;
         if fields.left() > 0 {
-            return Err(format!("{} bytes are left over", fields.left()));
+            return Err(format!("{} bytes follow the last field", fields.left()));
         }
         let mut records: Vec<usize> = logged_gradients.iter().map(|logged| logged.record).collect();
         records.sort_unstable();
         if records.windows(2).any(|two| two[0] == two[1]) {
-            return Err("two gradients of one record".into());
+            return Err("it names two gradients of one record".into());
         }
         Ok(Self { generation, oldest, step, start, before, rules, logged_gradients })
     }

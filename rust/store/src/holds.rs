@@ -1,4 +1,4 @@
-//! Holds slots for readers: nothing is staged into a slot while a hold on it is open.
+//! Holds slots for readers: while a hold on a slot is open, nothing is staged into that slot.
 
 use std::{
     ops::{Deref, Range},
@@ -8,26 +8,28 @@ use std::{
 use crate::{Error, Result, Store, index::Index, log::Ahead};
 
 /// A hold on one slot of a record. While the hold is open, [`Store::begin`] waits before it stages into that slot. The
-/// hold has the version and checksums of the slot, so a reader can still check bytes after it has released the slot.
+/// hold has the version and checksums of the slot, so a reader can still check bytes after the reader has released the
+/// slot.
 pub(crate) struct Hold<S: Deref<Target = Store>> {
     pub(crate) store: S,
     pub(crate) record: usize,
     pub(crate) slot: usize,
     pub(crate) version: u64,
-    /// True if only the RAM tier has this version: the slot has an older one and must not be read.
+    /// True if only the RAM tier has this version. The slot then has an older version and must not be read.
     pub(crate) alone: bool,
-    /// The committed gradients that the slot lacked when the hold was taken.
+    /// The committed gradients that were not applied in the slot when the hold was taken; `None` if all gradients were
+    /// applied.
     lacks: Option<Ahead>,
-    /// The number of the first extent in `sums`.
+    /// The number of the extent whose checksum is first in `sums`.
     first: u32,
     /// The checksums of the extents that may be checked.
     sums: Box<[u64]>,
-    /// True while the index counts this hold as an open read. Changed under the index's lock.
+    /// True while the index counts this hold as an open read. This field is changed only under the index's lock.
     open: AtomicBool,
 }
 
 impl<S: Deref<Target = Store>> Hold<S> {
-    /// Takes a hold on the slot that readers of a record see, to read `extents`.
+    /// Takes a hold on the record's slot that readers see. The hold has the checksums of `extents`.
     pub(crate) fn live(store: S, index: &mut Index, record: usize, extents: Range<u32>) -> Self {
         let slots = &index.records[record];
         let of = (slots.newest().0, slots.applied.is_some());
@@ -59,8 +61,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         Self { store, record, slot, version, alone, lacks: None, first, sums, open: AtomicBool::new(true) }
     }
 
-    /// Fails if the slot lacks committed gradients, so that its bytes are older than the record's newest state. See
-    /// [Note: Newest state] in `log.rs`.
+    /// Fails if committed gradients are not applied in the slot: the slot's bytes are then older than the record's
+    /// newest state. See [Note: Newest state] in `log.rs`.
     pub(crate) fn require_newest(&self) -> Result<()> {
         let Some(lacks) = self.lacks else { return Ok(()) };
         if !lacks.is_spilled {
@@ -68,12 +70,12 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
         let name = &self.store.description.records[self.record].name;
         Err(Error::Usage(format!(
-            "a commit left the last update of {name:?} to the next step, which had not made it when this read began; \
-             begin anew"
+            "the last update of {name:?} was deferred to the next step, and was not applied when this read began: \
+             begin the read again"
         )))
     }
 
-    /// Compares the checksum of an extent's `bytes`, which were read at `place`, with the one in the hold.
+    /// Compares the checksum of an extent's `bytes`, which were read at `place`, with the checksum in the hold.
     pub(crate) fn check(&self, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         let (store, record) = (&*self.store, self.record);
         let wanted = self.sums[(extent - self.first) as usize];
@@ -82,8 +84,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
             return Ok(());
         }
         let why = format!(
-            "its checksum is {got:016x} and the catalog says {wanted:016x}; the bytes are not those that were written; \
-             `memascend store verify` says whether the commit before is whole, which existing=\"previous\" opens"
+            "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
+             `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
         );
         Err(store.corrupt(store.named(record, extent), place, why))
     }
@@ -98,8 +100,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
     }
 
-    /// Holds the slot again after `release`. Fails if the slot (or the RAM tier, if `alone` is set) now has a version
-    /// other than that of the hold.
+    /// Holds the slot again after `release`. Fails if the slot (or the RAM tier, if `alone` is set) no longer has the
+    /// version of the hold.
     pub(crate) fn retake(&self) -> Result<()> {
         let mut index = self.store.index.lock();
         if self.open.load(Relaxed) {
@@ -110,7 +112,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         if stands != self.version {
             let name = &self.store.description.records[self.record].name;
             return Err(Error::Usage(format!(
-                "these parts have been read once, and the values of {name:?} in them were overwritten since; begin anew"
+                "the values of {name:?} were overwritten after the first read of their unit had ended: begin \
+                 the read again"
             )));
         }
         slots.reads[self.slot] += 1;

@@ -1,11 +1,11 @@
 //! Indexes every record and extent of a store, in memory.
 //!
-//! The index takes 16 bytes of checksums and a bit for each extent, and about 100 bytes for each record.
+//! For each extent, the index takes 16 bytes of checksums and one bit. For each record it takes about 100 bytes.
 //!
-//! [Note: Two slots] Readers see a record's live slot, the one that the last commit made live. A step is staged into
-//! the other slot, and the next commit swaps the two. There are two exceptions. If `Slots::applied` is set, only the
-//! RAM tier has the newest state, and readers read it there. If a record is settled (`Pending::Settled`), readers see
-//! the other slot before the commit.
+//! [Note: Two slots] Readers see a record's live slot: the slot that the last commit made live. A step is staged into
+//! the other slot, and the next commit makes that slot live. There are two exceptions. If `Slots::applied` is set, only
+//! the RAM tier has the newest state, and readers read it there. If a record is settled (`Pending::Settled`), readers
+//! see the staged slot even before the next commit.
 
 use std::{ops::Range, sync::Arc};
 
@@ -17,16 +17,16 @@ use crate::{
     table::Sections,
 };
 
-/// The two slots of a record ([Note: Two slots]), and the change that the next commit makes to them.
+/// The two slots of a record ([Note: Two slots]), and the change that the next commit makes to these slots.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Slots {
     /// The slot that the last commit made live.
     pub(crate) live: u8,
     /// The change that the next commit makes.
     pub(crate) pending: Pending,
-    /// For each slot, the generation of the commit that made it live or will make it live.
+    /// For each slot, the generation of the commit that made the slot live or will make it live.
     pub(crate) versions: [u64; 2],
-    /// For each slot, the record's count of updates.
+    /// For each slot, the count of updates that are applied in the record's state there.
     pub(crate) steps: [u64; 2],
     /// For each slot, the number of open reads.
     pub(crate) reads: [u32; 2],
@@ -34,10 +34,11 @@ pub(crate) struct Slots {
     pub(crate) missing: u32,
     /// Number of writes of the record's extents in flight.
     pub(crate) writing: u32,
-    /// Sum of the checksums of the staged extents, computed without the uuid so that stores can be compared. 0 for a
-    /// record that [`Store::compare`](crate::Store::compare) does not list.
+    /// The sum of the checksums of the staged extents. The sum does not depend on the store's uuid, so that stores can
+    /// be compared. 0 for a record that [`Store::compare`](crate::Store::compare) did not select.
     pub(crate) digest: u64,
-    /// Version and count of updates of the newest state, if only the RAM tier has it and the live slot is older.
+    /// The version and the count of updates of the newest state, if only the RAM tier has this state. The live slot is
+    /// then older. Otherwise `None`.
     pub(crate) applied: Option<(u64, u64)>,
 }
 
@@ -47,15 +48,16 @@ pub(crate) enum Pending {
     /// No change.
     #[default]
     Nothing,
-    /// The slot that is not live becomes live. Its staging has begun, and may be complete.
+    /// The slot that is not live becomes live. The staging of this slot has begun, and may be complete.
     Staged,
-    /// The slot that is not live, staged with the state that the RAM tier has before the commit, becomes live. After
-    /// the commit, update number `update`, if any, is applied in the RAM tier.
+    /// The slot that is not live becomes live. This slot is staged with the state that the RAM tier has before the
+    /// commit. If `update` is set, the update with this number is applied in the RAM tier after the commit.
     Snapshot { update: Option<u64> },
     /// Update number `update` is applied in the RAM tier after the commit.
     InMemory { update: u64 },
-    /// The slot that is not live, staged with the deferred update that the live slot lacks, becomes live. Readers see
-    /// this slot as soon as all of its extents are written, before a root names it.
+    /// The slot that is not live becomes live. This slot is staged with the deferred update, which is not applied in
+    /// the live slot. Readers see the staged slot as soon as all of its extents are written, even before a root names
+    /// it.
     Settled,
 }
 
@@ -72,7 +74,7 @@ impl Pending {
 }
 
 impl Slots {
-    /// Returns version and count of updates of the state that readers see.
+    /// Returns the version and the count of updates of the state that readers see.
     pub(crate) fn newest(&self) -> (u64, u64) {
         let seen = self.seen_slot();
         self.applied.unwrap_or((self.versions[seen], self.steps[seen]))
@@ -88,8 +90,8 @@ impl Slots {
         if self.is_settled() { self.other_slot() } else { usize::from(self.live) }
     }
 
-    /// Applies the commit of `generation` to the record: swaps the slots if the one that is not live is staged. Returns
-    /// how the record's copy in the RAM tier relates to the commit.
+    /// Applies the commit of `generation` to the record: swaps the slots if the slot that is not live is staged.
+    /// Returns how the record's copy in the RAM tier relates to the commit.
     pub(crate) fn committed(&mut self, generation: u64) -> AfterCommit {
         let (before, _) = self.newest();
         let pending = std::mem::take(&mut self.pending);
@@ -120,19 +122,20 @@ impl Slots {
     }
 }
 
-/// How a record's copy in the RAM tier, if it has one, relates to a commit.
+/// How a record's copy in the RAM tier, if the record has a copy there, relates to a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AfterCommit {
-    /// The copy has the newest version, or is about to be updated to it.
+    /// The copy has the newest version, or the caller is about to update the copy to that version.
     Same,
-    /// The commit wrote the copy to storage. The field is the copy's version before the commit; the caller gives the
-    /// copy the commit's version.
+    /// The commit wrote the copy to storage. The field is the copy's version before the commit. The caller then sets
+    /// the copy's version to that of the commit.
     Written(u64),
-    /// The copy was the only one of its version, and the commit wrote a newer state: the copy is stale.
+    /// Before the commit, only the copy had the newest version. The commit wrote a newer state to storage, so the copy
+    /// is stale now.
     Older,
 }
 
-/// A set of small numbers, one bit for each.
+/// A set of small numbers, with one bit for each number.
 #[derive(Debug, Clone)]
 pub(crate) struct Bits(Vec<u64>);
 
@@ -151,12 +154,12 @@ impl Bits {
     }
 }
 
-/// Whether the store accepts staging, or why it does not.
+/// Whether the store accepts staging. Every phase except `Open` is a reason to reject staging.
 #[derive(Debug)]
 pub(crate) enum Phase {
     Open,
-    /// The store was opened at the commit before the newest. Before anything is staged, `Store::go_back` writes a mark
-    /// over the newest root, which is in slot `newest`.
+    /// The store was opened at the commit before the newest. Before anything can be staged, `Store::go_back` must
+    /// overwrite the newest root, in root slot `newest`, with a mark.
     Previous {
         newest: u64,
     },
@@ -191,7 +194,7 @@ pub(crate) struct Index {
     pub(crate) dirty: [Bits; 2],
     /// For each table slot, the checksum of every page.
     pub(crate) page_sums: [Vec<u64>; 2],
-    /// Number of the step's writes in flight: of extents and of chunks of gradients.
+    /// The number of the step's writes in flight: writes of extents, and of chunks of gradients.
     pub(crate) writing: u32,
     pub(crate) phase: Phase,
     /// The first error of a write of this step.
@@ -200,11 +203,11 @@ pub(crate) struct Index {
     pub(crate) root_is_unclosed: bool,
     /// The generation of the newest root on storage. Commits that are only in memory have later generations.
     pub(crate) root_generation: u64,
-    /// The run of several ranks that the last commit belongs to.
+    /// The run to which the last commit belongs, if the run has several ranks.
     pub(crate) run: Run,
     /// For each root slot, the content of its page.
     pub(crate) root_pages: [Beside; 2],
-    /// The memory of the records that are kept in RAM; `None` if none are.
+    /// The memory of the records that are kept in RAM; `None` if no record is kept in RAM.
     pub(crate) ram_tier: Option<Arc<RamTier>>,
     /// The write-ahead log of gradients.
     pub(crate) log: GradientLog,
@@ -245,7 +248,8 @@ impl Index {
         }
     }
 
-    /// Returns the heap bytes of the index of a store, without the texts, the log and the RAM tier.
+    /// Returns the size in bytes that the index of a store takes on the heap, without the user's value, the
+    /// hyperparameters, the log and the RAM tier.
     pub(crate) fn bytes(description: &Description, layout: &Layout, sections: &Sections) -> u64 {
         let (extents, pages) = (u64::from(layout.extents()), sections.pages());
         let records = description.records.len() as u64;
@@ -266,7 +270,7 @@ impl Index {
 
     /// Returns the record that an extent belongs to.
     fn record_of(&self, extent: usize) -> usize {
-        // A record without extents has the same start as the record after it: take the last record with that start.
+        // A record without extents has the same start as the next record: take the last record with this start.
         self.starts.partition_point(|&start| start as usize <= extent) - 1
     }
 
@@ -288,16 +292,16 @@ impl Index {
         self.sums[slot][extent] = sum;
     }
 
-    /// Fails with the reason unless the store accepts staging.
+    /// Fails if the store does not accept staging. The error gives the reason.
     pub(crate) fn writable(&self) -> Result<()> {
         match &self.phase {
             Phase::Open => Ok(()),
             Phase::Broken(error) => Err(Error::Broken(Arc::clone(error))),
             Phase::Closed => Err(closed()),
             Phase::Previous { .. } => {
-                Err(Error::Usage("the newest commit is not dropped yet: go back to the commit before it first".into()))
+                Err(Error::Usage("the store is at the previous commit: drop the newest commit first (go_back)".into()))
             }
-            Phase::Committing => Err(Error::Usage("a commit is under way; wait for it".into())),
+            Phase::Committing => Err(Error::Usage("a commit is in progress: wait until it has ended".into())),
         }
     }
 
@@ -305,14 +309,15 @@ impl Index {
         matches!(self.phase, Phase::Closed)
     }
 
-    /// Makes all later staging fail with `error`, or with the error of an earlier call.
+    /// Makes all later staging fail with `error`. If an earlier call gave another error, that earlier error stays.
     pub(crate) fn fail_with(&mut self, error: Arc<Error>) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Broken(error);
         }
     }
 
-    /// Makes all later staging fail because the store is closed, or with the error of an earlier `fail_with`.
+    /// Closes the store to all later staging. If `fail_with` was called before, staging continues to fail with the
+    /// error of `fail_with`.
     pub(crate) fn close(&mut self) {
         if !matches!(self.phase, Phase::Broken(_)) {
             self.phase = Phase::Closed;
@@ -324,13 +329,14 @@ impl Index {
         self.records.iter().any(|slots| slots.applied.is_some())
     }
 
-    /// True if the record's live slot lacks a deferred update and the record is not settled yet.
+    /// True if a deferred update is not applied in the record's live slot, and the record is not settled yet.
     pub(crate) fn is_behind(&self, record: usize) -> bool {
         let is_spilled = self.log.live.ahead.get(&record).is_some_and(|ahead| ahead.is_spilled);
         is_spilled && !self.records[record].is_settled()
     }
 
-    /// Drops a record's staged slot and appended gradient. A settled slot stays: it has the state of the last commit.
+    /// Drops a record's staged slot and appended gradient. A settled slot stays, because it has the state of the last
+    /// commit.
     pub(crate) fn forget(&mut self, record: usize) {
         let slots = &mut self.records[record];
         if slots.is_settled() {
@@ -354,5 +360,5 @@ impl Index {
 }
 
 pub(crate) fn closed() -> Error {
-    Error::Usage("the store has been closed; open it again".into())
+    Error::Usage("the store has been closed: open it again".into())
 }

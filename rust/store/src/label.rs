@@ -1,4 +1,4 @@
-//! Labels each device with the uuid of its store and its number among the store's devices.
+//! Labels each device with the uuid of the store, and with the number of the device among the store's devices.
 //!
 //! Each device has two copies of its label: one page at the beginning and one at the end.
 
@@ -35,7 +35,7 @@ pub(crate) enum Found {
     Foreign,
     /// A label whose version of the format is not [`VERSION`].
     Version(u32),
-    /// A label with a wrong checksum or impossible fields; the text says which.
+    /// A label with a wrong checksum or impossible fields; the string gives the reason.
     Damaged(Malformed),
 }
 
@@ -55,15 +55,15 @@ impl Label {
     }
 }
 
-/// Pads `bytes` with zeros to a sector, and sets the sector's last eight bytes to the checksum of the bytes before
-/// them.
+/// Pads `bytes` with zeros to a sector, and sets the sector's last eight bytes to the checksum of all bytes before the
+/// last eight.
 pub(crate) fn seal(bytes: &mut Vec<u8>, uuid: &Uuid, subject: Subject) {
     bytes.resize(SECTOR_BYTES - 8, 0);
     let sum = checksum(uuid, subject, (0, 0), 0, bytes);
     bytes.extend(sum.to_le_bytes());
 }
 
-/// True if the last eight bytes of a sector are the checksum of the bytes before them.
+/// True if the last eight bytes of a sector are the checksum of all bytes before the last eight.
 pub(crate) fn is_sealed(sector: &[u8], uuid: &Uuid, subject: Subject) -> bool {
     let (bytes, sum) = sector.split_at(SECTOR_BYTES - 8);
     checksum(uuid, subject, (0, 0), 0, bytes).to_le_bytes() == sum
@@ -95,7 +95,7 @@ fn decode(sector: &[u8]) -> Result<Found, Malformed> {
     let stripe_is_whole = stripe_bytes.is_multiple_of(PAGE_BYTES) && (PAGE_BYTES..=1 << 30).contains(&stripe_bytes);
     let devices_max = memascend_nvme::DEVICES_MAX as u32;
     if count == 0 || count > devices_max || index >= count || !stripe_is_whole {
-        return Err(format!("device {index} of {count} with stripes of {stripe_bytes} bytes"));
+        return Err(format!("it names the impossible device {index} of {count} with stripes of {stripe_bytes} bytes"));
     }
     let label = Label { uuid, index, devices: Devices { count, stripe_bytes } };
     Ok(Found::Label(label))

@@ -1,8 +1,8 @@
-//! Computes the offsets of a store's parts and extents. The lengths follow from the description, and the root stores
-//! where each part begins.
+//! Computes the offsets of a store's parts and extents. The length of each part is computed from the description. The
+//! offset of each part is in the root.
 //!
-//! A new store: `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B |
-//! spill | description again | labels again`
+//! A new store has these parts, in this order: `labels | root 0 | root 1 | description | table 0 | table 1 | values A |
+//! values B | state A | state B | spill | description again | labels again`
 
 use crate::{
     Description, Dtype, Record, Result,
@@ -10,22 +10,23 @@ use crate::{
     places::{Devices, Lengths, Places, add, paged, too_large},
 };
 
-/// Bytes of a page. Every part and every extent of a store begins on a page.
+/// The size of a page in bytes. Every part and every extent of a store begins on a page.
 pub const PAGE_BYTES: u64 = 4096;
-/// Alignment of the tensors that share a chunk of state: a cache line.
+/// The alignment in bytes of the tensors that share a chunk of state: a cache line.
 const TENSOR_ALIGN: u64 = 64;
-/// Most bytes of an extent of a state tensor without a grain.
+/// The largest size in bytes of an extent of a state tensor without a grain.
 pub const WHOLE_EXTENT_BYTES: u64 = 1 << 20;
 
 /// The numbers and offsets of a record's extents.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordLayout {
-    /// The number of the record's first extent in the store.
+    /// The index of the record's first extent among all extents of the store.
     pub(crate) first_extent: u32,
-    /// The number of the record's extents. Values come first, then chunked state, then each state tensor without a
-    /// grain.
+    /// The count of the record's extents. The extents of values come first, then the extents of chunked state, then the
+    /// extents of each state tensor without a grain.
     pub(crate) extents: u32,
-    /// The number of chunks. Each chunk is one extent of values and, if the record has chunked state, one of state.
+    /// The count of chunks. Each chunk is one extent of values and, if the record has chunked state, also one extent of
+    /// state.
     pub(crate) chunks: u32,
     /// Offset of the values from the start of the values area.
     pub(crate) values_at: u64,
@@ -57,19 +58,19 @@ pub enum Content {
     },
 }
 
-/// An extent: bytes in whole pages that are read, written and checksummed as one.
+/// An extent: whole pages that are read, written and checksummed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// The data in the extent.
     pub content: Content,
-    /// Bytes of the data, without the padding of the last page.
+    /// The size of the data in bytes, without the padding of the last page.
     pub used_bytes: u64,
     /// Offset from the start of the values area or of the state area.
     pub(crate) at: u64,
 }
 
 impl Extent {
-    /// Returns the bytes of the extent on storage: whole pages.
+    /// Returns the size in bytes of the extent on storage: whole pages.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         paged(self.used_bytes)
@@ -81,7 +82,7 @@ impl Extent {
 pub struct Layout {
     pub(crate) devices: Devices,
     records: Box<[RecordLayout]>,
-    /// Offset of each unit's values in the values area, then the length of that area.
+    /// For each unit, the offset of its values in the values area. The last item is the length of the values area.
     units: Box<[u64]>,
     pub(crate) description_bytes: u64,
     pub(crate) places: Places,
@@ -89,11 +90,12 @@ pub struct Layout {
     slot_bytes: u64,
     spill_bytes: u64,
     extents: u32,
-    /// The end of the last part that the root places.
+    /// The offset in the volume at which the last part ends, of the parts whose offsets are in the root.
     end: u64,
 }
 
-/// Returns the bytes of a chunk of state with `elements` elements: all state tensors with a grain, side by side.
+/// Returns the size in bytes of a chunk of state for `elements` elements. The chunk has the items of all state tensors
+/// with a grain, side by side.
 fn chunk_bytes(record: &Record, elements: u64) -> u64 {
     record.chunked().map(|tensor| tensor.bytes_for(elements).next_multiple_of(TENSOR_ALIGN)).sum()
 }
@@ -120,7 +122,7 @@ impl Layout {
         }))
     }
 
-    /// Computes every length and every offset within an area. Leaves `places` and `end` unset.
+    /// Computes the length of every area, and every offset within an area. Leaves `places` and `end` unset.
     fn measured(description: &Description, devices: Devices) -> Result<(Self, Lengths)> {
         let chunk = u64::from(description.chunk_elements);
         let (mut values, mut state, mut spill, mut extents) = (0, 0, 0, 0_u64);
@@ -194,20 +196,21 @@ impl Layout {
         Ok((layout, lengths))
     }
 
-    /// Returns the bytes of the whole store with its second labels. The file may be longer, and the device larger.
+    /// Returns the size in bytes of the whole store, including the second labels. The store's file or device may be
+    /// larger.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.devices.with_second_labels(self.end)
     }
 
-    /// Returns the end of the last part whose offset is in the root. Second places for gradients and the log come after
-    /// it.
+    /// Returns the offset at which the last part ends, of the parts whose offsets are in the root. After this offset
+    /// come the second places for gradients, and the log.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
     /// Returns the offset of the second label of device `index` in a volume of `volume_bytes`, or `None` if the volume
-    /// is so short that another part of the store is there.
+    /// is so short that another part of the store takes this offset.
     pub(crate) fn second_label_offset(&self, volume_bytes: u64, index: u32) -> Option<u64> {
         self.devices.second_label_offset(volume_bytes, index).filter(|&at| at >= self.end)
     }
@@ -218,8 +221,7 @@ impl Layout {
         self.extents
     }
 
-    /// Returns how many bytes one slot of every record takes, values and state together. Figures "per byte of state"
-    /// refer to this number.
+    /// Returns the size in bytes of one slot of all records together: their values and their state.
     #[must_use]
     pub fn slot_bytes(&self) -> u64 {
         self.slot_bytes
@@ -229,13 +231,13 @@ impl Layout {
         &self.records[record]
     }
 
-    /// Returns the bytes of a unit's values, the size of a lease for the unit.
+    /// Returns the size in bytes of a unit's values. A lease for the unit has this size.
     #[must_use]
     pub fn unit_bytes(&self, unit: usize) -> u64 {
         self.units[unit + 1] - self.units[unit]
     }
 
-    /// Returns the offset of a record's values in the bytes of its unit.
+    /// Returns the offset of a record's values among the values of its unit.
     #[must_use]
     pub fn in_unit(&self, record: usize, unit: usize) -> u64 {
         self.records[record].values_at - self.units[unit]
@@ -289,7 +291,7 @@ impl Layout {
             index -= parts;
             at += paged(spec.nbytes());
         }
-        unreachable!("a record has {} extents", place.extents)
+        unreachable!("the record has only {} extents", place.extents)
     }
 
     /// Returns the offset of an extent in the volume, in slot 0 or 1.
@@ -300,18 +302,18 @@ impl Layout {
         area[slot] + extent.at
     }
 
-    /// Returns the offset in the volume of a record's place for spilled gradients in the spill area.
+    /// Returns the offset in the volume at which a record's spilled gradient begins. This offset is in the spill area.
     #[must_use]
     pub fn spill_offset(&self, record: usize) -> u64 {
         self.places.spill + self.in_spill(record)
     }
 
-    /// Returns the offset of a record's place for spilled gradients from the start of the spill area.
+    /// Returns the offset at which a record's spilled gradient begins, counted from the start of the spill area.
     pub(crate) fn in_spill(&self, record: usize) -> u64 {
         self.records[record].spill_at
     }
 
-    /// Returns the bytes of the spill area.
+    /// Returns the size of the spill area in bytes.
     pub(crate) fn spill_area_bytes(&self) -> u64 {
         self.spill_bytes
     }
@@ -335,8 +337,8 @@ impl Description {
         })
     }
 
-    /// Returns the bytes of the largest extent of state and of the largest extent of values, which staging buffers must
-    /// hold.
+    /// Returns the size in bytes of the largest extent of state, and of the largest extent of values. Staging buffers
+    /// must have these sizes.
     #[must_use]
     pub fn staging_bytes(&self) -> (u64, u64) {
         let largest = |bytes: &dyn Fn(&Record, u64) -> u64| {

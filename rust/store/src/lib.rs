@@ -1,10 +1,10 @@
 //! Keeps training state on SSD: two slots for each extent, and an atomic commit.
 //!
 //! A [`Description`] lists the records (parameters and buffers) of a [`Store`] with their state tensors, grouped into
-//! units. The store cuts each record into *extents*; an extent is read, written and checksummed as one.
+//! units. The store cuts each record into *extents*. Each extent is read, written and checksummed separately.
 //! [`Store::begin`] and [`Store::stage`] write a step, extent by extent, into the slots that are not live, while
 //! readers continue to see the live slots. [`Store::commit`] makes all staged extents live and durable at once;
-//! [`Store::discard`] drops them.
+//! [`Store::discard`] drops the staged extents.
 //!
 //! `docs/store-format.md` specifies the format, in enough detail to write another reader.
 
@@ -90,4 +90,4 @@ pub use step_write::StepWrite;
 pub use store::{Durability, Info, RecordState, Settler, Store};
 pub use verify::Verified;
 
-const _: () = assert!(size_of::<usize>() == 8, "the store addresses more than 4 GiB");
+const _: () = assert!(size_of::<usize>() == 8, "usize must have 64 bits, because a store can be larger than 4 GiB");

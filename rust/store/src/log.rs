@@ -1,11 +1,13 @@
-//! Tracks the write-ahead log of gradients: its ring on storage, the head of each step, and the records that need it.
+//! Tracks the write-ahead log of gradients: its ring on storage, the head of each step, and the records that need the
+//! log.
 //!
 //! The log makes a step durable for records whose new state is not written to a slot: records kept in RAM, and records
 //! with deferred updates.
 //!
-//! [Note: Newest state] To get a record's newest state, start from its live slot, and apply in order each of the
-//! record's gradients that a head of the slot's generation or later names. So a step may write a record whole with the
-//! state *before* the step's own gradient, and the log may then drop the record's earlier gradients.
+//! [Note: Newest state] To get a record's newest state, read its live slot. Then apply, in order, the record's
+//! gradients from every head whose generation is that of the slot or later. So a step may write the whole record as it
+//! was *before* the step, and append the step's gradient to the log. After this write, the log no longer needs the
+//! record's earlier gradients.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -14,15 +16,16 @@ use std::{
 
 use crate::{Dtype, Error, Head, LoggedGradient, LoggedUpdate, Replay, Result, StepHead, ring::Ring, root};
 
-/// The index of the log: its ring, the records that may append, and the gradients appended since the last commit.
+/// The index of the log: its ring, the records whose gradients may be appended, and the gradients that were appended
+/// since the last commit.
 #[derive(Debug, Default)]
 pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
     /// The records that may append gradients, each with the turn in which the record is written whole.
     pub(crate) members: BTreeMap<usize, Member>,
-    /// The number of turns: within this many steps each member is written whole once.
+    /// The number of turns. Each member is written whole once within `steps` steps.
     pub(crate) steps: u32,
-    /// Most bytes of a head.
+    /// The largest size in bytes of a log head.
     pub(crate) head_bytes_max: u64,
     /// The indices, in ascending order, of the records whose updates may be deferred to the next step.
     pub(crate) deferred: Vec<usize>,
@@ -30,45 +33,45 @@ pub(crate) struct GradientLog {
     pub(crate) turn: u64,
     /// The state of the log after the last commit.
     pub(crate) live: Live,
-    /// The log that the store had when it was opened. The first commit after which no slot lacks gradients sets it to
-    /// `None`.
+    /// The log that the store had when it was opened. A commit sets this field to `None` once every live slot has the
+    /// newest state.
     pub(crate) found: Option<Arc<Replay>>,
-    /// The gradients appended since the last commit, by record.
+    /// For each record, its gradient that was appended since the last commit.
     pub(crate) appended: BTreeMap<usize, Appended>,
     /// The ring position of the next append; `None` until the first append after a commit.
     pub(crate) next: Option<u64>,
-    /// The sum of a checksum for each update that the commit in progress defers to the next step: a part of
-    /// [`Store::digest`](crate::Store::digest).
+    /// The sum of the checksums of the updates that the commit in progress defers to the next step.
+    /// [`Store::digest`](crate::Store::digest) includes this sum.
     pub(crate) digest: u64,
 }
 
-/// The part of the log that is needed after a commit, as the commit's root names it.
+/// The part of the log that is needed after a commit. The commit's root names this part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Live {
     /// Offset and checksum of the newest head; zeros if no head is needed.
     pub(crate) head: (u64, u64),
-    /// The heads that are needed, the oldest first: the generation, and the ring position at which the step's gradients
-    /// begin.
+    /// The heads that are needed, the oldest first. Each item has a head's generation, and the ring position at which
+    /// the gradients of that head's step begin.
     pub(crate) heads: VecDeque<(u64, u64)>,
     /// The ring position at which the next step may begin.
     pub(crate) next: u64,
-    /// The records whose live slots lack gradients.
+    /// The records with committed gradients that are not applied in the live slot.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
     /// The generation of the newest head that names spilled gradients, which are outside of the ring.
     pub(crate) spilled_in: u64,
 }
 
-/// The gradients that the live slot of a record lacks.
+/// A record's committed gradients, as far as they are not applied in the record's live slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ahead {
-    /// The generation of the first head with a gradient that the slot lacks.
+    /// The generation of the first head that names one of these gradients.
     pub(crate) since: u64,
-    /// The number of gradients that the slot lacks.
+    /// The number of these gradients.
     pub(crate) count: u32,
     /// The record's count of updates after these gradients are applied.
     pub(crate) step: u64,
-    /// True for a deferred update: one spilled gradient that was committed since the store was opened. False for a
-    /// gradient that was found at opening, even if its head names a spilled gradient.
+    /// True for a deferred update: a single spilled gradient that was committed after the store was opened. False for
+    /// gradients that were in the log when the store was opened, even if they had been spilled.
     pub(crate) is_spilled: bool,
 }
 
@@ -85,17 +88,18 @@ pub(crate) struct Member {
 #[derive(Debug)]
 pub(crate) struct Appended {
     pub(crate) dtype: Dtype,
-    /// Offset of each chunk in the volume, and its checksum once its write has begun.
+    /// For each chunk, its offset in the volume, and its checksum once the chunk's write has begun.
     pub(crate) chunks: Box<[(u64, Option<u64>)]>,
     /// The number of chunks that are not written yet.
     pub(crate) missing: u32,
     /// The number of chunks whose write is in flight.
     pub(crate) writing: u32,
-    /// True if the gradient is in a place for spilled gradients of its record; false if it is in the ring.
+    /// True if the gradient is in one of the record's places for spilled gradients. False if the gradient is in the
+    /// ring.
     pub(crate) is_spilled: bool,
 }
 
-/// Size and contents of the log of a store.
+/// The size and the contents of a store's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogState {
     /// Offset of the log's ring in the volume.
@@ -104,7 +108,7 @@ pub struct LogState {
     pub bytes: u64,
     /// Number of steps whose heads are needed.
     pub steps: u64,
-    /// Number of records whose live slots lack gradients of the log.
+    /// Number of records whose live slot lacks at least one gradient that the log has.
     pub records: u64,
 }
 
@@ -136,18 +140,19 @@ impl GradientLog {
         self.digest = 0;
     }
 
-    /// True if the live slot of the record lacks gradients of the log.
+    /// True if the record has committed gradients that are not applied in its live slot.
     pub(crate) fn is_ahead(&self, record: usize) -> bool {
         self.live.ahead.contains_key(&record)
     }
 
-    /// Returns the records whose gradient of this step is spilled, so that it is outside of the ring.
+    /// Returns the records whose gradient of this step is spilled. These gradients are outside of the ring.
     pub(crate) fn appended_spills(&self) -> BTreeSet<usize> {
         self.appended.iter().filter(|(_, appended)| appended.is_spilled).map(|(&record, _)| record).collect()
     }
 
-    /// True if the next commit should write the record whole: in the record's turn, or if `steps` heads have been
-    /// written since the first gradient that the record's live slot lacks.
+    /// True if the next commit should write the record whole. False if all committed gradients are applied in the
+    /// record's live slot. Otherwise true in the record's turn, and once `steps` heads have been written since the
+    /// first gradient that is not applied.
     pub(crate) fn is_due(&self, record: usize, member: Member) -> bool {
         let Some(ahead) = self.live.ahead.get(&record) else { return false };
         let heads = self.live.heads.iter().filter(|&&(generation, _)| generation >= ahead.since).count();
@@ -155,9 +160,10 @@ impl GradientLog {
         heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
     }
 
-    /// Computes the state of the log after the commit of `generation` and `step`, and the head that this commit writes
-    /// (`None` if `listed` names no gradient). `is_staged` is true for the records that the commit writes whole. Fails
-    /// if `listed`, the caller's list of the step's gradients, does not match the appended gradients.
+    /// Computes the state of the log after the commit of `generation` and `step`. Also returns the head that this
+    /// commit writes, or `None` if `listed` names no gradient. `is_staged` is true for the records that the commit
+    /// writes whole. Fails if `listed`, the caller's list of the step's gradients, does not match the appended
+    /// gradients.
     pub(crate) fn after(
         &self,
         (generation, step): (u64, u64),
@@ -170,7 +176,9 @@ impl GradientLog {
         let named = listed.map_or(0, |listed| listed.updates.len());
         if named != self.appended.len() {
             let appended = self.appended.len();
-            return Err(Error::Usage(format!("{appended} gradients were appended, and the step names {named}")));
+            return Err(Error::Usage(format!(
+                "{appended} gradients were appended, and the step names {named}: name each appended gradient once"
+            )));
         }
         let Some(listed) = listed else {
             if live.ahead.is_empty() {
@@ -183,17 +191,23 @@ impl GradientLog {
         listed.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
         for &LoggedUpdate { record, rule, step } in &listed.updates {
             let Some(appended) = self.appended.get(&record) else {
-                return Err(Error::Usage(format!("record {record} is named, and its gradient was not appended")));
+                return Err(Error::Usage(format!(
+                    "record {record} is named, and its gradient was not appended: append the gradient first"
+                )));
             };
             if rule as usize >= listed.rules.len() || step == 0 || listed.rules.len() > listed.updates.len() {
                 let rules = listed.rules.len();
-                return Err(Error::Invalid(format!("update {step} of record {record} by rule {rule} of {rules}")));
+                return Err(Error::Invalid(format!(
+                    "the step applies update {step} of record {record} by rule {rule} of {rules}: number updates from \
+                     1 and rules from 0, and pass at most one rule for each update"
+                )));
             }
             let sums: Option<_> = appended.chunks.iter().map(|&(place, sum)| Some((place, sum?))).collect();
             let Some(chunks) = sums.filter(|_| appended.missing == 0) else {
                 let missing = appended.missing;
                 return Err(Error::Usage(format!(
-                    "the gradient of record {record} is appended in part, {missing} chunks are missing"
+                    "the gradient of record {record} is appended in part, {missing} chunks are missing: append these \
+                     chunks"
                 )));
             };
             logged_gradients.push(LoggedGradient { record, rule, step, dtype: appended.dtype, chunks });
@@ -204,7 +218,7 @@ impl GradientLog {
         }
         logged_gradients.sort_unstable_by_key(|logged| logged.record);
         if logged_gradients.windows(2).any(|two| two[0].record == two[1].record) {
-            return Err(Error::Invalid("the step names a record twice".into()));
+            return Err(Error::Invalid("the step names a record twice: name each record once".into()));
         }
         let oldest = live.ahead.values().map(|ahead| ahead.since).min().unwrap_or(generation);
         let start = if self.ring.bytes == 0 { 0 } else { self.ring.place(self.live.next) };

@@ -1,21 +1,22 @@
 //! Rejects a striped store whose devices hold copies of different commits. Checks a sample of the extents on each
 //! device.
 //!
-//! Roots and tables are on a few of the devices and name the extents on all of them. Every read checks its extent, so
-//! training never computes with a mix of copies. Without the sample, that check could fail hours after the opening.
+//! Roots and tables are only on some of the devices, and name the extents on all devices. Each read of an extent checks
+//! the checksum of the extent, so training never computes with a mix of copies. But without the sample, the first read
+//! of a wrong extent might come hours after the store was opened.
 
 use std::cmp::Reverse;
 
 use crate::{Error, Result, Scratch, Store, path::refused};
 
-/// Extents to sample on each device.
+/// The number of extents to sample on each device.
 const SAMPLES: usize = 16;
 
 /// Counts the extents that were sampled on one device.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sampled {
     extents: usize,
-    /// Sampled extents whose checksum is not the one in the table.
+    /// The number of sampled extents whose checksum differs from the checksum in the table.
     others: usize,
 }
 
@@ -56,12 +57,12 @@ impl Store {
     }
 
     /// Returns every live extent in the order of sampling: the first extent of each record, then the second extent of
-    /// each record, and so on. Each such round begins with the record of the newest version, then takes the record of
-    /// the oldest version, of the second newest, of the second oldest, and so on.
+    /// each record, and so on. Each round begins with the record of the newest version, then takes the record of the
+    /// oldest version, of the second newest version, of the second oldest version, and so on.
     ///
-    /// A device that holds an older copy lacks the extents with the newest versions. In a newer copy, or in a copy from
-    /// another continuation of the run, the extents with the oldest versions were overwritten first: the RAM tier
-    /// writes its records in turn, each once in many steps.
+    /// This order finds a wrong copy early. An older copy of a device does not have the extents with the newest
+    /// versions. In a newer copy, or in a copy from another continuation of the run, the extents with the oldest
+    /// versions were overwritten first: the RAM tier writes one record after the other, each once in many steps.
     fn telling_extents(&self) -> impl Iterator<Item = (usize, u32)> {
         let count = self.description.records.len();
         let mut records: Vec<usize> = (0..count).filter(|&record| self.layout.extents_of(record) > 0).collect();
@@ -94,20 +95,20 @@ impl Store {
         holders
     }
 
-    /// Returns the error that names the devices whose sampled extents were all wrong. Without such a device, returns
-    /// `error`, which is about the first wrong extent, with a hint that copies may be mixed.
+    /// Returns an error that names the devices whose sampled extents were all wrong. If there is no device of this
+    /// kind, returns `error`, which is about the first wrong extent, with a hint that copies may be mixed.
     fn reject_mixed(&self, sampled: &[Sampled], error: Error) -> Result<()> {
         let is_other = |device: &Sampled| device.extents > 0 && device.others == device.extents;
         let parts = sampled.iter().zip(self.volume.devices()).filter(|(device, _)| is_other(device));
         let others: Vec<String> = parts.map(|(_, device)| device.path.display().to_string()).collect();
         if others.is_empty() {
-            return Err(error.adding("; or its devices hold copies of different commits"));
+            return Err(error.adding("; or the store's devices hold copies of different commits"));
         }
         let step = self.index.lock().step;
         let why = format!(
             "its {} files or devices are not of one commit: no extent that was sampled on {} belongs to step {step}, \
-             the store's last. They were copied at different times or in different continuations of the run, or are \
-             damaged: put back copies of all of them that were made together",
+             the store's last step. The files or devices were copied at different times or in different \
+             continuations of the run, or are damaged: restore copies of all of them that were made at the same time",
             sampled.len(),
             others.join(" and "),
         );

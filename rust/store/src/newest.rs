@@ -1,9 +1,9 @@
-//! Selects the commit to open: the newest, or on request the one before it.
+//! Selects the commit to open: the newest commit or, on request, the commit before it.
 //!
 //! [Note: Going back] A damaged root may have been the newest, so an opening uses the other root only if the caller
 //! passes `Existing::Previous`. `settle_on_previous` then verifies every byte of the other commit. After that,
 //! `go_back` writes a mark over the page of the newer root, and only then can anything be staged. So a process that is
-//! killed at any point leaves the store as it was, or at the commit before.
+//! killed at any point leaves the store unchanged, or at the commit before the newest.
 
 use std::{
     path::{Path, PathBuf},
@@ -25,9 +25,9 @@ use crate::{
     root::{self, Beside, Found, Root, Run},
 };
 
-/// Checks that the description found in a store is the one that the caller expects.
+/// A function that checks that the description found in a store is the description that the caller expects.
 pub(crate) type Fits<'a> = dyn Fn(&Description) -> Result<()> + 'a;
-/// Receives the bytes verified so far and the total; returns `false` to end the verification.
+/// A function that receives the bytes verified so far and the total, and returns `false` to end the verification.
 pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
 /// The content of a root page.
@@ -43,8 +43,8 @@ pub(crate) enum Page {
 }
 
 impl Page {
-    /// Returns what the next root states about this page in its `beside` field. [`Store::go_back`] writes a mark over a
-    /// damaged page before that root is written.
+    /// Returns the value that describes this page in the `beside` field of the next root. [`Store::go_back`] writes a
+    /// mark over a damaged page before the next root is written.
     fn beside(&self) -> Beside {
         match self {
             Self::Blank | Self::Damaged(_) | Self::Marked => Beside::Mark,
@@ -68,7 +68,7 @@ impl Roots {
             let damaged = |why: String| damaged_page(devices, slot, path, why);
             match bytes_at(volume, devices.root_offset(slot), PAGE_BYTES).map(|page| root::read(&page, uuid)) {
                 Ok(Ok(Found::Root(root))) if root.generation & 1 != slot => {
-                    damaged("it belongs to the other slot".into())
+                    damaged("its root belongs in the other root page".into())
                 }
                 Ok(Ok(Found::Root(root))) => Page::Whole(*root),
                 Ok(Ok(Found::Mark)) => Page::Marked,
@@ -89,7 +89,7 @@ impl Roots {
         Self { pages, path: Arc::clone(path) }
     }
 
-    /// Returns the whole roots, the newer one first.
+    /// Returns the whole roots, the newer root first.
     pub(crate) fn whole(&self) -> Vec<Root> {
         let whole = |page: &Page| if let Page::Whole(root) = page { Some(root.clone()) } else { None };
         let mut roots: Vec<Root> = self.pages.iter().filter_map(whole).collect();
@@ -102,33 +102,34 @@ impl Roots {
         self.whole().iter().map(named).collect()
     }
 
-    /// Returns the slot of a damaged page, and its error.
+    /// Returns the slot of the first damaged page, and the page's error. Returns `None` if no page is damaged.
     pub(crate) fn damaged(&self) -> Option<(u64, &Error)> {
         (0..)
             .zip(&self.pages)
             .find_map(|(slot, page)| if let Page::Damaged(error) = page { Some((slot, error)) } else { None })
     }
 
-    /// Returns the newer whole root. Both roots have the same description.
+    /// Returns the newest whole root. Both roots name the same description.
     ///
     /// # Errors
-    /// Fails if no root is whole: with the error of a damaged page, or with [`Error::Unfilled`] if none is damaged.
+    /// Fails if no root is whole: with the error of a damaged page, or with [`Error::Unfilled`] if no page is damaged.
     pub(crate) fn any(&self) -> Result<Root> {
         match (self.whole().first(), self.damaged()) {
             (Some(root), _) => Ok(root.clone()),
             (None, Some((_, error))) => Err(error
                 .clone()
-                .adding(&format!("; the other root is not whole either, so no commit is found: {KEEP}"))),
+                .adding(&format!("; the other root is not whole either, so there is no commit to open: {KEEP}"))),
             (None, None) => Err(Error::Unfilled { path: Arc::clone(&self.path) }),
         }
     }
 
-    /// Returns the newest root. Fails if a page is damaged: its root may have been newer.
+    /// Returns the newest root. Fails if a page is damaged, because the root in the damaged page may have been newer.
     fn newest(&self) -> Result<Root> {
         self.damaged().map_or_else(|| self.any(), |(_, error)| Err(error.clone()))
     }
 
-    /// Returns the root before the newest, and the slot of the page that [`Store::go_back`] marks as empty.
+    /// Returns the root before the newest root or, if one page is damaged, the whole root. Also returns the slot of the
+    /// other page, over which [`Store::go_back`] writes a mark.
     fn previous(&self) -> Result<(Root, u64)> {
         match (self.whole().as_slice(), self.damaged()) {
             ([_, older], _) if older.is_unclosed => refused(&self.path, NEVER_CLOSED),
@@ -144,7 +145,8 @@ impl Roots {
     }
 }
 
-/// True if any device has its second label. A new store writes second labels after the marks in both root pages.
+/// True if any device has its second label. A new store writes its second labels only after it has written marks to
+/// both root pages.
 fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     (0..devices.count).any(|index| {
         let place = devices.second_label_offset(volume.size_bytes(), index);
@@ -153,9 +155,9 @@ fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     })
 }
 
-/// If one page is blank and the other has a whole root, returns the slot of the blank page, and why it counts as
-/// damaged. Each root states in its field `beside` what the other page held, so the blank page has lost its content,
-/// which may have been the newer root.
+/// If one page is blank and the other page has a whole root, returns the slot of the blank page, and the reason why
+/// that page counts as damaged. The field `beside` of a root states what the other page held. So the blank page has
+/// lost its content, which may have been the newer root.
 fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
     let (slot, root) = match pages {
         [Page::Blank, Page::Whole(root)] => (0, root),
@@ -163,10 +165,10 @@ fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
         _ => return None,
     };
     let was = match root.beside {
-        Beside::Mark => "the mark of an empty one".to_owned(),
+        Beside::Mark => "the mark of an empty page".to_owned(),
         Beside::Root(generation) => format!("generation {generation}"),
     };
-    Some((slot, format!("it is blank, where {was} was when the other root was written: its content is lost")))
+    Some((slot, format!("it is blank, but {was} was there when the other root was written: this content is lost")))
 }
 
 fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
@@ -178,7 +180,7 @@ fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
 pub struct CommitId {
     /// The number of the commit in this store, from 1.
     pub generation: u64,
-    /// The run of several ranks that the commit belongs to.
+    /// The run to which the commit belongs, if the run has several ranks. See [`Run`].
     pub run: Run,
     /// False if later commits in memory may have overwritten the commit: the store has durability "none", and was not
     /// closed after this commit.
@@ -186,9 +188,9 @@ pub struct CommitId {
 }
 
 impl Store {
-    /// Returns the commits that the whole roots of a store name, the newest first, and the error of a damaged root.
-    /// Returns no commits if the store's first write did not finish or its file is empty, and `None` if the paths hold
-    /// no store. Reads only labels, roots and the description, and writes nothing.
+    /// Returns the commits that the whole roots of a store name, the newest first, and the error of a damaged root, if
+    /// there is one. The list of commits is empty if the store's first write did not finish, or if the store's file is
+    /// empty. Returns `None` if the paths hold no store. Reads only labels, roots and the description. Writes nothing.
     pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<CommitId>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         match look(&resolved, None)? {
@@ -203,8 +205,8 @@ impl Store {
         }
     }
 
-    /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from it. With
-    /// [`Existing::Previous`], also drops the newest commit, unless `how.goes_back_later` is set.
+    /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from this
+    /// commit. With [`Existing::Previous`], also drops the newest commit, unless `how.goes_back_later` is set.
     pub(crate) fn settle(
         &self,
         roots: &Roots,
@@ -241,8 +243,8 @@ impl Store {
         let step = self.index.lock().step;
         self.verify(progress).map_err(|error| {
             error.adding(&format!(
-                "; it belongs to the commit before, step {step}, which the step after the newest commit begins to \
-                 overwrite: existing=\"previous\" cannot open it, and nothing was changed"
+                "; it belongs to the previous commit, step {step}. A step after the newest commit has probably \
+                 overwritten it, so existing=\"previous\" cannot open the previous commit. Nothing was changed"
             ))
         })?;
         // The verified bytes must be on storage, and not only in a device's cache, before `go_back` drops the other
@@ -252,8 +254,8 @@ impl Store {
         Ok(())
     }
 
-    /// Drops the newest commit for good, if the commit before it was opened with [`Create::goes_back_later`]; else does
-    /// nothing.
+    /// Drops the newest commit permanently, if the commit before it was opened with [`Create::goes_back_later`].
+    /// Otherwise does nothing.
     pub fn go_back(&self) -> Result<()> {
         let Phase::Previous { newest } = self.index.lock().phase else { return Ok(()) };
         self.mark_no_root(newest)?;
@@ -261,7 +263,8 @@ impl Store {
         Ok(())
     }
 
-    /// Adds to an error about the newest commit whether the catalog of the other commit is whole.
+    /// Appends a sentence to an error about the newest commit. The sentence says whether the catalog of the other
+    /// commit is whole.
     fn advised(&self, error: Error, roots: &Roots) -> Error {
         let other = || -> Result<u64> {
             let (root, _) = roots.previous()?;
@@ -270,8 +273,8 @@ impl Store {
         };
         let advice = match other() {
             Ok(step) => format!(
-                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that commit if \
-                 all its bytes are whole, too, which `memascend store verify` checks"
+                "; the catalog of the previous commit, step {step}, is whole: existing=\"previous\" opens that commit \
+                 if the rest of it is whole, too. Run `memascend store verify` to check the rest"
             ),
             Err(_) => "; no other commit is whole".into(),
         };
@@ -292,18 +295,18 @@ impl Store {
     }
 }
 
-const EMPTIED: &str = "it is blank, though the store has second labels, which are written after this page: its content \
-                       is lost";
+const EMPTIED: &str = "it is blank, but the store has second labels, which are written after this page: the content of \
+                       the page is lost";
 
-/// Advice for a store that had commits, if none of them can be found.
-pub(crate) const KEEP: &str = "keep this store and restore it from a copy, or begin from a checkpoint on another path; \
-                               existing=\"replace\" would write over all that is left of it";
+/// Advice for a store that had commits, if no commit can be found.
+pub(crate) const KEEP: &str = "keep this store and restore it from a copy, or start from a checkpoint with a store \
+                               on another path. existing=\"replace\" would overwrite all that is left of this store";
 
-pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durability=\"none\", which keeps nothing \
-                                     before close(); give existing=\"replace\"";
+pub(crate) const NOT_CLOSED: &str = "the store was not closed, and its run had durability=\"none\", which saves \
+                                     nothing before close(): pass existing=\"replace\" to start again";
 
-const NEVER_CLOSED: &str = "the commit before is of a run with durability=\"none\" and was never closed, so there is \
-                            nothing to go back to";
+const NEVER_CLOSED: &str = "the previous commit is of a run with durability=\"none\" and was never closed, so it was \
+                            not saved: existing=\"previous\" cannot open it";
 
 #[cfg(test)]
 mod tests {

@@ -1,13 +1,14 @@
-//! Rebuilds the newest state of a record, chunk by chunk: reads its live slot, then applies the logged gradients that
-//! the slot lacks. Writes nothing to storage.
+//! Rebuilds the newest state of a record, chunk by chunk: reads the record's live slot, then applies the logged
+//! gradients that are not applied in that slot. Writes nothing to storage.
 //!
-//! `Store::scan` uses this module for a store that was opened with a log, and `Store::refresh` for values in the RAM
-//! tier that were overwritten in place.
+//! `Store::scan` uses this module if the store was opened with a log. `Store::refresh` uses this module for values in
+//! the RAM tier that were overwritten in place.
 //!
 //! [Note: Deferred updates] A commit may name a record's spilled gradient instead of the updated record
-//! (`Store::append_spilled`). Until the next commit, such a record is *behind*: its live slot lacks one update. To
-//! *settle* the record is to stage its other slot with that update (`Store::begin_settling`). Readers see the settled
-//! slot as soon as it is complete, although no root names it before the next commit.
+//! (`Store::append_spilled`). Until the next commit, the record is *behind*: one update is not applied in its live
+//! slot. To *settle* the record means to stage its other slot with this update applied (`Store::begin_settling`).
+//! Readers see the settled slot as soon as this slot is complete, although no root names the slot before the next
+//! commit.
 
 use std::sync::{Arc, MutexGuard};
 
@@ -18,8 +19,8 @@ use crate::{
     ram_tier::CachedVersions, ram_tier::RamTier,
 };
 
-/// Applies one logged gradient to a chunk in place, or returns why it cannot. The engine provides it: this crate has no
-/// optimizer kernels.
+/// A function that applies one logged gradient to a chunk in place, or returns the reason why it cannot. The engine
+/// provides this function, because this crate has no optimizer kernels.
 pub type Arithmetic = fn(&Store, &LoggedChunk<'_>) -> std::result::Result<(), String>;
 
 /// A chunk of a record, and the logged gradient to apply to it.
@@ -29,10 +30,10 @@ pub struct LoggedChunk<'a> {
     pub record: usize,
     /// The number of the chunk in the record.
     pub chunk: u32,
-    /// The kernel, and the numbers that it computes with.
+    /// The kernel to call, and the numbers that the kernel uses.
     pub rule: &'a LoggedRule,
-    /// The extent of values. The callee may write to `values`, `state` and `gradient`; nothing else uses them
-    /// meanwhile.
+    /// The extent of values. The called function may write to `values`, `state` and `gradient`. Nothing else uses this
+    /// memory during the call.
     pub values: Shared,
     /// The extent of state; `None` if the record has no chunked state.
     pub state: Option<Shared>,
@@ -49,7 +50,7 @@ impl Store {
         Scratch::new(chunk as usize, 1, "gradients of the log")
     }
 
-    /// Sets the function that applies logged gradients. Only the first call counts.
+    /// Sets the function that applies logged gradients. Only the first call has an effect.
     pub fn apply_with(&self, arithmetic: Arithmetic) {
         self.arithmetic.get_or_init(|| arithmetic);
     }
@@ -66,30 +67,30 @@ impl Store {
         self.index.lock().is_behind(record)
     }
 
-    /// Settles those of `records` that are behind, with the function that [`Store::settle_with`] set. Does nothing if
-    /// none was set.
+    /// Calls the function that [`Store::settle_with`] set, to settle the records of `records` that are behind. Does
+    /// nothing if no function was set.
     pub(crate) fn settled(&self, records: impl IntoIterator<Item = usize>) -> Result<()> {
         let Some(settler) = locked(&self.settler).clone() else { return Ok(()) };
         let behind: Vec<usize> = records.into_iter().filter(|&record| self.is_behind(record)).collect();
         if behind.is_empty() { Ok(()) } else { settler(&behind) }
     }
 
-    /// Returns the index of a record's first element in the whole parameter: 0 unless ranks share the parameter.
+    /// Returns the index of a record's first element in the whole parameter: 0 if the record is a whole parameter.
     #[must_use]
     pub fn first_element(&self, record: usize) -> u64 {
         self.description.first_elements.get(record).copied().unwrap_or(0)
     }
 
-    /// Returns the log that the store was opened with, if the live slot of `record` lacks gradients of the log. Returns
-    /// `None` if memory has the newest version of the record.
+    /// Returns the log that the store was opened with, if gradients of this log are not applied in the live slot of
+    /// `record`. Returns `None` if the live slot or memory has the newest version of the record.
     pub(crate) fn missing_gradients(&self, record: usize) -> Option<Arc<Replay>> {
         let index = self.index.lock();
         let lacks = index.records.get(record)?.applied.is_none() && index.log.is_ahead(record);
         index.log.found.clone().filter(|_| lacks)
     }
 
-    /// Reads a chunk of a record into `values` and `state`, and applies each logged gradient that the live slot lacks.
-    /// `room` holds one chunk of a gradient at a time.
+    /// Reads a chunk of a record into `values` and `state`, and applies each logged gradient that is not applied in the
+    /// live slot. `room` is memory for one chunk of a gradient.
     pub(crate) fn read_newest(
         &self,
         replay: &Replay,
@@ -114,8 +115,8 @@ impl Store {
         Ok(())
     }
 
-    /// Rebuilds chunks of a record in the RAM tier from its live slot and the log. Only memory had the newest version
-    /// of these chunks, until their values were written to in place.
+    /// Rebuilds chunks of a record in the RAM tier from the record's live slot and the log. The caller passes chunks
+    /// whose newest version was only in memory, until other code wrote to their values in place.
     pub(crate) fn rebuild(&self, ram_tier: &RamTier, record: usize, chunks: &[u32]) -> Result<()> {
         let replay = self.committed_log()?;
         let (room, count) = (self.log_room()?, self.layout.chunks_of(record));

@@ -1,4 +1,4 @@
-//! Creates and opens stores. A call that refuses leaves every file and device as it was.
+//! Creates and opens stores. If a call rejects a path or a store, every file and device stays unchanged.
 
 use std::{
     fs::File,
@@ -32,12 +32,13 @@ pub enum Existing {
     /// Return an error.
     #[default]
     Refuse,
-    /// Open the store at its last committed step; create a store if the paths hold none.
+    /// Open the store at its last committed step; create a store if the paths hold no store.
     Resume,
-    /// Create a new store in place of the existing one. Files and devices with other data are never overwritten.
+    /// Create a new store in place of the existing store. Files and devices with other data are never overwritten.
     Replace,
-    /// Open the commit before the last one or, if one root is damaged, the commit of the other root. Every byte of that
-    /// commit is verified, then a mark is written over the other root. Fails if there is no store.
+    /// Open the commit before the last commit or, if one root is damaged, the commit of the whole root. The opening
+    /// verifies every byte of the opened commit, then overwrites the root of the other commit with a mark. Fails if
+    /// there is no store.
     Previous,
 }
 
@@ -52,15 +53,15 @@ pub struct Create {
     pub goes_back_later: bool,
     /// Which commits survive a loss of power.
     pub durability: Durability,
-    /// How to open the volume. An existing store keeps its own size and stripe.
+    /// How to open the volume. An existing store keeps its size and its stripe size.
     pub volume: Options,
-    /// The uuid of a new store, for tests that compare bytes; `None`: a random one.
+    /// The uuid of a new store, for tests that compare bytes. If `None`, the store gets a random uuid.
     pub uuid: Option<[u8; 16]>,
 }
 
 impl Store {
-    /// Creates a store, or opens the existing one if `how.existing` allows that and `description` fits it. Returns the
-    /// store, and `true` if it is new.
+    /// Creates a store, or opens the existing store if `how.existing` allows this and `description` fits the existing
+    /// store. Returns the store, and `true` if the store is new.
     ///
     /// The caller must fill a new store: stage every record, and commit. A store without a commit cannot be opened.
     pub fn create(paths: &[impl AsRef<Path>], description: Description, how: &Create) -> Result<(Self, bool)> {
@@ -81,9 +82,9 @@ impl Store {
         for (given, path) in given.iter().zip(&paths) {
             check_place(path, names_folder(given.as_ref()))?;
         }
-        // Refuse before any file is created.
+        // Reject unusable paths before any file is created.
         match look(&paths, None)? {
-            // Another process may have just created the file; then the claim below fails.
+            // Another process may have just created the file. In that case the claim below fails.
             PathState::Empty(_) => {}
             there => drop(decide(&there, how.existing, &paths)?),
         }
@@ -98,8 +99,8 @@ impl Store {
                 Some(difference) => {
                     let name = paths[0].display();
                     Err(Error::Invalid(format!(
-                        "the store at {name} does not fit: {difference}; nothing was changed: resume with the model and \
-                         the optimizer that it was made for, or give existing=\"replace\" to begin anew"
+                        "the store at {name} does not fit: {difference}; nothing was changed. Resume with the model \
+                         and the optimizer of this store, or pass existing=\"replace\" to overwrite it with a new store"
                     )))
                 }
             };
@@ -120,7 +121,8 @@ impl Store {
         };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-        // If `format` fails, dropping the volume removes the files that the claim created, while they are still locked.
+        // If `format` fails, dropping the volume removes the files that the claim created, while these files are still
+        // locked.
         let store = Self::format(volume, (devices, former), description, uuid, how)?;
         store.volume.keep();
         Ok((store, true))
@@ -139,8 +141,8 @@ impl Store {
         Ok(store)
     }
 
-    /// Opens the files of an existing store and reads its roots, but loads no commit. Dropping the store restores the
-    /// length and mode that its files had, unless a commit was made.
+    /// Opens the files of an existing store and reads the store's roots, but loads no commit. If no commit is made,
+    /// dropping the store restores the length and mode that the files had before.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         require_store(&look(&paths, None)?, &paths)?;
@@ -180,10 +182,11 @@ impl Store {
         Self::prepare(volume, devices, how)
     }
 
-    /// Writes labels, marks and descriptions of a new store, but no root: it cannot be opened before its first commit.
+    /// Writes the labels, marks and descriptions of a new store, but no root: the store cannot be opened before its
+    /// first commit.
     ///
-    /// A process that is killed here leaves the former store, blank devices, or a store that counts as unfinished
-    /// ([`Error::Unfilled`]), because the first label is written before the rest of the store.
+    /// The first label is written before the rest of the store. So if the process is killed in this function, the
+    /// devices have the former store, or are blank, or have a store that counts as unfinished ([`Error::Unfilled`]).
     fn format(
         volume: Volume,
         (devices, former): (Devices, Option<Label>),
@@ -194,14 +197,16 @@ impl Store {
         let layout = Layout::new(&description, devices)?;
         if volume.size_bytes() < layout.total_bytes() {
             let (needed, size) = (layout.total_bytes(), volume.size_bytes());
-            return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
+            return Err(Error::Invalid(format!(
+                "the store needs {needed} bytes, but the volume has only {size}: use larger devices"
+            )));
         }
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // Overwrite the former store's roots with marks first: openings ignore a second label that the former store
-        // left behind if that store has no root. Overwrite the newest root last: if this process is killed in between,
-        // the root that is left names the former store's last commit.
+        // First overwrite the former store's roots with marks. Without a root, the second labels that the former store
+        // left behind are ignored when a store is opened. Overwrite the newest root last: if the process is killed in
+        // between, the remaining root still names the former store's last commit.
         if let Some(label) = former {
             let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
@@ -210,8 +215,8 @@ impl Store {
                 flush()?;
             }
         }
-        // Label the device with the root pages first: `was_begun` accepts other devices without labels while both root
-        // pages are blank.
+        // First label the device that has the root pages. As long as both root pages are blank, `was_begun` accepts
+        // that the other devices have no labels.
         store.put_first_labels(0..1)?;
         flush()?;
         store.put_first_labels(1..devices.count)?;
@@ -228,7 +233,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Reads label, roots and description of an open volume, and makes a store of them that has no commit loaded.
+    /// Reads the labels, roots and description of an open volume. Returns a store with no commit loaded, and the roots.
     fn prepare(volume: Volume, devices: Devices, how: &Create) -> Result<(Self, Roots)> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
@@ -236,8 +241,8 @@ impl Store {
         let (size, roots_end) = (volume.size_bytes(), devices.root_offset(1) + PAGE_BYTES);
         if size < roots_end {
             let why = format!(
-                "it has {size} bytes, and its roots end at {roots_end}: it was truncated, and no commit is \
-                 found: {KEEP}"
+                "it has {size} bytes, but its roots end at {roots_end}: it was truncated, and there is no commit to \
+                 open: {KEEP}"
             );
             return Err(Error::corrupt(&path, "the store", (size, roots_end - size), why));
         }
@@ -252,13 +257,15 @@ impl Store {
         })?;
         if volume.size_bytes() < layout.end() {
             let (needed, size) = (layout.end(), volume.size_bytes());
-            let why = format!("the store needs {needed} bytes, and {size} are left: it was truncated");
+            let why = format!(
+                "the store needs {needed} bytes, but has only {size}: it was truncated, restore it from a copy"
+            );
             return Err(Error::corrupt(&path, "the store", (size, needed - size), why));
         }
         Ok((Self::new(volume, uuid, description, layout, how)?, roots))
     }
 
-    /// Reads the table that `root` names into the index, then the log.
+    /// Reads the table of the commit of `root` into the index, then reads the log.
     pub(crate) fn load_table(&self, root: &Root) -> Result<()> {
         if let Err(unread) = root.known() {
             return refused(&self.path, &Malformed::from(unread));
@@ -266,7 +273,8 @@ impl Store {
         let (slot, pages) = ((root.generation & 1) as usize, self.sections.pages());
         let whole = (self.layout.places.table[slot], pages * PAGE_BYTES);
         if root.table_bytes != whole.1 {
-            let why = format!("it has {} bytes by the root, and {} by the description", root.table_bytes, whole.1);
+            let why =
+                format!("the root says that it has {} bytes, but the description says {}", root.table_bytes, whole.1);
             return Err(self.corrupt("the table", whole, why));
         }
         let mut index = self.index.lock();
@@ -289,7 +297,7 @@ impl Store {
         }
         let sum = table_checksum(&self.uuid, root.generation, &index.page_sums[slot]);
         if sum != root.table_checksum {
-            let why = "its pages are not those that the root was written for";
+            let why = "some of its pages do not belong to the commit of the root";
             return Err(self.corrupt("the table", whole, why));
         }
         let text = |bytes: Vec<u8>, what: &str| {
@@ -311,7 +319,7 @@ impl Store {
         Ok(())
     }
 
-    /// Copies a chunk of the catalog into memory for a write, with zeros up to the end of its last page.
+    /// Copies a chunk of the catalog into memory for a write, and adds zeros up to the end of the chunk's last page.
     pub(crate) fn padded(&self, chunk: &[u8]) -> Result<Shared> {
         let mut lease = self.scratch.lease(Wait::forever())?;
         let padded = chunk.len().next_multiple_of(PAGE_BYTES as usize);
@@ -325,26 +333,28 @@ impl Store {
 /// Returns the label of the store to open, or `None` if a store is to be created.
 fn decide(there: &PathState, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
-        (PathState::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
+        (PathState::Nothing, Existing::Previous) => refused(&paths[0], "there is no store to open"),
         (PathState::Nothing, _) | (PathState::Empty(_), Existing::Refuse) | (_, Existing::Replace) => Ok(None),
         (PathState::Empty(path), _) => emptied(path),
         (PathState::Unusable(why), _) => refused(&paths[0], why),
         (PathState::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         (PathState::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
-            "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
+            "a store is there already, at {}: pass existing=\"resume\" to open it, or \
+             existing=\"replace\" to overwrite it",
             paths[0].display()
         ))),
         (PathState::Store(label), Existing::Resume | Existing::Previous) => Ok(Some(*label)),
     }
 }
 
-/// Returns the label of the store at `paths`; fails if they hold none.
+/// Returns the label of the store at `paths`. Fails if there is no store.
 fn require_store(there: &PathState, paths: &[PathBuf]) -> Result<Label> {
     let label = decide(there, Existing::Previous, paths)?;
-    Ok(label.unwrap_or_else(|| unreachable!("without a store that is refused")))
+    Ok(label.unwrap_or_else(|| unreachable!("`decide` rejects paths without a store")))
 }
 
-/// Returns a first label that a former store with the same number of devices left on the volume.
+/// Looks for the first label of a former store that had the same number of devices. Returns `None` if no device of the
+/// volume has one.
 fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     for index in 0..devices.count {
         let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);
@@ -357,8 +367,8 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     Ok(None)
 }
 
-/// Returns the generation (0: no root) and the offset of each root page of a former store, if the page is inside the
-/// volume.
+/// For each root page of a former store, returns the generation of its root (0 if there is no root), and the offset of
+/// the page. Leaves out a page that is outside the volume.
 fn former_root_pages(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
     let offsets = [0, 1].map(|slot| {
         let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
@@ -392,6 +402,6 @@ pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<
 fn random_uuid() -> Result<Uuid> {
     let mut uuid = [0; 16];
     let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut uuid));
-    read.map_err(|error| Error::Invalid(format!("/dev/urandom gives no identity: {error}")))?;
+    read.map_err(|error| Error::Invalid(format!("/dev/urandom cannot be read for the uuid of the store: {error}")))?;
     Ok(uuid)
 }

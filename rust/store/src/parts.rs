@@ -1,8 +1,9 @@
 //! Reads the values of a unit part by part, through memory that may be smaller than the unit.
 //!
-//! [Note: Holds of a unit] `Parts` holds the live slot of each of its records, so that nothing is staged into these
-//! slots before every part was read once. The holds end when the devices have read all parts, even if the caller never
-//! waits for them: a writer that needs a slot calls `OpenReads::settle`, which releases the holds of ended reads.
+//! [Note: Holds of a unit] A `Parts` holds the live slot of each record of its unit, so that nothing is staged into
+//! these slots before every part was read once. The holds end when the devices have read all parts, even if the caller
+//! never waits for the parts: a writer that needs a slot calls `OpenReads::settle`, which releases the holds of ended
+//! reads.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
@@ -14,7 +15,7 @@ use memascend_nvme::{Lane, Ticket};
 
 use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, holds::Hold};
 
-/// The values of a unit at one commit, cut into parts of whole extents that are read one by one.
+/// The values of a unit at one commit, cut into parts. Each part has whole extents, and parts are read one by one.
 ///
 /// Nothing is staged into the slots of these values until every part was read once, or the `Parts` is dropped.
 pub struct Parts {
@@ -23,11 +24,11 @@ pub struct Parts {
     cuts: Vec<PartLayout>,
 }
 
-/// All living [`Reading`]s of a store. See [Note: Holds of a unit].
+/// All [`Reading`]s of a store that are not dropped yet. See [Note: Holds of a unit].
 #[derive(Default)]
 pub(crate) struct OpenReads(Mutex<Vec<Weak<Reading>>>);
 
-/// The slot holds of a [`Parts`], and the state of its reads.
+/// The holds on slots that a [`Parts`] has, and the state of its reads.
 struct Reading {
     holds: Vec<Hold<Arc<Store>>>,
     flights: Mutex<Flights>,
@@ -44,7 +45,7 @@ trait PendingRead: Send + Sync {
     fn has_ended(&self) -> bool;
 }
 
-/// A part: extents that follow each other in the unit.
+/// A part of a unit: consecutive extents.
 struct PartLayout {
     /// Offset of the part in the unit.
     start: u64,
@@ -54,24 +55,24 @@ struct PartLayout {
 
 struct PartExtent {
     record: usize,
-    /// Index in `Reading::holds`; `None` if the record is behind, so that the engine computes its values.
+    /// Index in `Reading::holds`; `None` if the record is behind. The engine then computes the record's values.
     hold: Option<usize>,
     /// Number of the extent in the record.
     number: u32,
     /// Offset of the extent in its part.
     at: u64,
-    /// Offset in the volume, and bytes.
+    /// Offset in the volume, and size in bytes.
     place: (u64, u64),
 }
 
-/// The read of a part into memory. Dropping it waits for the devices.
+/// The read of a part into memory. Dropping a `PartFetch` waits for the devices.
 pub struct PartFetch<B: Buffer + Sync> {
     state: Arc<Mutex<FetchState<B>>>,
 }
 
 enum FetchState<B: Buffer + Sync> {
     InFlight(InFlight<B>),
-    /// The outcome; `wait` has read it from the tickets and checked the extents.
+    /// The outcome of the read, after `wait` has waited for the tickets and checked the extents.
     Ended(Result<()>),
 }
 
@@ -82,8 +83,8 @@ struct InFlight<B: Buffer + Sync> {
     index: usize,
 }
 
-/// A run of chunks in a part that [`Parts::begin`] does not read, because the record of these chunks is behind: the
-/// caller computes their values.
+/// Consecutive chunks of a record that is behind. They lie in a part, but [`Parts::begin`] does not read them: the
+/// caller computes the values of these chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeferredRun {
     /// The record of the chunks.
@@ -94,23 +95,26 @@ pub struct DeferredRun {
     pub count: u32,
     /// The offset of the run in the part.
     pub at: u64,
-    /// The bytes of the run: whole pages.
+    /// The size of the run in bytes: whole pages.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Returns the values of a unit at the last commit, in parts of at most `bytes_max` bytes. Settles records of the
-    /// unit that are behind; reads nothing yet.
+    /// Returns the values of a unit at the last commit, in parts of at most `bytes_max` bytes. Settles the records of
+    /// the unit that are behind. Reads no values yet.
     pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
         self.settled(self.records_of(unit))?;
         self.parts_without(unit, bytes_max, &[])
     }
 
     /// Does what [`Store::parts`] does, but settles nothing, and leaves out the values of the records in `deferred`:
-    /// [`Parts::deferred_runs`] returns the places of these values.
+    /// [`Parts::deferred_runs`] returns the places of these values in a part.
     pub fn parts_without(self: &Arc<Self>, unit: usize, bytes_max: u64, deferred: &[usize]) -> Result<Parts> {
         let Some(name) = self.description.units.get(unit) else {
-            return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
+            return Err(Error::Invalid(format!(
+                "there is no unit {unit}: the store has {} units, counted from 0",
+                self.description.units.len()
+            )));
         };
         let mut holds = Vec::new();
         {
@@ -130,7 +134,7 @@ impl Store {
                 let (at, bytes) = (self.layout.in_unit(record, unit) + layout.at - first, layout.bytes());
                 if bytes > bytes_max {
                     return Err(Error::Invalid(format!(
-                        "an extent of unit {name:?} has {bytes} bytes, and parts have {bytes_max}"
+                        "an extent of unit {name:?} has {bytes} bytes, but parts hold {bytes_max}: use larger parts"
                     )));
                 }
                 match parts.last() {
@@ -153,18 +157,18 @@ impl Store {
 }
 
 impl Parts {
-    /// Returns the newest version among the records that have values; 0 if none has.
+    /// Returns the newest version among the records that have values; 0 if no record has values.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.reading.holds.iter().map(|hold| hold.version).max().unwrap_or(0)
     }
 
-    /// Yields the offset of each part in the unit, and its bytes.
+    /// For each part, yields its offset in the unit and its size in bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.cuts.iter().map(|part| (part.start, part.bytes))
     }
 
-    /// Returns the runs of chunks in a part that [`Parts::begin`] does not read.
+    /// Returns the runs of chunks that [`Parts::begin`] does not read when it reads part `index`.
     #[must_use]
     pub fn deferred_runs(&self, index: usize) -> Vec<DeferredRun> {
         let mut found: Vec<DeferredRun> = Vec::new();
@@ -187,18 +191,26 @@ impl Parts {
         found
     }
 
-    /// Begins to read a part into memory of exactly its size, ahead of all queued I/O. Memory may begin at any address;
-    /// reads into memory that does not begin on a page are slower.
+    /// Begins to read a part into `memory`, ahead of all queued I/O. `memory` must have exactly the size of the part.
+    /// `memory` may begin at any address. Reads are faster if `memory` begins on a page.
     pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
         let Some(part) = self.cuts.get(index) else {
-            return Err(Error::Invalid(format!("part {index} of {}", self.cuts.len())));
+            return Err(Error::Invalid(format!(
+                "there is no part {index}: the unit has {} parts, counted from 0",
+                self.cuts.len()
+            )));
         };
         if memory.len() as u64 != part.bytes {
-            return Err(Error::Invalid(format!("part {index} has {} bytes, not {}", part.bytes, memory.len())));
+            return Err(Error::Invalid(format!(
+                "part {index} needs a buffer of {} bytes, not {}",
+                part.bytes,
+                memory.len()
+            )));
         }
         let (memory, parts) = (Shared::new(memory), Arc::clone(self));
         let mut flying = InFlight { tickets: Vec::new(), memory, parts, index };
-        // Extents side by side in the volume are one read: offset in the part, offset in the volume, bytes.
+        // One read covers extents that are adjacent in the volume. An item of `runs` is one read: the offset in the
+        // part, the offset in the volume, and the size in bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
         let (cache, mut from_storage) = (self.store.ram_tier(), 0);
         for extent in &part.extents {
@@ -221,12 +233,12 @@ impl Parts {
                 _ => runs.push((extent.at, from, bytes)),
             }
         }
-        // Keep the lock until this read is in `flying`: `release_if_ended` must not release the holds before that.
+        // Keep the lock until this read is in `flying`: until then, `release_if_ended` must not release the holds.
         let mut flights = self.reading.lock();
         self.reading.holds.iter().try_for_each(Hold::retake)?;
         for (into, from, bytes) in runs {
             let into = flying.memory.part(into as usize, bytes as usize);
-            let into = into.ok_or_else(|| Error::Invalid(format!("part {index} does not fit its memory")))?;
+            let into = into.ok_or_else(|| Error::Invalid(format!("part {index} does not fit into its memory")))?;
             let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
             flying.tickets.push(ticket);
         }
@@ -248,8 +260,8 @@ impl OpenReads {
         reads.push(Arc::downgrade(read));
     }
 
-    /// Releases the holds of all readings that have ended. The caller must not hold the index's lock, which a release
-    /// takes.
+    /// Releases the holds of all readings that have ended. The caller must not have the index's lock, because releasing
+    /// a hold takes this lock.
     pub(crate) fn settle(&self) {
         let reads: Vec<Arc<Reading>> = locked(&self.0).iter().filter_map(Weak::upgrade).collect();
         for read in reads {
@@ -263,7 +275,7 @@ impl Reading {
         locked(&self.flights)
     }
 
-    /// Releases the slots if every part was begun and no read is in flight. Never waits for I/O.
+    /// Releases the slots if the read of every part was begun and no read is in flight. Never waits for I/O.
     fn release_if_ended(&self) {
         let flights = self.lock();
         let ended = |flight: &Weak<dyn PendingRead>| flight.upgrade().is_none_or(|flight| flight.has_ended());
@@ -287,8 +299,8 @@ impl<B: Buffer + Sync> PartFetch<B> {
         self.state.has_ended()
     }
 
-    /// Waits for the devices, then checks every extent. Each further call returns the same outcome. After a success the
-    /// caller may use the memory again.
+    /// Waits for the devices, then checks every extent. Once the read has ended, later calls return the same outcome.
+    /// After a success, the caller may use the part's memory again.
     ///
     /// # Errors
     /// Fails if `wait` ends first, a device fails, or the checksum of an extent is wrong.
@@ -326,7 +338,8 @@ impl<B: Buffer + Sync> InFlight<B> {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
         for extent in &self.parts.cuts[self.index].extents {
-            // Skip values that the engine computes: its thread may still be writing them to this memory.
+            // Skip values that the engine computes: the engine's thread may still be writing these values to this
+            // memory.
             let Some(hold) = extent.hold.map(|hold| &self.parts.reading.holds[hold]) else { continue };
             let part = self.memory.part(extent.at as usize, extent.place.1 as usize);
             if let Some(part) = part.filter(|_| !hold.alone) {

@@ -1,4 +1,4 @@
-//! Examines the files and devices at a store's paths before any of them is opened for use or changed.
+//! Examines the files and devices at a store's paths before any file or device is opened for use or changed.
 
 use std::{
     fs::{self, File},
@@ -27,10 +27,10 @@ use crate::{
 const FILE_NAME: &str = "memascend.store";
 /// A file or device without a label counts as blank if this many bytes at each of its ends are zeros.
 const EDGE_BYTES: u64 = 1 << 20;
-/// File systems in memory, by the type that `statfs` returns.
+/// The types that `statfs` returns for file systems in memory.
 const TMPFS_MAGIC: FsWord = 0x0102_1994;
 const RAMFS_MAGIC: FsWord = 0x8584_58f6;
-/// File systems that show the state of the kernel.
+/// The types that `statfs` returns for file systems that show the state of the kernel.
 const KERNEL_MAGICS: [FsWord; 10] = [
     0x9fa0,      // proc
     0x6265_6572, // sysfs
@@ -49,22 +49,23 @@ const KERNEL_MAGICS: [FsWord; 10] = [
 pub(crate) enum PathState {
     /// No files, or blank devices.
     Nothing,
-    /// An existing file with zeros at both ends: its store was lost, or its first write did not finish.
+    /// An existing file with zeros at both ends: the content of its store was lost, or the first write of the store did
+    /// not finish.
     Empty(PathBuf),
-    /// A memascend store; the label of its first device.
+    /// A memascend store. The field is the label of the store's first device.
     Store(Label),
-    /// A store that lacks labels on some devices: the process that created it ended before it wrote them.
+    /// A store without labels on some devices: the process that created the store ended before it wrote these labels.
     Unfilled,
-    /// A memascend store that cannot be opened, and why.
+    /// A memascend store that cannot be opened. The field is the reason.
     Unusable(String),
 }
 
-/// Returns the file or device for a path; for a folder, the store's file in it.
+/// Returns the file or device for a path. If the path is a folder, returns the path of the store's file in the folder.
 pub(crate) fn resolve(path: &Path) -> PathBuf {
     if names_folder(path) || path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
 }
 
-/// True if a path ends with a slash, such as "runs/first/": it names a folder that may not exist yet.
+/// True if a path ends with a slash, such as "runs/first/". This path names a folder, which may not exist yet.
 pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
@@ -73,8 +74,8 @@ pub(crate) fn names_folder(path: &Path) -> bool {
 /// missing.
 ///
 /// # Errors
-/// Fails with an error that names the device that holds other data, belongs to another store, is blank while others are
-/// not, or is out of order. Fails, too, if the number of the store's devices is not the number of `paths`.
+/// Fails if a device holds other data, belongs to another store, is blank although other devices are not, or is out of
+/// order. The error names this device. Also fails if the store does not have as many devices as there are `paths`.
 pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
@@ -105,22 +106,29 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState
                 return Ok(PathState::Unusable(format!("{}: {}", path.display(), of_version(*version))));
             }
             Found::Damaged(why) => {
-                return Ok(PathState::Unusable(format!("{}: the label is damaged: {why}", path.display())));
+                return Ok(PathState::Unusable(format!(
+                    "{}: the label is damaged: {why}; restore the store from a copy",
+                    path.display()
+                )));
             }
-            Found::Blank => return refused(path, "the store's other devices are there, and this one is blank"),
+            Found::Blank => return refused(path, "the other devices have a store, this one is blank: check the path"),
             Found::Foreign => return refused(path, FOREIGN),
         };
         let of = first.get_or_insert(*label);
         if label.uuid != of.uuid {
-            return refused(path, "it belongs to another store than the first device");
+            return refused(path, "it belongs to another store than the first device: pass the devices of one store");
         }
         if label.devices.count as usize != paths.len() {
-            let why = format!("the store has {} devices, and {} were given", label.devices.count, paths.len());
+            let why = format!(
+                "the store has {} devices, and {} were given: pass all devices",
+                label.devices.count,
+                paths.len()
+            );
             return refused(path, &why);
         }
         if label.index != index {
             let why = format!(
-                "it is device {} of the store and was given as device {}; give the devices in their order",
+                "it is device {} of the store and was given as device {}: pass the devices in their order",
                 label.index + 1,
                 index + 1
             );
@@ -130,8 +138,9 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState
     first.map(PathState::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
-/// True if a new store's creation ended before all labels were written: the first device has its label, another one is
-/// blank or has a former store's label, and both root pages are still blank. Root pages are written after all labels.
+/// True if the creation of a new store ended before all labels were written. In that case the first device has its
+/// label, another device is blank or has the label of a former store, and both root pages are still blank. Root pages
+/// are written after all labels.
 fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let [Found::Label(first), others @ ..] = found else { return false };
     let belongs = |found: &Found| matches!(found, Found::Label(label) if label.uuid == first.uuid);
@@ -139,7 +148,7 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let lacks_root = |slot| {
         let (device, offset) = first.devices.on_device(first.devices.root_offset(slot));
         let mut page = vec![0; PAGE_BYTES as usize];
-        // The file of a later device may be missing or empty: it gets its label after the first device.
+        // The file of a later device may be missing or empty, because the first device gets its label first.
         let Ok(file) = File::open(&paths[device as usize]) else { return device > 0 };
         match file.read_exact_at(&mut page, offset) {
             Ok(()) => matches!(root::read(&page, &first.uuid), Ok(root::Found::Blank)),
@@ -154,9 +163,9 @@ fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
         && (0..2).all(lacks_root)
 }
 
-/// Checks that a file with a pending name may be removed: it is blank, or it is what a killed process left: a store of
-/// one device with at most the first commit. Otherwise returns why not: a user may have given a trained store such a
-/// name.
+/// Checks that a file with a pending name may be removed. A killed process leaves either a blank file, or a store on
+/// one device with at most one commit. For any other file, returns the reason why the file must stay: a user may have
+/// given this name to the store of a trained model.
 pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
     let label = match look_at(path) {
         Ok(Found::Blank) => return Ok(()),
@@ -164,7 +173,7 @@ pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
         Ok(Found::Label(_)) => return Err("it is a device of a striped store".into()),
         Ok(Found::Version(version)) => return Err(of_version(version)),
         Ok(Found::Damaged(why)) => return Err(format!("its label is damaged: {why}")),
-        Ok(Found::Foreign) => return Err("it is no memascend store".into()),
+        Ok(Found::Foreign) => return Err("it is not a memascend store".into()),
         Err(error) => return Err(error.to_string()),
     };
     let file = File::open(path).map_err(|error| error.to_string())?;
@@ -180,11 +189,11 @@ pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
     Ok(())
 }
 
-const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \
-                       nothing on it is needed, remove the file or run `wipefs --all` on the device";
+const FOREIGN: &str = "it contains data that is not a memascend store; nothing was changed. Choose another path. If \
+                       you do not need the data, remove the file, or run `wipefs --all` on the device";
 
-/// Reads the first label of a file or device. Without a label, the file is `Blank` if it is missing or both of its ends
-/// are zeros, else `Foreign`.
+/// Reads the first label of a file or device. Without a label, the file is `Blank` if the file is missing or has only
+/// zeros at both ends. Otherwise it is `Foreign`.
 fn look_at(path: &Path) -> Result<Found> {
     let opened = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Ok(Found::Blank),
@@ -193,7 +202,7 @@ fn look_at(path: &Path) -> Result<Found> {
     // Check the type before `File::open`, which blocks on a pipe until the other end is opened.
     match fs::metadata(path) {
         Ok(there) if !(there.is_file() || there.file_type().is_block_device()) => {
-            return refused(path, "it is neither a file nor a block device");
+            return refused(path, "it is neither a file nor a block device: choose another path");
         }
         Err(error) => return opened(error),
         Ok(_) => {}
@@ -228,8 +237,8 @@ fn look_at(path: &Path) -> Result<Found> {
     }
 }
 
-/// Returns the geometries to try for second labels: that of a whole first label, or else each stripe size that is a
-/// power of two.
+/// Returns the geometries to try when second labels are searched. If a first label is whole, returns only the geometry
+/// in that label. Otherwise returns a geometry for each stripe size that is a power of two.
 fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     let known = found.iter().find_map(|found| match found {
         Found::Label(label) => Some(label.devices),
@@ -243,7 +252,7 @@ fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
 /// Returns the second labels of the devices, for the first geometry with which any second label is found.
 ///
 /// A second label counts if a root of its store is whole, or if the first page of the device is zeros or still begins
-/// with the magic of a label. Otherwise, other data was written over an old store.
+/// with the magic of a label. Otherwise the label does not count, because other data was written over an old store.
 fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
     let nothing = vec![None; paths.len()];
     let Some(files) = paths.iter().map(|path| File::open(path).ok()).collect::<Option<Vec<_>>>() else {
@@ -263,7 +272,8 @@ fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<L
     let of = |devices: Devices, with_root: bool| -> Vec<Option<Label>> {
         let label = |index: u32| {
             let (device, offset) = place(devices, index)?;
-            // The label may name another stripe size than `devices`, if that size puts it at the same place.
+            // The label may name another stripe size than `devices`, if that stripe size puts the label at the same
+            // place.
             let fits = |label: &Label| {
                 label.index == index
                     && label.devices.count == devices.count
@@ -288,7 +298,8 @@ fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<L
         };
         (0..devices.count).map(|index| label(index).filter(is_ours)).collect()
     };
-    // Try labels with a whole root first: a second label that a former store left at another place has no root.
+    // First try labels whose store has a whole root: a second label that a former store left at another place has no
+    // root.
     let tried = [true, false].into_iter().flat_map(|with_root| geometries.iter().map(move |&of| (of, with_root)));
     let mut found = tried.map(|(devices, with_root)| of(devices, with_root));
     found.find(|labels| labels.iter().any(Option::is_some)).unwrap_or(nothing)
@@ -307,22 +318,22 @@ pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     }
     let place = if path.exists() { path } else { &folder };
     if !place.exists() {
-        return refused(path, &format!("the folder {} does not exist", folder.display()));
+        return refused(path, &format!("the folder {} does not exist: create it first", folder.display()));
     }
     // If `statfs` fails, `file_system` is 0, and the path is not rejected.
     let file_system = statfs(place).map_or(0, |answer| answer.f_type);
     if KERNEL_MAGICS.contains(&file_system) {
         return refused(
             path,
-            "a store cannot be there, as this file system shows the state of the kernel and holds no files (procfs, \
-             sysfs, cgroup or the like); choose a folder on a disk",
+            "a store cannot be there, because this file system shows the state of the kernel and holds no files \
+             (procfs, sysfs, cgroup or similar): choose a folder on a disk",
         );
     }
     if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&file_system) && !is_device(path) {
         return refused(
             path,
-            "it is on a file system in memory, which would hold the state in the memory that offloading \
-                              spares; choose a folder on a disk",
+            "it is on a file system in memory, so the store would take the memory that offloading is meant to save: \
+             choose a folder on a disk",
         );
     }
     Ok(())
@@ -332,14 +343,14 @@ fn is_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Returns the error for resuming from an empty file: a user whose store was lost must not begin a new store without
-/// knowing it.
+/// Returns the error for resuming from an empty file: without this error, a user whose store was lost would start a new
+/// run without knowing it.
 pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     let bytes = fs::metadata(path).map_or(0, |there| there.len());
     let found = if bytes == 0 { "it has no bytes".into() } else { format!("its {bytes} bytes begin and end in zeros") };
     let why = format!(
-        "{found}: what it held is lost, or its first write did not finish, so its run never began: bring back a copy of \
-         it, or give existing=\"replace\" to begin anew"
+        "{found}: the content of the store is lost, or its first write did not finish. Restore the file from a copy, \
+         or pass existing=\"replace\" to create a new store"
     );
     Err(Error::corrupt(path, "the store", (0, bytes), why))
 }

@@ -1,7 +1,8 @@
 //! Computes the offsets of labels, roots and the areas that the roots name, on any number of devices.
 //!
-//! [Note: Rows] A row is one stripe of each device; with one device, a page. The first labels take the first row, one
-//! at the beginning of each device. The second labels are in the last row, one at the end of each device.
+//! [Note: Rows] A row is one stripe of each device. With only one device, a row is one page. The first labels are in
+//! the first row, one label at the beginning of each device. The second labels are in the last row, one label at the
+//! end of each device.
 
 use std::{
     fs::File,
@@ -11,10 +12,10 @@ use std::{
 
 use crate::{Error, Result, fields::Malformed, layout::PAGE_BYTES};
 
-/// The limit of offsets in a volume. Sums of a few offsets below it do not overflow.
+/// The limit of offsets in a volume. Sums of a few offsets below this limit do not overflow.
 const STORE_BYTES_MAX: u64 = 1 << 60;
 
-/// The number of devices and the stripe size: all that offsets depend on.
+/// The number of devices and the stripe size. The offsets of labels and roots are computed from these two numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Devices {
     pub(crate) count: u32,
@@ -32,12 +33,12 @@ impl Devices {
         self.row_bytes() + slot * PAGE_BYTES
     }
 
-    /// Returns the offset of the first page behind the roots.
+    /// Returns the offset of the first page after the roots.
     pub(crate) fn first_offset(self) -> u64 {
         self.row_bytes() + 2 * PAGE_BYTES
     }
 
-    /// Returns the bytes of a row. See [Note: Rows].
+    /// Returns the size of a row in bytes. See [Note: Rows].
     fn row_bytes(self) -> u64 {
         if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
     }
@@ -54,8 +55,8 @@ impl Devices {
         })
     }
 
-    /// Returns the smallest size of a volume whose second labels are all behind `end`. Their row may also hold bytes
-    /// before `end`, in front of the label of device 0.
+    /// Returns the smallest size of a volume whose second labels are all after `end`. The row of the second labels may
+    /// begin before `end`, because the second label of device 0 is at the end of a stripe.
     pub(crate) fn with_second_labels(self, end: u64) -> u64 {
         let row = self.row_bytes();
         let before = if self.count == 1 { 0 } else { self.stripe_bytes - PAGE_BYTES };
@@ -67,13 +68,13 @@ impl Devices {
         (volume_bytes / self.row_bytes()).saturating_sub(1) * self.row_bytes()
     }
 
-    /// Returns the smallest size of a volume whose row of second labels begins at `end` or behind it.
+    /// Returns the smallest size of a volume whose row of second labels begins at or after `end`.
     pub(crate) fn with_second_labels_after(self, end: u64) -> u64 {
         (end.div_ceil(self.row_bytes()) + 1) * self.row_bytes()
     }
 
-    /// Returns the size of the volume that the existing files or devices at `paths` form together; 0 if any of them is
-    /// missing.
+    /// Returns the size of the volume that the existing files or devices at `paths` form together; 0 if any file or
+    /// device is missing.
     pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
         let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);
         let smallest = paths.iter().map(length).min().unwrap_or(0);
@@ -81,7 +82,7 @@ impl Devices {
         smallest / unit * self.row_bytes()
     }
 
-    /// Converts an offset in the volume to a device and an offset on it.
+    /// Converts an offset in the volume to a device and an offset on this device.
     pub(crate) fn on_device(self, offset: u64) -> (u32, u64) {
         if self.count == 1 {
             return (0, offset);
@@ -101,7 +102,8 @@ impl Devices {
     }
 }
 
-/// The offsets of the areas that a root names. Pairs are slot 0 and slot 1, or the two copies of the description.
+/// The offsets of the areas that a root names. A pair has the offsets for slot 0 and for slot 1. Only the pair
+/// `description` has the offsets of two copies instead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Places {
     pub(crate) description: [u64; 2],
@@ -111,7 +113,7 @@ pub(crate) struct Places {
     pub(crate) spill: u64,
 }
 
-/// The bytes of each area of [`Places`]: whole pages.
+/// The size in bytes of each area of [`Places`]: whole pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Lengths {
     pub(crate) description: u64,
@@ -122,8 +124,8 @@ pub(crate) struct Lengths {
 }
 
 impl Places {
-    /// Places all areas one after the other from `first` on, the second copy of the description last. Also returns the
-    /// end of the last area.
+    /// Places all areas one after the other from `first` on. The second copy of the description comes last. Also
+    /// returns the end of the last area.
     pub(crate) fn in_a_row(lengths: &Lengths, first: u64) -> Result<(Self, u64)> {
         let mut end = first;
         let mut next = |bytes: u64| -> Result<u64> {
@@ -142,7 +144,7 @@ impl Places {
         Ok((places, end))
     }
 
-    /// Returns the offset and the bytes of every area.
+    /// Returns the offset and the size in bytes of every area.
     fn extents(&self, lengths: &Lengths) -> Vec<(u64, u64)> {
         let pairs = [
             (self.description, lengths.description),
@@ -164,14 +166,14 @@ impl Places {
             let after = at.checked_add(bytes).filter(|&after| after < STORE_BYTES_MAX);
             match after {
                 Some(after) if at.is_multiple_of(PAGE_BYTES) && (at >= end || bytes == 0) => end = end.max(after),
-                _ => return Err(format!("{bytes} bytes at offset {at} overlap others up to {end}, or exceed limits")),
+                _ => return Err(format!("{bytes} bytes at offset {at} overlap the area up to {end} or break limits")),
             }
         }
         Ok(end)
     }
 }
 
-/// Rounds bytes up to whole pages.
+/// Rounds a number of bytes up to whole pages.
 pub(crate) fn paged(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE_BYTES)
 }
@@ -183,5 +185,5 @@ pub(crate) fn add(sum: &mut u64, bytes: u64) -> Result<()> {
 }
 
 pub(crate) fn too_large() -> Error {
-    Error::Invalid("the description asks for more than a volume can hold".into())
+    Error::Invalid("the store would be larger than a volume can be: describe fewer or smaller records".into())
 }

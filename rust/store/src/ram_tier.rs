@@ -1,10 +1,10 @@
-//! Keeps records in RAM while the store is open: their values, with which modules compute in place, and their state.
+//! Keeps records in RAM while the store is open: their values, which modules use in place, and their optimizer state.
 //!
-//! [Note: RAM tier versions] `CachedVersions::versions` states which version of each extent memory has. An extent is
-//! *fresh* if that is the newest version of its record, else *stale*. If storage has the newest version too,
-//! `Store::stage` replaces the extent in memory at once, under the version of the next commit; a discard makes it
-//! stale, and [`Store::refresh`] reads it again. If an update was applied only in memory (`Slots::applied`), memory has
-//! the only copy of the newest version, and only further updates write to that copy.
+//! [Note: RAM tier versions] `CachedVersions::versions` has the version of each extent in memory. An extent is
+//! *fresh* if memory has the newest version of its record. Otherwise the extent is *stale*. If storage also has the
+//! newest version, `Store::stage` replaces the extent in memory at once, under the version of the next commit. A
+//! discard makes this extent stale, and [`Store::refresh`] then reads it again. If an update was applied only in memory
+//! (`Slots::applied`), memory has the only copy of the newest version, and only later updates write to that copy.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use crate::{
     verify::in_flight,
 };
 
-/// Reads in flight at a time in [`Store::refresh`].
+/// The largest number of reads in flight in [`Store::refresh`].
 const DEPTH: usize = 16;
 
 /// The memory of the records that are kept in RAM.
@@ -33,7 +33,7 @@ pub(crate) struct RamTier {
     records: BTreeMap<usize, RamTierRecord>,
     /// The range in `memory` of the values of each unit whose records are all in RAM.
     units: BTreeMap<usize, Range<usize>>,
-    /// The process that allocated `memory`: a forked child sees zeros in it.
+    /// The process that allocated `memory`: a forked child sees zeros in this memory.
     maker: Maker,
 }
 
@@ -45,14 +45,15 @@ struct RamTierRecord {
     now: Mutex<CachedVersions>,
 }
 
-/// The versions that memory has of a record. A thread that reads or writes the record's memory holds the lock of the
-/// record's `CachedVersions`. There are two exceptions: modules that compute with the values, and updates
-/// ([`InMemoryUpdate`](crate::InMemoryUpdate)).
+/// The versions of a record's extents in memory. A thread that reads or writes the record's memory must hold the lock
+/// of the record's `CachedVersions`. There are two exceptions, which do not take this lock: modules that compute with
+/// the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
 #[derive(Debug)]
 pub(crate) struct CachedVersions {
     /// The version of each extent; 0 if memory does not have the extent, or has bytes that belong to no version.
     pub(crate) versions: Box<[u64]>,
-    /// The checksum of each chunk of values, if only memory has the newest version; the index has all other checksums.
+    /// The checksum of each chunk of values, if only memory has the newest version. All other checksums are in the
+    /// index.
     pub(crate) sums: Box<[u64]>,
 }
 
@@ -67,16 +68,16 @@ impl Layout {
 }
 
 impl Store {
-    /// Allocates memory for `records`, [`Layout::ram_tier_bytes`] for each, and keeps them in RAM from then on, instead
-    /// of the records that were kept before. Reads nothing: [`Store::refresh`] reads the records. `keep_going` is
-    /// called during the allocation; see [`Region::interruptible`].
+    /// Allocates [`Layout::ram_tier_bytes`] of memory for each of `records`, and keeps these records in RAM from then
+    /// on. The records that were kept in RAM before are no longer kept. Reads nothing: [`Store::refresh`] reads the
+    /// records. `keep_going` is called during the allocation; see [`Region::interruptible`].
     ///
     /// # Errors
     /// Fails if memory has the only copy of a record, the store is closed, or the memory cannot be allocated.
     pub fn hold(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
         if self.index.lock().has_ram_only_state() {
             return Err(Error::Usage(
-                "memory has the only copy of parameters kept in RAM: close the store first".into(),
+                "only memory has the newest values of parameters kept in RAM: close the store first".into(),
             ));
         }
         self.index.lock().ram_tier = None;
@@ -135,8 +136,8 @@ impl Store {
         self.ram_tier().is_some_and(|ram_tier| ram_tier.records.contains_key(&record))
     }
 
-    /// Returns the memory of a unit's values, if all of its records are in RAM. After [`Store::refresh`], the memory
-    /// has the values of the last commit.
+    /// Returns the memory of a unit's values, if all records of the unit are in RAM. After [`Store::refresh`], the
+    /// memory has the values of the last commit.
     #[must_use]
     pub fn ram_tier_unit(&self, unit: usize) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
@@ -151,7 +152,7 @@ impl Store {
         self.index.lock().ram_tier_epoch
     }
 
-    /// Marks the values of a record in memory as stale, because something wrote to them in place.
+    /// Marks the values of a record in memory as stale, because something wrote to these values in place.
     pub fn invalidate_values(&self, record: usize) {
         if let Some(of_record) = self.ram_tier().as_ref().and_then(|ram_tier| ram_tier.records.get(&record)) {
             let mut now = locked(&of_record.now);
@@ -162,8 +163,9 @@ impl Store {
         }
     }
 
-    /// Reads the stale extents of `records` from storage into the RAM tier. Rebuilds from the log the chunks whose
-    /// newest version only memory had. `progress` receives the bytes done and the total, and returns `false` to stop.
+    /// Reads the stale extents of `records` from storage into the RAM tier. If only memory had the newest version of a
+    /// chunk, rebuilds the chunk from the log. `progress` receives the bytes done and the total, and returns `false` to
+    /// stop.
     pub fn refresh(&self, records: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(ram_tier) = self.ram_tier() else { return Ok(()) };
         let (mut stale, mut lost) = (Vec::new(), Vec::new());
@@ -204,24 +206,24 @@ impl Store {
         })
     }
 
-    /// Returns the error for a record whose only copy was in memory. Something overwrote that copy, or it is in the
-    /// memory of the process that this process was forked from.
+    /// Returns the error for a record whose only copy was in memory. Something overwrote that copy, or the copy is in
+    /// the memory of the parent process from which this process was forked.
     pub(crate) fn lost(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.maker.is_elsewhere()) {
             return Error::Usage(format!(
-                "{name:?} is in the memory of the process that opened the store, and this one was forked from that: \
-                 use it there"
+                "{name:?} is in the memory of the process that opened the store, and this process was forked from it: \
+                 use the store only in the process that opened the store"
             ));
         }
         Error::Usage(format!(
-            "the values of {name:?} were written to in place while the model computed, and there is no other copy of them: \
-             go back to a checkpoint. A store of one's own (storage=) with durability=\"step\" keeps one"
+            "the values of {name:?} were written to in place while the model computed, and no other copy of them \
+             exists: load a checkpoint. To have a second copy in the future, pass storage= with durability=\"step\""
         ))
     }
 
-    /// Copies an extent from the RAM tier to `into`. `into` must have the extent's size, and nothing else may use it.
-    /// Returns `false`, and copies nothing, if memory does not have the extent in this version.
+    /// Copies an extent from the RAM tier to `into`. `into` must have the extent's size, and nothing else may use
+    /// `into` during the call. Returns `false`, and copies nothing, if memory does not have the extent in `version`.
     pub(crate) fn copy_in_ram(
         &self,
         ram_tier: Option<&RamTier>,
@@ -239,17 +241,18 @@ impl Store {
             return false;
         }
         let from = ram_tier.part(self, record, extent);
-        assert_eq!(into.len(), from.len(), "room of another size than the extent");
+        assert_eq!(into.len(), from.len(), "the buffer must have the size of the extent");
         // SAFETY: `from` and `into` have the same length, asserted above, and do not overlap. The caller owns `into`.
-        // The lock on `CachedVersions` excludes other copies, and `announce` lets no update of `from` begin under the
-        // caller's `Hold`.
+        // The lock on `CachedVersions` excludes other copies. `announce` waits for the caller's `Hold`, so no update of
+        // `from` begins before this hold is released.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().as_ptr(), into.as_mut_ptr().as_ptr(), into.len()) };
         self.counters.took_in_ram(into.len() as u64);
         true
     }
 
-    /// Copies the bytes of an extent that is being staged to the RAM tier, under `version`. Does nothing if the record
-    /// is not in RAM, or if memory has the only copy of the version that the bytes would replace.
+    /// Copies `bytes`, the content of an extent that is being staged, to the RAM tier. Sets the extent's version there
+    /// to `version`. Does nothing if the record is not in RAM, or if memory has the only copy of the version that the
+    /// bytes would replace.
     pub(crate) fn keep(&self, ram_tier: Option<&RamTier>, (record, extent): (usize, u32), version: u64, bytes: &[u8]) {
         let Some((ram_tier, of_record)) =
             ram_tier.and_then(|ram_tier| Some((ram_tier, ram_tier.records.get(&record)?)))
@@ -261,7 +264,7 @@ impl Store {
         }
         let mut now = locked(&of_record.now);
         let into = ram_tier.part(self, record, extent);
-        assert_eq!(bytes.len(), into.len(), "an extent of another size");
+        assert_eq!(bytes.len(), into.len(), "the bytes must have the size of the extent");
         // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on
         // `CachedVersions` excludes other copies, and the engine stages records in RAM only when it finishes a step: no
         // module computes.
@@ -269,13 +272,14 @@ impl Store {
         now.versions[extent as usize] = version;
     }
 
-    /// Returns the RAM tier, if there is one. Returns `None` in a forked child, which cannot see the memory of the RAM
-    /// tier.
+    /// Returns the RAM tier, or `None` if no record is kept in RAM. Also returns `None` in a forked child, which cannot
+    /// see the memory of the RAM tier.
     pub(crate) fn ram_tier(&self) -> Option<Arc<RamTier>> {
         self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }
 
-    /// Checks that a chunk of values in memory has the bytes of its version; marks the values as stale if not.
+    /// Compares the checksum of a chunk of values in memory with the checksum of the chunk's version. If they differ,
+    /// marks the record's values as stale and fails.
     pub(crate) fn check_in_ram(&self, ram_tier: &RamTier, record: usize, chunk: u32) -> Result<()> {
         let number = (self.layout.record(record).first_extent + chunk) as usize;
         let (version, stored) = {
@@ -298,13 +302,13 @@ impl Store {
     pub(crate) fn written_in_place(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         Error::Usage(format!(
-            "the values of {name:?} were written to in place while the model computed, past torch's counters (.data?): \
-             call zero_grad(), and change them within memascend.materialized(model, modify=True)"
+            "the values of {name:?} were written to in place while the model computed, unseen by torch (with .data?): \
+             call zero_grad(), and change values only within memascend.materialized(model, modify=True)"
         ))
     }
 
-    /// Checks an extent that was copied from memory against the checksum of the slot; skips the check if memory has
-    /// the only copy of this version.
+    /// Checks an extent that was copied from memory against the checksum of the slot. Skips the check if memory has the
+    /// only copy of this version.
     pub(crate) fn check_copy(&self, hold: &Hold<&Self>, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         if hold.alone || hold.check(extent, bytes, place).is_ok() {
             return Ok(());
@@ -324,18 +328,18 @@ impl RamTier {
             _ => of_record.state + (extent.at - laid.state_at) as usize,
         };
         let part = self.memory.part(at, extent.bytes() as usize);
-        part.unwrap_or_else(|| unreachable!("room was made for every extent of what is in RAM"))
+        part.unwrap_or_else(|| unreachable!("the RAM tier has memory for every extent"))
     }
 
-    /// Locks the versions that memory has of a record.
+    /// Locks the [`CachedVersions`] of a record.
     pub(crate) fn now(&self, record: usize) -> MutexGuard<'_, CachedVersions> {
         locked(&self.records[&record].now)
     }
 }
 
 impl Index {
-    /// Increments `ram_tier_epoch` if the record is in RAM: memory may have it in a version that is staged, or that was
-    /// discarded.
+    /// Increments `ram_tier_epoch` if the record is in RAM: memory may have extents of the record in a version that is
+    /// staged or was discarded.
     pub(crate) fn note_stale(&mut self, record: usize) {
         if self.ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.records.contains_key(&record)) {
             self.ram_tier_epoch += 1;

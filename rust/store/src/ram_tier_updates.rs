@@ -1,8 +1,9 @@
-//! Applies updates to records in RAM after their commit, and writes these records to storage when the store is closed.
+//! Applies updates to records in RAM after the updates were committed. Writes these records to storage when the store
+//! is closed.
 //!
-//! The engine announces an update before its commit ([`Store::announce`]), and applies it to memory after the commit
-//! ([`Store::application`]). From then on memory has the only copy of the record's newest version, until
-//! [`Store::write_applied`] or a snapshot writes this version to the slot that is not live.
+//! The engine announces an update before the update's commit ([`Store::announce`]), and applies the update in memory
+//! after the commit ([`Store::application`]). From then on memory has the only copy of the record's newest version,
+//! until [`Store::write_applied`] or a snapshot writes this version to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -16,12 +17,12 @@ use crate::{
     ram_tier::RamTier,
 };
 
-/// Writes in flight at a time in `stage_applied`.
+/// The largest number of writes in flight in `stage_applied`.
 const DEPTH: usize = 16;
 
-/// An update that is committed and that memory does not have yet. The owner applies it: updates the memory of each
-/// chunk ([`InMemoryUpdate::part`]), calls [`InMemoryUpdate::chunk_applied`] for it, and [`InMemoryUpdate::applied`]
-/// at the end.
+/// A committed update that is not applied in memory yet. The caller who gets this value applies the update. For each
+/// chunk, the caller updates the memory ([`InMemoryUpdate::part`]), then calls [`InMemoryUpdate::chunk_applied`]. At
+/// the end, the caller calls [`InMemoryUpdate::applied`].
 pub struct InMemoryUpdate<'a> {
     store: &'a Store,
     ram_tier: Arc<RamTier>,
@@ -36,9 +37,9 @@ impl Store {
         self.durability == Durability::None
     }
 
-    /// Announces update number `step` of a record in RAM: the next commit includes it, and the caller applies it to
-    /// memory after that. Reads stale extents of the record first, and waits until all open reads of the record end.
-    /// May be called again before the commit.
+    /// Announces update number `step` of a record in RAM: the next commit includes the update, and the caller applies
+    /// it in memory after that commit. Reads stale extents of the record first, and waits until all open reads of the
+    /// record end. May be called again before the commit.
     pub fn announce(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.refresh(&[record], &mut |_, _| true)?;
@@ -51,7 +52,7 @@ impl Store {
             Pending::Snapshot { .. } => Pending::Snapshot { update: Some(step) },
             Pending::Staged | Pending::Settled => {
                 let name = &self.description.records[record].name;
-                return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+                return Err(Error::Usage(format!("{name:?} is staged already: commit or discard the step first")));
             }
         };
         Ok(())
@@ -65,29 +66,32 @@ impl Store {
         }
     }
 
-    /// Returns the memory of an extent; `None` if its record is not in RAM.
+    /// Returns the memory of an extent; `None` if the extent's record is not in RAM.
     #[must_use]
     pub fn ram_tier_extent(&self, record: usize, extent: u32) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
         (self.is_in_ram(record) && extent < self.layout.extents_of(record)).then(|| ram_tier.part(self, record, extent))
     }
 
-    /// Returns the update of a record that was announced and committed, for the caller to apply.
+    /// Returns the announced and committed update of a record. The caller applies this update.
     pub fn application(&self, record: usize) -> Result<InMemoryUpdate<'_>> {
         let version = self.record_state(record)?.version;
-        let ram_tier = self.ram_tier().ok_or_else(|| Error::Usage("no record is kept in RAM".into()))?;
+        let ram_tier = self
+            .ram_tier()
+            .ok_or_else(|| Error::Usage("no record is kept in RAM, so there is no update to apply in memory".into()))?;
         Ok(InMemoryUpdate { store: self, ram_tier, record, version })
     }
 
-    /// Reports that applying an update failed, so that memory has a mix of two steps: the store stages nothing more.
+    /// Reports that applying an update failed. Memory then has a mix of two steps, so nothing can be staged from then
+    /// on.
     pub fn fail_application(&self, record: usize, why: &str) {
         let name = &self.description.records[record].name;
         let error = Error::Usage(format!(
-            "the update of {name:?} in memory was not applied to its end ({why}): {}",
+            "the update of {name:?} in memory was not applied to its end ({why}), so memory has a mix of two steps: {}",
             if self.applies() {
-                "go back to a checkpoint"
+                "load a checkpoint"
             } else {
-                "close the store and open it again: its log has the step"
+                "close the store and open it again, which restores the step from the log"
             }
         ));
         self.index.lock().fail_with(Arc::new(error));
@@ -96,7 +100,7 @@ impl Store {
 
     /// Writes each record whose newest version only memory has, and commits these writes as a part of the last step.
     /// This commit also ends the log. Discards everything else that is staged. `progress` receives the bytes done and
-    /// the total, and returns `false` to stop; the next call continues where this one stopped.
+    /// the total, and returns `false` to stop. The next call then continues where this call stopped.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = {
             let index = self.index.lock();
@@ -147,8 +151,8 @@ impl Store {
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Discards everything that is staged, except snapshots. A snapshot of a record with an announced update stays, and
-    /// its update is discarded.
+    /// Discards everything that is staged, except snapshots. If a record has both a snapshot and an announced update,
+    /// discards only the update.
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
@@ -169,12 +173,14 @@ impl Store {
         slots.pending.is_snapshot() && slots.missing == 0
     }
 
-    /// Abandons the versions that only memory has, if any: nothing can be committed from then on. The store stays
-    /// unclosed, and the next opening reports that.
+    /// Abandons the versions that only memory has. If there are any, nothing can be committed from then on, the store
+    /// stays unclosed, and the next opening reports this.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
         if index.has_ram_only_state() {
-            index.fail_with(Arc::new(Error::Usage("updates that only memory had were abandoned at the close".into())));
+            index.fail_with(Arc::new(Error::Usage(
+                "updates that only memory had were abandoned when the store was closed".into(),
+            )));
         }
     }
 
@@ -191,7 +197,7 @@ impl Store {
 }
 
 impl InMemoryUpdate<'_> {
-    /// Returns the memory of an extent. Only the caller may use it until [`InMemoryUpdate::applied`].
+    /// Returns the memory of an extent. Only the caller may use this memory until [`InMemoryUpdate::applied`].
     #[must_use]
     pub fn part(&self, extent: u32) -> Shared {
         self.ram_tier.part(self.store, self.record, extent)

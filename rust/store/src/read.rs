@@ -1,17 +1,17 @@
-//! Reads live slots extent by extent; checks every byte before it returns an extent.
+//! Reads live slots extent by extent. Checks the checksum of each extent before it returns the extent.
 
 use std::ops::Range;
 
 use crate::{Buffer, Error, Result, Store, Transfer, buffer::bytes_of, holds::Hold, layout::Extent, ram_tier::RamTier};
 
-/// The source of an extent.
+/// Where the bytes of an extent come from.
 enum Source<B: Buffer> {
     Storage(Transfer<B>),
     /// The RAM tier: the buffer has the extent already.
     Memory(B),
 }
 
-/// The read of an extent. Dropping it waits for the device.
+/// The read of an extent. Dropping an `ExtentRead` waits for the device.
 pub struct ExtentRead<'a, B: Buffer> {
     // Fields are dropped in this order: `hold` keeps the slot until the device is done with `source`.
     source: Source<B>,
@@ -22,10 +22,10 @@ pub struct ExtentRead<'a, B: Buffer> {
 
 impl Store {
     /// Begins to read a live extent into `buffer`, which must have the size of the extent's whole pages. If the extent
-    /// is in RAM, copies it from there.
+    /// is in RAM, copies the extent from RAM.
     ///
     /// # Errors
-    /// Fails if the live slot lacks gradients of the log, or an update that is deferred and not settled.
+    /// Fails if gradients of the log, or a deferred update, are not applied in the live slot.
     pub fn read<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let read = self.read_from(self.ram_tier().as_deref(), record, extent, buffer)?;
         if matches!(read.source, Source::Storage(_)) {
@@ -34,11 +34,11 @@ impl Store {
         Ok(read)
     }
 
-    /// Returns the error for reading a record whose live slot lacks gradients of the log.
+    /// Returns the error for reading a record if gradients of the log are not applied in its live slot.
     pub(crate) fn not_applied(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         Error::Usage(format!(
-            "the newest state of {name:?} is its slot with the gradients of the log applied: replay the log first"
+            "the gradients of the log are not applied to {name:?} yet, so its state is old: replay the log first"
         ))
     }
 
@@ -64,7 +64,8 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    /// Begins to read an extent from the live slot of a record, even if memory or the log has a newer version of it.
+    /// Begins to read an extent from the live slot of a record, even if memory or the log has a newer version of the
+    /// extent.
     pub fn read_slot<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let layout = self.fitting_extent(record, extent, buffer.len())?;
         let hold = Hold::stored(self, &mut self.index.lock(), record, extent..extent + 1);
@@ -79,20 +80,22 @@ impl Store {
         let name = &self.description.records[record].name;
         if extent >= self.layout.extents_of(record) {
             return Err(Error::Invalid(format!(
-                "{name:?} has {} extents, not {extent}",
+                "{name:?} has only {} extents, counted from 0: there is no extent {extent}",
                 self.layout.extents_of(record)
             )));
         }
         let layout = self.layout.extent(&self.description, record, extent);
         if nbytes as u64 != layout.bytes() {
             let wanted = layout.bytes();
-            return Err(Error::Invalid(format!("extent {extent} of {name:?} has {wanted} bytes, not {nbytes}")));
+            return Err(Error::Invalid(format!(
+                "extent {extent} of {name:?} needs a buffer of {wanted} bytes, not {nbytes}"
+            )));
         }
         Ok(layout)
     }
 
-    /// True if `buffer` has the bytes of a live extent; compares checksums to find out. False if the slot lacks an
-    /// update of its record.
+    /// True if `buffer` and a live extent have the same checksum. False if the checksums differ, if the record has no
+    /// such extent, or if an update of the record is not applied in the live slot.
     pub fn holds(&self, record: usize, extent: u32, buffer: &impl Buffer) -> Result<bool> {
         self.known(record)?;
         if extent >= self.layout.extents_of(record) {
@@ -112,7 +115,7 @@ impl Store {
         Ok(buffer.len() as u64 == place.bytes() && self.sum_of(record, extent, version, bytes_of(buffer)) == wanted)
     }
 
-    /// Returns the range of the records of a unit.
+    /// Returns the range of the indices of a unit's records.
     #[must_use]
     pub fn records_of(&self, unit: usize) -> Range<usize> {
         let records = &self.description.records;
@@ -128,13 +131,14 @@ impl<B: Buffer> ExtentRead<'_, B> {
         !matches!(&self.source, Source::Storage(transfer) if !transfer.is_done())
     }
 
-    /// Returns the bytes that are read from storage: all of the extent, or 0 if it was copied from RAM.
+    /// Returns the number of bytes that are read from storage: the size of the extent, or 0 if the extent was copied
+    /// from RAM.
     #[must_use]
     pub fn storage_bytes(&self) -> u64 {
         if matches!(self.source, Source::Storage(_)) { self.place.1 } else { 0 }
     }
 
-    /// Waits for the device, checks the extent, and returns the buffer and the version of its content.
+    /// Waits for the device, checks the extent, and returns the buffer and the version of the extent.
     pub fn wait(self) -> Result<(B, u64)> {
         let Self { source, hold, extent, place } = self;
         let buffer = match source {

@@ -1,4 +1,4 @@
-//! Reads the log: the chain of heads that starts at a root, and the gradients that live slots lack.
+//! Reads the log: the chain of heads that starts at a root, and the gradients that are not applied in live slots.
 
 use std::{
     collections::BTreeMap,
@@ -22,19 +22,19 @@ use crate::{
     verify::{DEPTH, in_flight},
 };
 
-/// The committed gradients that live slots lack, and the heads of the log that name them.
+/// The committed gradients that are not applied in live slots, and the heads of the log that name these gradients.
 #[derive(Debug, Default)]
 pub struct Replay {
     /// Heads from the oldest to the newest.
     heads: Vec<Head>,
-    /// For each record, the gradients that its slot lacks: index in `heads`, and index in the head's
-    /// `logged_gradients`.
+    /// For each record, the gradients that are not applied in its live slot. Each item has the index of a head in
+    /// `heads`, and the index of a gradient in that head's `logged_gradients`.
     records: BTreeMap<usize, Vec<(usize, usize)>>,
-    /// True once these gradients, and the slots that they are applied to, were verified.
+    /// True once these gradients, and the slots to which the gradients are applied, were verified.
     checked: AtomicBool,
 }
 
-/// The read of a chunk of a logged gradient. Dropping it waits for the device.
+/// The read of a chunk of a logged gradient. Dropping a `LoggedRead` waits for the device.
 pub struct LoggedRead<'a, B: Buffer> {
     store: &'a Store,
     transfer: Transfer<B>,
@@ -45,8 +45,8 @@ pub struct LoggedRead<'a, B: Buffer> {
 }
 
 impl Replay {
-    /// Selects from `heads` the gradients that the live slots of `index` lack: the gradients in heads of the slot's
-    /// generation or later.
+    /// Selects from `heads` the gradients that are not applied in the live slots of `index`. For each record,
+    /// selects the gradients in heads whose generation is at least the generation of the record's live slot.
     fn of_heads(heads: Vec<Head>, index: &Index) -> Self {
         let mut records: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for (number, head) in heads.iter().enumerate() {
@@ -68,7 +68,7 @@ impl Replay {
         self.checked.store(true, Relaxed);
     }
 
-    /// Yields the records whose live slots lack gradients.
+    /// Yields the records with gradients that are not applied in the live slot.
     pub fn records(&self) -> impl Iterator<Item = usize> + '_ {
         self.records.keys().copied()
     }
@@ -79,7 +79,8 @@ impl Replay {
         &self.heads
     }
 
-    /// Yields the gradients that the live slot of a record lacks, each with its head, in the order of application.
+    /// Yields the gradients that are not applied in the live slot of a record, each with its head, in the order in
+    /// which they must be applied.
     pub fn of(&self, record: usize) -> impl Iterator<Item = (&Head, &LoggedGradient)> + '_ {
         let places = self.records.get(&record).into_iter().flatten();
         places.map(|&(head, logged)| (&self.heads[head], &self.heads[head].logged_gradients[logged]))
@@ -88,8 +89,8 @@ impl Replay {
 
 impl Store {
     /// Returns the log that the store was opened with, or `None` once the log is ended. To end the log, the caller
-    /// stages each of the log's records whole, with the gradients applied, and commits them. It must do so before it
-    /// stages anything else.
+    /// stages each of the log's records whole, with the gradients applied, and commits these records. The caller must
+    /// end the log before the caller stages anything else.
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
         self.index.lock().log.found.clone()
@@ -105,12 +106,15 @@ impl Store {
         buffer: B,
     ) -> Result<LoggedRead<'a, B>> {
         let Some(&(offset, _)) = logged.chunks.get(chunk as usize) else {
-            return Err(Error::Invalid(format!("the gradient has {} chunks, not {chunk}", logged.chunks.len())));
+            return Err(Error::Invalid(format!(
+                "the gradient has only {} chunks, counted from 0: there is no chunk {chunk}",
+                logged.chunks.len()
+            )));
         };
         let (_, _, wanted) = self.part_of_gradient(logged.record, logged.dtype, chunk);
         if buffer.len() as u64 != wanted {
             return Err(Error::Invalid(format!(
-                "chunk {chunk} of the gradient has {wanted} bytes, not {}",
+                "chunk {chunk} of the gradient needs a buffer of {wanted} bytes, not {}",
                 buffer.len()
             )));
         }
@@ -118,7 +122,8 @@ impl Store {
         Ok(LoggedRead { store: self, transfer, generation: head.generation, step: head.step, logged, chunk })
     }
 
-    /// Reads and checks every gradient that live slots lack. Opening the store has checked the heads.
+    /// Reads and checks every gradient that is not applied in a live slot. The heads were checked when the store was
+    /// opened.
     ///
     /// `keep_going` is called after each chunk and returns `false` to stop. `damaged` receives the error of each chunk
     /// that is not whole, and returns an error to stop.
@@ -153,8 +158,8 @@ impl Store {
         Ok(done)
     }
 
-    /// Loads the log that a root names: reads its heads, and finds the gradients that live slots lack. The root's
-    /// table must be loaded.
+    /// Loads the log that a root names: reads the heads of the log, and finds the gradients that are not applied in
+    /// live slots. The root's table must be loaded already.
     pub(crate) fn load_log(&self, root: &Root) -> Result<()> {
         let fields = root.log;
         if fields == crate::root::LogFields::default() {
@@ -166,7 +171,8 @@ impl Store {
         let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
         if end.is_none_or(|end| end > before_labels) || ring.offset < self.layout.end() || !is_paged {
             let why = format!(
-                "it says that the log lies in {} bytes from offset {} on: it was truncated, or the root is wrong",
+                "it says that the log lies in {} bytes from offset {}, where the volume has no room for a log: the \
+                 store was truncated, or the root is wrong",
                 ring.bytes, ring.offset
             );
             let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
@@ -185,7 +191,7 @@ impl Store {
             }
         }
         let heads = &replay.heads;
-        // Ring positions are not stored: count them from the start of the oldest head.
+        // Ring positions are not stored: compute them from the start of the oldest head on.
         let mut since = heads.first().map_or(0, |head| head.start - ring.offset);
         for head in heads {
             since = ring.position(since, head.start).unwrap_or(since);
@@ -205,7 +211,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads the log of the last commit, and returns the gradients that live slots lack.
+    /// Reads the log of the last commit, and returns the gradients that are not applied in live slots.
     pub(crate) fn committed_log(&self) -> Result<Replay> {
         let (generation, head, ring) = {
             let index = self.index.lock();
@@ -216,14 +222,14 @@ impl Store {
     }
 
     /// Follows the chain of heads back from the newest head, at `place` (offset, checksum), to the oldest head that the
-    /// newest one needs; returns the heads from the oldest to the newest. `newest` is the generation of the commit.
+    /// newest head needs. Returns the heads from the oldest to the newest. `newest` is the generation of the commit.
     fn chain(&self, newest: u64, mut place: (u64, u64), ring: Ring) -> Result<Vec<Head>> {
         let mut heads: Vec<Head> = Vec::new();
         loop {
             let head = self.head_at(place, ring)?;
             let newer = heads.last().map_or(newest + 1, |head| head.generation);
             if head.generation >= newer {
-                let why = format!("it is of generation {}, before one of {newer}", head.generation);
+                let why = format!("it has generation {}, but the next head has generation {newer}", head.generation);
                 return Err(self.corrupt("the head of a step of the log", (place.0, PAGE_BYTES), why));
             }
             let oldest = heads.first().map_or(head.oldest, |newest| newest.oldest);
@@ -234,14 +240,14 @@ impl Store {
                 return Ok(heads);
             }
             if generation < oldest || before == (0, 0) {
-                let why = format!("the steps before it are needed, from generation {oldest} on, and it names none");
+                let why = format!("the heads from generation {oldest} on are needed, but it names no earlier head");
                 return Err(self.corrupt(named(&heads[heads.len() - 1]), (place.0, PAGE_BYTES), why));
             }
             place = before;
         }
     }
 
-    /// Reads a head, checks its checksum, and checks that the gradients that it names fit the store.
+    /// Reads a head, checks its checksum, and checks that the gradients that the head names fit the store.
     fn head_at(&self, (offset, sum): (u64, u64), ring: Ring) -> Result<Head> {
         let corrupt = |nbytes: u64, why: String| self.corrupt("the head of a step of the log", (offset, nbytes), why);
         let end = ring.offset + ring.bytes;
@@ -273,7 +279,10 @@ impl Store {
         };
         let starts_inside = ring.position(0, head.start).is_some() && head.start.is_multiple_of(PAGE_BYTES);
         if !starts_inside || !head.logged_gradients.iter().all(fits) {
-            return Err(corrupt(nbytes, "it names gradients that the store has no records or no room for".into()));
+            return Err(corrupt(
+                nbytes,
+                "it names gradients that do not fit the records or the areas of the store".into(),
+            ));
         }
         Ok(head)
     }
@@ -298,8 +307,8 @@ impl<B: Buffer> LoggedRead<'_, B> {
         let name = &store.description.records[logged.record].name;
         let what = format!("chunk {chunk} of the gradient of {name:?} in step {step} of the log");
         let why = format!(
-            "its checksum is {got:016x} and the step's head says {wanted:016x}; `memascend store verify` says whether the \
-             commit before is whole, which existing=\"previous\" opens"
+            "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
+             `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
         );
         Err(store.corrupt(what, (offset, bytes), why))
     }

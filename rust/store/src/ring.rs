@@ -1,11 +1,12 @@
-//! Places the gradient chunks and heads of the log one after the other in a ring of storage. Each stays in one piece,
-//! and none overwrites bytes that are still needed.
+//! Places the gradient chunks and heads of the log one after the other in a ring of storage. Each chunk and each head
+//! stays in one piece, and overwrites no bytes that are still needed.
 //!
-//! A *position* counts bytes from the ring's beginning, round after round, so it only grows.
+//! A *position* counts bytes from the ring's beginning, and does not return to 0 when the ring starts again at its
+//! beginning. So positions only grow.
 
 use crate::layout::PAGE_BYTES;
 
-/// Offset and bytes of the ring in the volume; 0 bytes if the store has no log.
+/// The offset and the size in bytes of the ring in the volume. The size is 0 if the store has no log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Ring {
     pub(crate) offset: u64,
@@ -18,8 +19,8 @@ impl Ring {
         self.offset + position % self.bytes
     }
 
-    /// Returns the first position at or after `next` where `bytes` bytes fit in one piece; `None` if they are more than
-    /// the ring has, or would overwrite bytes at or after the position `oldest`.
+    /// Returns the first position at or after `next` where `bytes` bytes fit in one piece; `None` if the ring has fewer
+    /// than `bytes` bytes, or if these bytes would overwrite bytes at or after the position `oldest`.
     pub(crate) fn fit(self, oldest: u64, next: u64, bytes: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         if bytes > self.bytes {
@@ -38,13 +39,15 @@ impl Ring {
         Some(since + if within >= before { within - before } else { self.bytes - before + within })
     }
 
-    /// Returns the bytes of a ring for `steps` steps of at most `of_step` bytes each, and one more step that is being
-    /// written. `extent` is the size of the largest piece: at most this many bytes can stay unused at the ring's end.
+    /// Returns the size in bytes of a ring for `steps` steps of at most `of_step` bytes each, and for one more step
+    /// that is being written. `extent` is the size of the largest piece, so at most `extent` bytes stay unused at the
+    /// ring's end.
     pub(crate) fn bytes_for(steps: u64, of_step: u64, extent: u64) -> Option<u64> {
         steps.checked_add(1)?.checked_mul(of_step)?.checked_add(extent)
     }
 
-    /// Returns the most steps for which a ring of `bytes` suffices: the inverse of [`Ring::bytes_for`].
+    /// Returns the largest number of steps for which a ring of `bytes` bytes is large enough: the inverse of
+    /// [`Ring::bytes_for`].
     pub(crate) fn steps_in(bytes: u64, of_step: u64, extent: u64) -> u64 {
         (bytes.saturating_sub(extent) / of_step.max(1)).saturating_sub(1)
     }
@@ -82,7 +85,7 @@ mod tests {
             let (mut next, mut starts) = (start * PAGE_BYTES, Vec::new());
             for _ in 0..30 {
                 starts.push(next);
-                // The last `steps` steps stay whole while one more is written.
+                // The last `steps` steps stay whole while one more step is written.
                 let oldest = starts[starts.len().saturating_sub(1 + usize::try_from(steps).unwrap_or(0))];
                 for nbytes in pages.iter().map(|pages| pages * PAGE_BYTES) {
                     let at = ring.fit(oldest, next, nbytes);

@@ -1,8 +1,8 @@
 //! Sizes the log and the second places for spilled gradients, and schedules when each record is written whole.
 //!
 //! [Note: Turns] A record's gradients stay in the log until the record is written whole. Each record has a turn, 0 to
-//! `steps - 1`, and is written whole once in `steps` steps. Turns are balanced by bytes, and `steps` is chosen so that
-//! the ring has space for the gradients of that many steps.
+//! `steps - 1`, and is written whole once in `steps` steps. Each turn has about the same number of bytes. `steps` is
+//! chosen so that the ring has space for the gradients of `steps` steps.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -17,28 +17,28 @@ use crate::{
     ring::Ring,
 };
 
-/// The most bytes that a step takes in the log.
+/// The largest number of bytes that a step takes in the log.
 #[derive(Debug, Clone, Copy)]
 struct StepBytes {
     /// All gradients and the head.
     all: u64,
     /// The largest piece: a chunk of a gradient, or the head.
     extent: u64,
-    /// The head alone.
+    /// Only the head.
     head: u64,
 }
 
 impl Description {
-    /// Returns the bytes of a log for gradients of these records and dtypes, if each record is written whole every
-    /// `steps` steps.
+    /// Returns the size in bytes of a log for the gradients of `records`, if each record is written whole once in
+    /// `steps` steps. Each item of `records` is a record and the dtype of its gradients.
     #[must_use]
     pub fn log_bytes(&self, records: &[(usize, Dtype)], steps: u32) -> u64 {
         let of_step = self.log_step(records, &[]);
         if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.extent).unwrap_or(u64::MAX) }
     }
 
-    /// Returns the bytes of second places for all spilled gradients, plus the bytes of a log for heads that name
-    /// gradients of the records in `deferred`; 0 if `deferred` is empty.
+    /// Returns the size in bytes of the second places for all spilled gradients, plus the size of a log for heads.
+    /// These heads name gradients of the records in `deferred`. Returns 0 if `deferred` is empty.
     #[must_use]
     pub fn places_bytes(&self, deferred: &[usize]) -> u64 {
         let spilled: u64 = self.records.iter().filter_map(|one| Some(paged(one.elements() * one.spill?.bytes()))).sum();
@@ -46,8 +46,8 @@ impl Description {
         if deferred.is_empty() { 0 } else { spilled + Ring::bytes_for(1, of_step.all, of_step.extent).unwrap_or(0) }
     }
 
-    /// Returns the most bytes of a step that logs gradients of `records` and defers updates of the records in
-    /// `deferred`.
+    /// Returns the largest sizes that a step can have in the log. The step logs gradients of `records`, and defers
+    /// updates of the records in `deferred`.
     fn log_step(&self, records: &[(usize, Dtype)], deferred: &[usize]) -> StepBytes {
         let (mut all, mut extent) = (0, 0);
         for &(record, dtype) in records {
@@ -64,29 +64,32 @@ impl Description {
 }
 
 impl Store {
-    /// Returns the bytes of a record's gradient in the log: whole pages.
+    /// Returns the size in bytes of a record's gradient in the log: whole pages.
     pub fn gradient_bytes(&self, record: usize, dtype: Dtype) -> Result<u64> {
         self.known(record)?;
         Ok(paged(self.description.records[record].elements() * dtype.bytes()))
     }
 
-    /// Makes space for a log of gradients of these records. From then on each record is written whole every `steps`
-    /// steps.
+    /// Makes space for a log of the gradients of `records`. From then on, each of these records is written whole once
+    /// in the returned number of steps.
     ///
-    /// Returns the number of steps that the log has space for, at most `steps`; 0 if there is no space, so that each
-    /// step must write the records whole. Files grow as needed; on a raw device, the log takes the space behind the
-    /// store.
+    /// Returns the number of steps for which the log has space, at most `steps`. Returns 0 if there is no space: each
+    /// step must then write the records whole. Files grow as needed. On a raw device, the log takes the space after the
+    /// end of the store.
     ///
     /// A log that is not empty keeps its content and its size. A caller that needs second places must call
     /// [`Store::keep_places`] first.
     pub fn keep_log(&self, records: &[(usize, Dtype)], steps: u32) -> Result<u32> {
         if self.durability == Durability::None {
-            return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
+            return Err(Error::Usage("with durability \"none\" a store has no log: use durability \"step\"".into()));
         }
         for &(record, dtype) in records {
             self.known(record)?;
             if !is_gradient(dtype) {
-                return Err(Error::Invalid(format!("a gradient of {} has no place in a log", dtype.name())));
+                return Err(Error::Invalid(format!(
+                    "a log cannot hold gradients of {}: use float32, bfloat16 or float16",
+                    dtype.name()
+                )));
             }
         }
         let deferred = self.index.lock().log.deferred.clone();
@@ -96,9 +99,11 @@ impl Store {
             self.index.lock().log.ring
         } else {
             let wanted = Ring::bytes_for(u64::from(steps), of_step, extent);
-            let wanted = wanted.ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large")))?;
+            let wanted = wanted
+                .ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large: use fewer steps")))?;
             let ring = self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?;
-            // Without space for gradients, keep the ring that `keep_places` made for heads of deferred updates.
+            // If there is no space for gradients, keep the ring that `keep_places` made for the heads of deferred
+            // updates.
             if ring.bytes == 0 && !deferred.is_empty() { self.index.lock().log.ring } else { ring }
         };
         let steps = Ring::steps_in(ring.bytes, of_step, extent).min(u64::from(steps)) as u32;
@@ -112,7 +117,7 @@ impl Store {
         if steps == 0 {
             return Ok(0);
         }
-        // Assign the records to turns, the largest record first, each to the turn with the fewest bytes so far. See
+        // Assign each record, the largest record first, to the turn that has the fewest bytes so far. See
         // [Note: Turns].
         let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(records.len());
         for &(record, dtype) in records {
@@ -130,8 +135,8 @@ impl Store {
     }
 
     /// Makes second places for spilled gradients, so that updates of the records in `deferred` can be deferred
-    /// ([`Store::append_spilled`]). Returns `false`, and changes nothing, if there is no space, the log is not empty,
-    /// or second places exist.
+    /// ([`Store::append_spilled`]). Returns `false`, and changes nothing, if there is no space, if the log is not
+    /// empty, or if second places exist already.
     ///
     /// Must be called before [`Store::keep_log`].
     pub fn keep_places(&self, deferred: &[usize]) -> Result<bool> {
@@ -146,7 +151,8 @@ impl Store {
             return Ok(false);
         }
         let StepBytes { all, extent, head } = self.description.log_step(&[], &deferred);
-        let heads = Ring::bytes_for(1, all, extent).ok_or_else(|| Error::Invalid("heads are too large".into()))?;
+        let heads = Ring::bytes_for(1, all, extent)
+            .ok_or_else(|| Error::Invalid("log heads are too large: defer fewer records".into()))?;
         let (start, second) = (self.layout.end(), self.layout.spill_area_bytes());
         if self.room_for_log(second + heads, second + heads)?.bytes == 0 {
             return Ok(false);
@@ -159,8 +165,8 @@ impl Store {
         Ok(true)
     }
 
-    /// Returns a ring behind the store, of `wanted` bytes or, if the volume does not have space for so many, of fewer;
-    /// an empty ring if fewer than `least` bytes fit.
+    /// Returns a ring after the end of the store. The ring has `wanted` bytes, or fewer if the volume has less space.
+    /// If fewer than `least` bytes fit, returns an empty ring.
     fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
         let devices = self.layout.devices;
         let second = if self.spill.has_places() { self.layout.spill_area_bytes() } else { 0 };
@@ -172,7 +178,8 @@ impl Store {
             let mut tried = wanted;
             while tried > bytes && tried >= least {
                 if self.volume.grow(devices.with_second_labels_after(offset + tried))? {
-                    // The volume has a new end: write the second labels there before the log overwrites the old ones.
+                    // The volume has a new end: write the second labels there before the log overwrites the old second
+                    // labels.
                     self.put_second_labels()?;
                     self.volume.flush(Wait::forever())?;
                     // Drop repairs of second labels at their old places, which now belong to the log.
@@ -188,12 +195,12 @@ impl Store {
         Ok(if bytes < least { Ring::default() } else { Ring { offset, bytes } })
     }
 
-    /// Returns size and content of the log at the last commit.
+    /// Returns the size and the contents of the log at the last commit.
     #[must_use]
     pub fn log_state(&self) -> LogState {
         let index = self.index.lock();
         let live = &index.log.live;
-        // With durability "none" storage has no log, except one that the store was opened with.
+        // With durability "none", storage has a log only if the store was opened with a log.
         let is_logged = self.durability == Durability::Step || index.log.found.is_some();
         let is_logged = is_logged && !live.ahead.is_empty();
         let (steps, records) = if is_logged { (live.heads.len(), live.ahead.len()) } else { (0, 0) };

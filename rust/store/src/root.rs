@@ -1,11 +1,11 @@
-//! Encodes and decodes roots: two pages written in turn, each of which names a whole table. The newest root is the
-//! valid one.
+//! Encodes and decodes roots. A store has two root pages, and commits write them alternately. Each root names a whole
+//! table, and the newest root is valid.
 //!
-//! [Note: Root pages] A root fills one sector and is stored twice in its page: in the first sector and in the last. A
-//! page that was torn between sectors, or that has one flipped bit, still has a whole root; a page without a whole root
-//! was damaged in two places. A page without a root has a mark instead, and each root records what the other page held
-//! (`Root::beside`). So if one page has a root and the other only zeros, the content of the other page was lost, and
-//! may have been the newest root.
+//! [Note: Root pages] A root fills one sector and is stored twice in its page: in the first sector and in the last
+//! sector. A page that was torn between sectors, or that has one flipped bit, still has a whole root. If both copies of
+//! a root are damaged, the page was damaged in two places. A page that holds no root has a mark instead. Each root
+//! records what the other page held (`Root::beside`). So if one page has a root and the other page has only zeros, the
+//! content of the page with zeros was lost. This content may have been the newest root.
 
 use crate::{
     checksum::{Subject, Uuid},
@@ -20,10 +20,11 @@ const MAGIC: [u8; 8] = *b"mascrt02";
 const MAGIC_OF_MARK: [u8; 8] = *b"mascnone";
 /// Offset of `beside` in a sector.
 const BESIDE_AT: usize = SECTOR_BYTES - 16;
-/// Offset of the commit's identity, rank and number of ranks. The features, of variable length, end before it.
+/// Offset of the commit's identity, rank and number of ranks. The list of features has a variable length and ends
+/// before this offset.
 const IDENTITY_AT: usize = BESIDE_AT - 24;
 
-/// The fields of a root, which makes a commit valid. `docs/store-format.md` describes each.
+/// The fields of a root. A root makes a commit valid. `docs/store-format.md` describes each field.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Root {
     pub(crate) uuid: Uuid,
@@ -49,10 +50,10 @@ pub(crate) struct Root {
 /// The content of the other root page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Beside {
-    /// A mark: no root.
+    /// A mark, which states that the page holds no root.
     #[default]
     Mark,
-    /// The root of this generation.
+    /// A root. The value is the generation of this root.
     Root(u64),
 }
 
@@ -65,7 +66,7 @@ pub(crate) enum Found {
     Root(Box<Root>),
 }
 
-/// The place of the gradient log; all zero without the feature [`LOG`].
+/// The place of the gradient log. All fields are zero if the root does not list the feature [`LOG`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct LogFields {
     pub(crate) offset: u64,
@@ -75,20 +76,20 @@ pub(crate) struct LogFields {
     pub(crate) head_checksum: u64,
 }
 
-/// The run of several ranks that a commit belongs to, and the rank of the store. All fields are zero if the commit
-/// belongs to no such run.
+/// The run to which a commit belongs, and the rank of the store, if the run has several ranks. All fields are zero if
+/// the commit does not belong to a run of several ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
     /// The id of the run, equal in the stores of all ranks.
     pub id: [u8; 16],
     /// The number of the commit, equal on all ranks. The generation of the commit can differ from rank to rank.
     pub commit: u64,
-    /// Distinguishes the commit from a commit of the same number in another continuation of the run; equal on all
+    /// Distinguishes the commit from a commit of the same number in another continuation of the run. Equal on all
     /// ranks.
     pub identity: [u8; 16],
     /// The rank that owns the store. The store has the rows of shard `rank % ranks`.
     pub rank: u32,
-    /// The number of ranks that the rows are sharded over: all ranks, or those of one replica.
+    /// The number of ranks over which the rows are sharded: all ranks, or the ranks of one replica.
     pub ranks: u32,
 }
 
@@ -152,7 +153,7 @@ pub(crate) fn mark(uuid: &Uuid) -> Vec<u8> {
     twice([&MAGIC_OF_MARK[..], uuid].concat(), uuid)
 }
 
-/// Seals a sector and returns a page that has it as its first sector and as its last.
+/// Seals a sector. Returns a page whose first sector and last sector are both this sector.
 fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     seal(&mut sector, uuid, Subject::Root);
     let mut page = sector.clone();
@@ -161,10 +162,12 @@ fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
     page
 }
 
-/// Decodes a root page. If one sector has a root and the other a mark, returns the root. See [Note: Root pages].
+/// Decodes a root page. If one sector has a root and the other sector has a mark, returns the root. See
+/// [Note: Root pages].
 ///
 /// # Errors
-/// Fails if the page has no whole sector of this store and no sector of zeros, unless another store wrote the page.
+/// Fails if the page is damaged: it has no whole sector of this store and no sector of zeros, and another store did not
+/// write it.
 pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
     let found = newest(page, uuid);
     let is_mark = |sector: Option<&[u8]>| sector.is_some_and(|sector| opened(sector, MAGIC_OF_MARK, uuid).is_ok());
@@ -176,7 +179,8 @@ pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
             Ok(Found::Mark)
         }
         Ok(None) => Ok(Found::Blank),
-        // A new store writes its label before its marks: until then the page has a root or mark of the former store.
+        // A new store writes its label before its marks. Until it has written the marks, the page has a root or mark of
+        // the former store.
         Err(_) if is_of_another(page, uuid) => Ok(Found::Blank),
         Err(why) => Err(why),
     }
@@ -191,8 +195,8 @@ fn is_of_another(page: &[u8], uuid: &Uuid) -> bool {
     })
 }
 
-/// Decodes both sectors of a page and returns the newer root. Returns `None` if no sector has a root and one has only
-/// zeros.
+/// Decodes both sectors of a page and returns the newer root. Returns `None` if no sector has a root and one sector has
+/// only zeros.
 fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
     if page.iter().all(|&byte| byte == 0) {
         return Ok(None);
@@ -223,7 +227,7 @@ pub(crate) fn sealed(fields: &[u8], uuid: &Uuid) -> Vec<u8> {
     sector
 }
 
-/// Checks magic, uuid and checksum of a sector, and returns the fields behind them.
+/// Checks the magic, the uuid and the checksum of a sector. Returns the fields that follow the uuid.
 pub(crate) fn opened<'a>(sector: &'a [u8], magic: [u8; 8], uuid: &Uuid) -> Result<Fields<'a>, Malformed> {
     let mut fields = Fields::new(sector);
     if fields.array()? != magic {
@@ -265,29 +269,29 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     fields.take(RESERVED_BYTES)?;
     root.features = fields.texts(FEATURE_BYTES_MAX)?;
     if root.generation == 0 || root.generation == u64::MAX {
-        return Err(format!("generation {}", root.generation));
+        return Err(format!("it has the impossible generation {}", root.generation));
     }
     let Some(before) = fields.left().checked_sub(SECTOR_BYTES - IDENTITY_AT) else {
-        return Err("its features overlap the fields behind them".into());
+        return Err("its list of features overlaps the fields after it".into());
     };
     fields.take(before)?;
     root.run = Run { identity: fields.array()?, rank: fields.u32()?, ranks: fields.u32()?, ..root.run };
     let has = |feature: &str| root.features.iter().any(|one| one == feature);
     if root.log != LogFields::default() && !has(LOG) {
-        return Err(format!("it names a log, and not the feature {LOG:?}"));
+        return Err(format!("it names a log, but does not list the feature {LOG:?}"));
     }
     if root.run != Run::default() {
         if !(has(RANKS) && has(IDENTITY)) {
-            return Err(format!("it names a run, and not the features {RANKS:?} and {IDENTITY:?}"));
+            return Err(format!("it names a run, but does not list the features {RANKS:?} and {IDENTITY:?}"));
         }
         if root.run.ranks == 0 {
-            return Err(format!("rank {} of {}", root.run.rank, root.run.ranks));
+            return Err(format!("it has the impossible rank {} of {}", root.run.rank, root.run.ranks));
         }
     }
     root.beside = Beside::of(fields.u64()?)?;
     match root.beside {
         Beside::Root(other) if (other ^ root.generation) & 1 == 0 => {
-            Err(format!("generation {} beside generation {other}", root.generation))
+            Err(format!("it has the impossible generation {} beside generation {other}", root.generation))
         }
         _ => Ok(root),
     }
@@ -327,7 +331,8 @@ mod tests {
         of_a_run.features = vec![RANKS.into(), IDENTITY.into()];
         assert_eq!(roundtrip(&of_a_run), Ok(()));
         let of_tomorrow = Root { features: vec!["tomorrow".into()], ..root() };
-        let wanted = "the store uses \"tomorrow\", which this version of memascend does not know: install a newer one";
+        let wanted =
+            "the store uses \"tomorrow\", which this version of memascend does not know: install a newer version";
         assert_eq!(roundtrip(&of_tomorrow), Err(wanted.into()));
         let flagged = Root { is_unclosed: true, other_flags: 1 << 40, ..root() };
         assert!(roundtrip(&flagged).is_err_and(|why| why.contains("uses flag 0x10000000000, which")));

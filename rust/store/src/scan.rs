@@ -6,20 +6,21 @@ use memascend_mem::Wait;
 
 use crate::{Error, ExtentRead, Result, Scratch, Shared, Store, buffer::bytes_of};
 
-/// Turns in flight at a time.
+/// The largest number of [`Turn`]s whose reads are in flight.
 const DEPTH: usize = 4;
 
 /// A part of a tensor, in memory.
 pub struct Part {
-    /// The tensor: 0 for the record's values, then its state tensors in the order of the description.
+    /// The number of the tensor: 0 for the record's values, then 1, 2, ... for its state tensors in the order of the
+    /// description.
     pub tensor: usize,
-    /// The offset in the tensor of the first byte.
+    /// The offset of the part's first byte in the tensor.
     pub start: usize,
     /// The bytes of the part.
     pub memory: Shared,
 }
 
-/// The extents of a record that `visit` receives together, and their reads.
+/// The reads of some extents of one record. `visit` receives these extents in one call.
 struct Turn<'a> {
     record: usize,
     reads: Vec<(u32, Reading<'a>)>,
@@ -27,7 +28,7 @@ struct Turn<'a> {
 
 enum Reading<'a> {
     Begun(ExtentRead<'a, Shared>),
-    /// The newest state, from the slot and the log; already in memory.
+    /// The newest state, computed from the slot and the log. It is in memory already.
     Newest(Shared),
 }
 
@@ -35,15 +36,16 @@ impl Store {
     /// Passes every live record of `records` to `visit`: the values and the state of each chunk together, then the
     /// other state tensors part by part.
     ///
-    /// `visit` receives the record and its parts, and returns `false` to stop. It must not keep the memory of the
+    /// `visit` receives the record and its parts, and returns `false` to stop. `visit` must not keep the memory of the
     /// parts, because later reads use this memory again.
     ///
     /// # Errors
-    /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record meanwhile.
+    /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record during the
+    /// scan.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
-        // Settling gives a record that is behind the version of the next commit. See [Note: Deferred updates] in
-        // `newest_state.rs`.
+        // If a record is behind, settling gives the record the version of the next commit. See
+        // [Note: Deferred updates] in `newest_state.rs`.
         let next = self.index.lock().generation + 1;
         for &record in records {
             let version = self.record_state(record)?.version;
@@ -58,7 +60,7 @@ impl Store {
         let mut show = |flying: &mut VecDeque<(Turn<'_>, u64)>| -> Result<()> {
             let Some((turn, version)) = flying.pop_front() else { return Ok(()) };
             let parts = self.arrived(turn.record, turn.reads, version)?;
-            if visit(turn.record, parts) { Ok(()) } else { Err(Error::Interrupted("a walk over the store")) }
+            if visit(turn.record, parts) { Ok(()) } else { Err(Error::Interrupted("a scan of the store")) }
         };
         for (&record, &version) in records.iter().zip(&versions) {
             // Settle one record at a time, so that `visit` can stop the scan in between.
@@ -102,7 +104,8 @@ impl Store {
         (0..chunks).map(of_chunk).chain((others..self.layout.extents_of(record)).map(|extent| vec![extent]))
     }
 
-    /// Waits for the extents of a turn, checks that they have `version`, and cuts them into parts of tensors.
+    /// Waits for the extents of a turn, checks that the extents have `version`, and cuts the extents into parts of
+    /// tensors.
     fn arrived(&self, record: usize, reads: Vec<(u32, Reading<'_>)>, version: u64) -> Result<Vec<Part>> {
         let mut parts = Vec::new();
         for (number, read) in reads {
@@ -112,7 +115,7 @@ impl Store {
             };
             if read != version {
                 let name = &self.description.records[record].name;
-                return Err(Error::Usage(format!("{name:?} was committed while it was read; read it again")));
+                return Err(Error::Usage(format!("a commit changed {name:?} while it was read: read it again")));
             }
             let extent = self.layout.extent(&self.description, record, number);
             for (tensor, range, at) in self.runs(record, &extent) {

@@ -16,15 +16,16 @@ use crate::{
 pub struct Sizes {
     /// Bytes on storage: the whole store, without a log.
     pub total_bytes: u64,
-    /// Bytes of one slot of all values and state.
+    /// The sum over all records of the bytes of one slot, for values and state.
     pub slot_bytes: u64,
-    /// Memory of an open store that grows with the state: [`Info::index_bytes`](crate::Info).
+    /// The bytes of memory of an open store that grow with the state: the same as [`Info::index_bytes`](crate::Info).
     pub index_bytes: u64,
-    /// Memory of an open store that does not grow with the state: [`Info::buffer_bytes`](crate::Info).
+    /// The bytes of memory of an open store that do not grow with the state: the same as
+    /// [`Info::buffer_bytes`](crate::Info).
     pub buffer_bytes: u64,
-    /// Memory for the values of each unit.
+    /// For each unit, the bytes of memory for its values.
     pub unit_bytes: Vec<u64>,
-    /// Memory for each record in the RAM tier: its values, and its state.
+    /// For each record, the bytes of memory that it takes in the RAM tier: for its values, and for its state.
     pub record_bytes: Vec<(u64, u64)>,
 }
 
@@ -34,7 +35,7 @@ impl Description {
         self.check()?;
         let count = u32::try_from(devices).ok().filter(|&count| count > 0 && devices <= memascend_nvme::DEVICES_MAX);
         let count = count.ok_or_else(|| {
-            Error::Invalid(format!("a store has 1 to {} devices, not {devices}", memascend_nvme::DEVICES_MAX))
+            Error::Invalid(format!("a store can have 1 to {} devices, not {devices}", memascend_nvme::DEVICES_MAX))
         })?;
         let layout = Layout::new(self, Devices { count, stripe_bytes: stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT) })?;
         let sections = Sections::new(self, layout.extents());

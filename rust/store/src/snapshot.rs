@@ -1,6 +1,6 @@
-//! Stages snapshots: writes records from the RAM tier to storage, in the state before the step that is being made.
+//! Stages snapshots: writes records from the RAM tier to storage, in their state before the step in progress.
 //!
-//! After the commit, the log no longer needs the record's gradients of earlier steps. Snapshots never change memory.
+//! After the commit, the log no longer needs these records' gradients of earlier steps. Snapshots never change memory.
 
 use memascend_mem::Wait;
 
@@ -27,8 +27,8 @@ impl Store {
         member.is_some_and(|&member| !index.records[record].pending.is_staged() && index.log.is_due(record, member))
     }
 
-    /// Begins to stage a record that is kept in RAM, with the state that it has there. The caller must then stage every
-    /// extent of the record ([`Store::stage_in_ram`]).
+    /// Begins to stage a record that is kept in RAM, with the state that the record has in RAM. The caller must then
+    /// stage every extent of the record ([`Store::stage_in_ram`]).
     ///
     /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_snapshot(&self, record: usize, wait: Wait<'_>) -> Result<()> {
@@ -43,7 +43,7 @@ impl Store {
         self.known(record)?;
         let name = &self.description.records[record].name;
         let Some(part) = self.ram_tier_extent(record, extent) else {
-            return Err(Error::Usage(format!("{name:?} is not in RAM")));
+            return Err(Error::Usage(format!("{name:?} is not kept in RAM, so it cannot be staged from there")));
         };
         if extent < self.layout.chunks_of(record) {
             self.check_values(record, extent)?;
@@ -51,8 +51,8 @@ impl Store {
         self.stage(record, extent, part)
     }
 
-    /// Sets the version of each of `records` in memory to `generation`, after the commit of that generation wrote the
-    /// record from memory to storage. `records` has each record with its version before the commit.
+    /// Sets the version of each of `records` in memory to `generation`. The commit of this generation has written these
+    /// records from memory to storage. Each item of `records` has a record and its version before the commit.
     pub(crate) fn note_written(&self, records: &[(usize, u64)], generation: u64) {
         let Some(ram_tier) = self.ram_tier().filter(|_| !records.is_empty()) else { return };
         for &(record, before) in records {

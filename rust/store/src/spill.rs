@@ -1,11 +1,11 @@
 //! Spills gradients to an area of the store outside the slots.
 //!
-//! [Note: Places of a spilled gradient] Each record has one place for a gradient, or two after [`Store::keep_places`].
-//! A spilled gradient belongs to no step and is forgotten when the store is closed, unless a commit names it as the
-//! record's deferred update ([`Store::append_spilled`]). A gradient that the newest commit names is not overwritten:
-//! the next gradient goes to the record's other place. Checksums of spilled gradients are in memory; a head also stores
-//! the checksums of the gradients that it names. A checksum is bound to the generation of the commit that may name the
-//! gradient.
+//! [Note: Places of a spilled gradient] Each record has one place for a gradient, or two places after
+//! [`Store::keep_places`]. A spilled gradient belongs to no step and is forgotten when the store is closed, unless a
+//! commit names it as the record's deferred update ([`Store::append_spilled`]). A gradient that the newest commit names
+//! is not overwritten: the next gradient goes to the record's other place. Checksums of spilled gradients are in
+//! memory; a head also stores the checksums of the gradients that it names. A checksum is bound to the generation of
+//! the commit that may name the gradient.
 
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
@@ -14,28 +14,30 @@ use memascend_mem::locked;
 
 use crate::{Buffer, Description, Dtype, Error, Layout, Result, Store, Transfer, buffer::bytes_of, layout::PAGE_BYTES};
 
-/// The state of one record's places.
+/// The state of one record's places for spilled gradients.
 #[derive(Debug)]
 struct Room {
     /// Index in `Rooms::sums` of the checksum of the record's first chunk.
     first: u32,
     /// The overflow check and sum of squares of the complete gradient in place `at`; `None` if there is no complete
-    /// gradient, also while one is being written.
+    /// gradient, and while a gradient is being written.
     whole: Option<Check>,
     /// The place of the latest complete gradient.
     at: u8,
     /// The place to which `write_spill` writes.
     to: u8,
-    /// The place of the gradient that the newest commit names and the live slot lacks.
+    /// The place of the gradient that the newest commit names, until the gradient is applied in the live slot. `None`
+    /// if there is no such gradient.
     committed: Option<u8>,
-    /// For each place, the generation of the commit that may name its gradient; the checksums are bound to it.
+    /// For each place, the generation of the commit that may name the gradient there. The gradient's checksums are
+    /// bound to this generation.
     generations: [u64; 2],
 }
 
 #[derive(Debug)]
 struct Rooms {
     rooms: Box<[Room]>,
-    /// For each place, the checksums of all chunks of all records that may spill.
+    /// For each place, the checksums of all chunks of all records whose gradients may be spilled.
     sums: [Box<[u64]>; 2],
 }
 
@@ -63,9 +65,9 @@ impl Spill {
         Self { rooms: Mutex::new(Rooms { rooms, sums }), second: OnceLock::new() }
     }
 
-    /// Returns the bytes of memory that a `Spill` takes: a `Room` for each record, and 24 bytes for each chunk that may
-    /// spill. Of these 24 bytes, 16 are checksums in both places, and 8 are the engine's checksum of values that it
-    /// computes before it writes them.
+    /// Returns the bytes of memory that a `Spill` takes: a `Room` for each record, and 24 bytes for each chunk of a
+    /// gradient that may be spilled. Of these 24 bytes, 16 are checksums in both places, and 8 are the checksum of the
+    /// chunk's updated values, which the engine keeps for a deferred update.
     pub(crate) fn bytes(description: &Description, layout: &Layout) -> u64 {
         let spilling = (0..description.records.len()).filter(|&record| description.records[record].spill.is_some());
         let sums: u64 = spilling.map(|record| u64::from(layout.chunks_of(record)) * 24).sum();
@@ -85,8 +87,9 @@ impl Spill {
         self.second.get().is_some()
     }
 
-    /// Notes a commit: it named the spilled gradients of the records for which `named` is true. For the other records,
-    /// the gradient of an earlier commit stays committed if `lack` is true: the live slot still lacks it.
+    /// Notes a commit. The commit named the spilled gradients of the records for which `named` is true. For any other
+    /// record, the gradient that an earlier commit named stays committed if `lack` is true: this gradient is still not
+    /// applied in the live slot.
     pub(crate) fn committed(&self, named: impl Fn(usize) -> bool, lack: impl Fn(usize) -> bool) {
         for (record, room) in self.lock().rooms.iter_mut().enumerate() {
             let before = room.committed.filter(|_| lack(record));
@@ -95,10 +98,10 @@ impl Spill {
     }
 }
 
-/// The offset and the checksum of each chunk of a spilled gradient, as a commit names it.
+/// The offset and the checksum of each chunk of a spilled gradient. A commit names the gradient by this list.
 pub(crate) type SpilledChunks = Box<[(u64, u64)]>;
 
-/// The read of a chunk of a spilled gradient. Dropping it waits for the device.
+/// The read of a chunk of a spilled gradient. Dropping a `SpillRead` waits for the device.
 pub struct SpillRead<'a, B: Buffer> {
     store: &'a Store,
     transfer: Transfer<B>,
@@ -109,16 +112,19 @@ pub struct SpillRead<'a, B: Buffer> {
 }
 
 impl Store {
-    /// Returns the dtype of the record's spilled gradients. Fails if the record was described without one.
+    /// Returns the dtype of the record's spilled gradients. Fails if the record's description has no such dtype.
     fn spills(&self, record: usize) -> Result<Dtype> {
         self.known(record)?;
         let described = &self.description.records[record];
         described.spill.ok_or_else(|| {
-            Error::Invalid(format!("{:?} was described without room for gradients that spill", described.name))
+            Error::Invalid(format!(
+                "{:?} was described without room for spilled gradients: describe the dtype of these gradients",
+                described.name
+            ))
         })
     }
 
-    /// Returns the bytes of a chunk of a spilled gradient, and those bytes rounded up to whole pages.
+    /// Returns the size in bytes of a chunk of a spilled gradient, and this size rounded up to whole pages.
     pub fn spill_bytes(&self, record: usize, chunk: u32) -> Result<(u64, u64)> {
         let used = self.description.elements_of_chunk(record, chunk) as u64 * self.spills(record)?.bytes();
         Ok((used, used.next_multiple_of(PAGE_BYTES)))
@@ -129,13 +135,16 @@ impl Store {
     fn spill_place(&self, (record, place): (usize, u8), chunk: u32, buffer: &impl Buffer) -> Result<u64> {
         let (name, dtype) = (&self.description.records[record].name, self.spills(record)?);
         if chunk >= self.layout.chunks_of(record) {
-            return Err(Error::Invalid(format!("{name:?} has {} chunks, not {chunk}", self.layout.chunks_of(record))));
+            return Err(Error::Invalid(format!(
+                "{name:?} has only {} chunks: there is no chunk {chunk}",
+                self.layout.chunks_of(record)
+            )));
         }
         let (_, wanted) = self.spill_bytes(record, chunk)?;
         if buffer.len() as u64 != wanted {
             let got = buffer.len();
             return Err(Error::Invalid(format!(
-                "chunk {chunk} of the gradient of {name:?} has {wanted} bytes, not {got}"
+                "chunk {chunk} of the gradient of {name:?} needs a buffer of {wanted} bytes, not {got}"
             )));
         }
         Ok(self.place_of_spill((record, place), chunk, dtype))
@@ -150,8 +159,8 @@ impl Store {
         start + u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes()
     }
 
-    /// Returns the overflow check and sum of squares of a record's spilled gradient; `None` if there is no complete
-    /// one.
+    /// Returns the overflow check and sum of squares of a record's spilled gradient; `None` if the record has no
+    /// complete spilled gradient.
     pub fn spilled(&self, record: usize) -> Result<Option<Check>> {
         self.spills(record)?;
         Ok(self.spill.lock().rooms[record].whole)
@@ -170,10 +179,10 @@ impl Store {
         Ok(())
     }
 
-    /// Begins to spill a gradient or, with `adds`, its sum with the gradient that was spilled before. Chooses a place
-    /// that the newest commit does not name. From then until the caller calls [`Store::set_spilled`], the record counts
-    /// as having no spilled gradient, but the caller can read each chunk of the earlier gradient until it writes that
-    /// chunk.
+    /// Begins to spill a gradient. If `adds` is true, the caller will write the sum of this gradient and the gradient
+    /// that was spilled before. Chooses a place that the newest commit does not name. From then until the caller calls
+    /// [`Store::set_spilled`], the record counts as having no spilled gradient, but the caller can read each chunk of
+    /// the earlier gradient until it writes that chunk.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;
@@ -182,7 +191,7 @@ impl Store {
         let room = &mut rooms.rooms[record];
         room.whole = None;
         // True if a commit was made since the gradient was spilled. The gradient's checksums are then bound to the
-        // generation of that commit, not of the next one.
+        // generation of the commit that was made, and not to the generation of the next commit.
         let is_old = adds && room.generations[usize::from(room.at)] != generation;
         room.to = match room.committed {
             Some(place) => 1 - place,
@@ -220,13 +229,13 @@ impl Store {
         self.read_place((record, from), chunk, buffer)
     }
 
-    /// Begins to read a chunk of the gradient that the newest commit names and the live slot lacks
-    /// ([`Store::append_spilled`]).
+    /// Begins to read a chunk of the gradient that the newest commit names ([`Store::append_spilled`]) and that is not
+    /// applied in the live slot.
     pub fn read_committed<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
         let from = self.spill.lock().rooms[record].committed;
         let from = from.ok_or_else(|| {
             let name = &self.description.records[record].name;
-            Error::Usage(format!("the last commit has no gradient of {name:?} that its slot lacks"))
+            Error::Usage(format!("the last commit deferred no update of {name:?}, so there is no gradient to read"))
         })?;
         self.read_place((record, from), chunk, buffer)
     }
@@ -273,7 +282,7 @@ impl<B: Buffer> SpillRead<'_, B> {
         }
         let place = (store.spill_place((record, from), chunk, &buffer)?, buffer.len() as u64);
         let name = &store.description.records[record].name;
-        let why = format!("its checksum is {got:016x} and {wanted:016x} was written");
+        let why = format!("its checksum is {got:016x}, but {wanted:016x} was written: check the device");
         Err(store.corrupt(format!("chunk {chunk} of the spilled gradient of {name:?}"), place, why))
     }
 }

@@ -13,14 +13,15 @@ impl Store {
     /// Begins to stage a record with its state after update number `step`. The caller must stage every extent of the
     /// record before a commit.
     ///
-    /// Waits until the devices are done with every read of the slot that the record is staged to.
+    /// Waits until the devices are done with every read of the slot into which the record is staged.
     pub fn begin(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.begin_as(record, Some(step), wait)
     }
 
-    /// Begins to settle a record that is behind: the caller must stage every extent of the live slot with the deferred
-    /// update applied, before a commit. Once all extents are written, readers see the settled slot, and a discard keeps
-    /// it. Further calls before the commit change nothing. See [Note: Deferred updates] in `newest_state.rs`.
+    /// Begins to settle a record that is behind: before a commit, the caller must stage every extent of the record with
+    /// the deferred update applied. Once all extents are written, readers see the settled slot, and a discard does not
+    /// drop this slot. Repeated calls before the commit change nothing. See [Note: Deferred updates] in
+    /// `newest_state.rs`.
     ///
     /// Waits for reads of the slot, as [`Store::begin`] does.
     pub fn begin_settling(&self, record: usize, wait: Wait<'_>) -> Result<()> {
@@ -32,7 +33,7 @@ impl Store {
             }
             if !index.is_behind(record) {
                 let name = &self.description.records[record].name;
-                return Err(Error::Usage(format!("{name:?} lacks no update")));
+                return Err(Error::Usage(format!("{name:?} has no deferred update to settle")));
             }
         }
         self.begin_as(record, None, wait)
@@ -68,12 +69,14 @@ impl Store {
         let pending = index.records[record].pending;
         if pending.is_staged() || (step.is_some() && pending != Pending::Nothing) {
             let name = &self.description.records[record].name;
-            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+            return Err(Error::Usage(format!("{name:?} is staged already: commit or discard the step first")));
         }
         let is_behind = index.is_behind(record);
         if is_behind && step.is_some() {
             let name = &self.description.records[record].name;
-            return Err(Error::Usage(format!("{name:?} lacks its last update: settle it, and commit that, first")));
+            return Err(Error::Usage(format!(
+                "{name:?} does not have its last update yet: settle the record and commit first"
+            )));
         }
         let settled = is_behind.then(|| index.log.live.ahead[&record].step);
         let version = index.generation + 1;
@@ -115,10 +118,14 @@ impl Store {
             let slots = &index.records[record];
             let slot = slots.other_slot();
             if !slots.pending.is_staged() || slots.versions[slot] != version {
-                return Err(Error::Usage(format!("the staging of {name:?} was not begun, or was discarded")));
+                return Err(Error::Usage(format!(
+                    "the staging of {name:?} was not begun, or was discarded: begin it again"
+                )));
             }
             if index.written.has(number) {
-                return Err(Error::Usage(format!("extent {extent} of {name:?} is staged already")));
+                return Err(Error::Usage(format!(
+                    "extent {extent} of {name:?} is staged already: stage each extent once"
+                )));
             }
             index.written.set(number, true);
             index.set_sum(slot, number, sum);
@@ -136,7 +143,7 @@ impl Store {
         self.write_of_step(buffer, self.layout.offset(&place, slot), record, Self::staged)
     }
 
-    /// Selects the records that [`Store::digest`] covers. Only the first call counts.
+    /// Selects the records that [`Store::digest`] covers. Only the first call has an effect.
     pub fn compare(&self, records: &[usize]) {
         let mut compared = vec![false; self.description.records.len()];
         for &record in records {
@@ -157,8 +164,8 @@ impl Store {
         staged.fold(index.log.digest, |sum: u64, slots| sum.wrapping_add(slots.digest))
     }
 
-    /// Returns a digest of the updates that a commit defers: their rules and counts of updates. 0 if [`Store::compare`]
-    /// selected no records.
+    /// Returns a digest of the updates that a commit defers. The digest covers the rule and the number of each
+    /// deferred update. Returns 0 if [`Store::compare`] selected no records.
     pub(crate) fn digest_of_left(&self, index: &Index, head: &Head) -> u64 {
         let Some(compared) = self.compared.get() else { return 0 };
         let is_left = |logged: &&LoggedGradient| {
@@ -172,7 +179,8 @@ impl Store {
         })
     }
 
-    /// Returns the summand of [`Store::digest`] for one extent; 0 if its record is not compared.
+    /// Returns the number that one extent adds to [`Store::digest`]; 0 if [`Store::compare`] did not select the
+    /// extent's record.
     fn digest_of(&self, record: usize, extent: u32, bytes: &[u8]) -> u64 {
         let place = (record as u64, u64::from(extent));
         let is_compared = self.compared.get().is_some_and(|compared| compared[record]);
@@ -187,7 +195,8 @@ impl Store {
         Ok(())
     }
 
-    /// Waits for the writes of one record that are in flight, then discards what is staged of it.
+    /// Waits for the writes of one record that are in flight. Then discards the staged extents and the appended
+    /// gradient of this record.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let ended = |index: &Index| index.records[record].writing == 0;
@@ -197,7 +206,7 @@ impl Store {
         Ok(())
     }
 
-    /// Notes in the index that the write of an extent ended.
+    /// Notes in the index that the write of an extent ended. `is_whole` is false if the write failed.
     fn staged(index: &mut Index, record: usize, is_whole: bool) {
         let slots = &mut index.records[record];
         slots.writing -= 1;

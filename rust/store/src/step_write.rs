@@ -1,10 +1,11 @@
-//! Tracks one write that a commit waits for: of a staged extent, or of a gradient chunk in the log.
+//! Tracks one write that a commit waits for: the write of a staged extent, or of a chunk of a gradient in the log.
 
 use memascend_nvme::Ticket;
 
 use crate::{Buffer, Error, Result, Store, index::Index};
 
-/// A write that a commit waits for. The index counts it as ended once the owner waits for it or drops it.
+/// A write that a commit waits for. The index counts the write as ended once the owner waits for the `StepWrite` or
+/// drops it.
 pub struct StepWrite<'a, B: Buffer> {
     store: &'a Store,
     ticket: Option<Ticket<B>>,
@@ -16,7 +17,7 @@ pub struct StepWrite<'a, B: Buffer> {
 type Count = fn(&mut Index, usize, bool);
 
 impl Store {
-    /// Begins a write that the index already counts as in flight; `count` is called when it ends.
+    /// Begins a write that the index already counts as in flight. `count` is called when the write ends.
     pub(crate) fn write_of_step<B: Buffer>(
         &self,
         buffer: B,
@@ -34,7 +35,7 @@ impl Store {
         }
     }
 
-    /// Notes in the index that a write ended, and wakes the threads that wait for that.
+    /// Notes in the index that a write ended, and wakes the threads that wait for writes to end.
     fn written(&self, record: usize, count: Count, result: Result<()>) {
         let mut index = self.index.lock();
         index.writing -= 1;
@@ -58,11 +59,12 @@ impl<B: Buffer> StepWrite<'_, B> {
     pub fn wait(mut self) -> Result<B> {
         match self.settle() {
             Some((buffer, result)) => result.map(|()| buffer),
-            None => Err(Error::Usage("this write was waited for already".into())),
+            None => Err(Error::Usage("this write was waited for already: wait for each write once".into())),
         }
     }
 
-    /// Waits for the write and notes its end in the index; `None` if an earlier call has done so.
+    /// Waits for the write and notes the end of the write in the index. Returns `None` if an earlier call has waited
+    /// for the write.
     fn settle(&mut self) -> Option<(B, Result<()>)> {
         let finished = self.ticket.take()?.wait();
         let result = finished.result.map(drop).map_err(Error::from);

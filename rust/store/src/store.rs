@@ -32,10 +32,10 @@ pub enum Durability {
     None,
 }
 
-/// Bytes of each of the two buffers through which the catalog is read and written.
+/// The size in bytes of each of the two buffers through which the catalog is read and written.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
-/// Settles the given records, all of which are behind. Returns once they are settled.
+/// A function that settles the given records, all of which are behind. It returns once these records are settled.
 pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
 
 /// Training state on SSD. See the crate's documentation.
@@ -64,14 +64,15 @@ pub struct Store {
     pub(crate) compared: OnceLock<Vec<bool>>,
 }
 
-/// Returns the bytes of the catalog's buffers, and of the user's value and the hyperparameters.
+/// Returns the size in bytes of the catalog's buffers, plus the largest sizes of the user's value and of the
+/// hyperparameters.
 pub(crate) fn buffer_bytes(description: &Description) -> u64 {
     2 * CATALOG_CHUNK_BYTES as u64
         + u64::from(description.user_bytes_max)
         + u64::from(description.hyperparameters_bytes_max)
 }
 
-/// Returns an estimate of the memory that the description takes.
+/// Returns an estimate of the bytes of memory that the description takes.
 pub(crate) fn names_bytes(description: &Description) -> u64 {
     description.records.iter().map(|record| record.name.len() as u64 + 256).sum()
 }
@@ -79,9 +80,9 @@ pub(crate) fn names_bytes(description: &Description) -> u64 {
 /// The state of a record at the last commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordState {
-    /// The live slot.
+    /// The number of the live slot: 0 or 1.
     pub slot: u8,
-    /// The generation of the commit that made the version that readers see.
+    /// The version of the record that readers see. It is the generation of the commit that made this version.
     pub version: u64,
     /// The record's count of updates.
     pub step: u64,
@@ -89,28 +90,28 @@ pub struct RecordState {
     pub staged: bool,
 }
 
-/// Identity, last commit and sizes of a store.
+/// The identity, the last commit and the sizes of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Info {
     /// The store's uuid.
     pub uuid: [u8; 16],
-    /// The number of the last commit; 0 before the first.
+    /// The number of the last commit; 0 before the first commit.
     pub generation: u64,
     /// The number of committed steps.
     pub step: u64,
-    /// The run of several ranks that the last commit belongs to.
+    /// The run to which the last commit belongs, if the run has several ranks. See [`Run`].
     pub run: Run,
     /// The user's value of the last commit.
     pub user: String,
     /// The hyperparameters of the last commit.
     pub hyperparameters: String,
-    /// Bytes of one slot of all values and state.
+    /// The sum over all records of the bytes of one slot, for values and state.
     pub slot_bytes: u64,
     /// Bytes of the whole store on storage, without a log.
     pub total_bytes: u64,
     /// Bytes of memory for the index, which grows with the state.
     pub index_bytes: u64,
-    /// Bytes of `index_bytes` that the checksums of spilled gradients take.
+    /// The part of `index_bytes` that the checksums of spilled gradients take.
     pub spill_index_bytes: u64,
     /// Bytes of memory for the catalog's buffers, the user's value and the hyperparameters.
     pub buffer_bytes: u64,
@@ -182,13 +183,14 @@ impl Store {
         let index = self.index.lock();
         let slots = &index.records[record];
         let (version, step) = slots.newest();
-        // Until a log is replayed, the record's step is that of its last logged gradient, and not that of its slot.
+        // Until the log is replayed, the record's count of updates is the count in its last logged gradient. The count
+        // in its live slot is older.
         let ahead = index.log.live.ahead.get(&record).filter(|_| slots.applied.is_none());
         let step = ahead.map_or(step, |ahead| ahead.step);
         Ok(RecordState { slot: slots.live, version, step, staged: slots.pending.is_staged() })
     }
 
-    /// Returns identity, last commit and sizes of the store.
+    /// Returns the identity, the last commit and the sizes of the store.
     #[must_use]
     pub fn info(&self) -> Info {
         let index = self.index.lock();
@@ -221,13 +223,17 @@ impl Store {
         self.counters.waited(time);
     }
 
-    /// Fails if the store has no record of this index.
+    /// Fails if the store has no record with this index.
     pub(crate) fn known(&self, record: usize) -> Result<()> {
         let count = self.description.records.len();
-        if record < count { Ok(()) } else { Err(Error::Invalid(format!("record {record} of {count}"))) }
+        if record < count {
+            Ok(())
+        } else {
+            Err(Error::Invalid(format!("there is no record {record}: the store has {count} records, counted from 0")))
+        }
     }
 
-    /// Waits until `ready` is true for the index, and returns the index locked. `what` names the condition in the error
+    /// Waits until `ready` is true for the index, and returns the locked index. `what` names the condition in the error
     /// of a wait that ends too early.
     pub(crate) fn when(
         &self,
@@ -239,8 +245,8 @@ impl Store {
     }
 
     /// Does what [`Store::when`] does, for a condition on open reads. While it waits, it releases the holds of unit
-    /// reads that have ended, as the callers of these reads may never wait for them. See [Note: Holds of a unit] in
-    /// `parts.rs`.
+    /// reads that have ended, because the callers of these reads may never wait for the reads. See
+    /// [Note: Holds of a unit] in `parts.rs`.
     pub(crate) fn when_read(
         &self,
         wait: Wait<'_>,

@@ -1,5 +1,5 @@
-//! Encodes and decodes the table of a commit, in pages with a checksum each. A commit writes only the pages that
-//! changed.
+//! Encodes and decodes the table of a commit. Each page of the table has a checksum. A commit writes only the pages
+//! that changed.
 //!
 //! Pages: `committed steps | user value | hyperparameters | records | checksums of the extents`
 
@@ -20,7 +20,7 @@ const RECORD_BYTES: usize = 24;
 const RECORDS_PER_PAGE: u64 = (PAYLOAD_BYTES / RECORD_BYTES) as u64;
 const SUMS_PER_PAGE: u64 = (PAYLOAD_BYTES / 8) as u64;
 
-/// The ranges of pages of each part of the table. Page 0 has the committed steps.
+/// For each part of the table, the range of its pages. Page 0 has the number of committed steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sections {
     pub(crate) user: Range<u64>,
@@ -119,7 +119,9 @@ impl Sections {
             for record in index.records.iter_mut().skip(first).take(RECORDS_PER_PAGE as usize) {
                 let (slot, version, step) = (fields.u64()?, fields.u64()?, fields.u64()?);
                 if slot > 1 || version > generation {
-                    return Err(format!("slot {slot} and version {version} of a record at generation {generation}"));
+                    return Err(format!(
+                        "slot {slot} and version {version} of a record are impossible at generation {generation}"
+                    ));
                 }
                 record.live = slot as u8;
                 record.versions[slot as usize] = version;
@@ -162,7 +164,7 @@ fn take_text(text: &mut Vec<u8>, payload: &[u8], page: u64) -> Result<(), Malfor
         let nbytes = Fields::new(payload).u32()? as usize;
         let room = text.capacity();
         if nbytes > room {
-            return Err(format!("a text of {nbytes} bytes, there is room for {room}"));
+            return Err(format!("it has a text of {nbytes} bytes, but there is room for only {room}"));
         }
         text.clear();
         text.resize(nbytes, 0);

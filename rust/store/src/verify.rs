@@ -4,21 +4,21 @@ use std::collections::VecDeque;
 
 use crate::{Error, ExtentRead, Result, Scratch, Shared, Store};
 
-/// Reads in flight at a time: of extents, or of chunks of the log.
+/// The largest number of reads in flight. Each read is of an extent, or of a chunk of the log.
 pub(crate) const DEPTH: usize = 4;
 
 /// The amount of data that a verification found whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Extents, and chunks of logged gradients.
+    /// The number of whole extents, plus the number of whole chunks of logged gradients.
     pub extents: u64,
     /// The bytes of these extents and chunks, in whole pages.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Reads and checks every live extent, and every gradient of the log that live slots lack. `progress` receives the
-    /// bytes done and the total, and returns `false` to stop.
+    /// Reads and checks every live extent, and every gradient of the log that is not applied in a live slot. `progress`
+    /// receives the bytes done and the total, and returns `false` to stop.
     ///
     /// # Errors
     /// Fails at the first extent or gradient that is damaged or cannot be read.
@@ -38,17 +38,18 @@ impl Store {
         let records = 0..self.description.records.len();
         let all = self.layout.slot_bytes();
         let extents = self.verify_slots(records, &mut |done| progress(done, all), damaged)?;
-        // `progress` does not count the log: how many of its bytes are needed is not known in advance.
+        // `progress` does not count the log, because the number of bytes that are needed from the log is not known in
+        // advance.
         let logged = self.verify_log(&mut || progress(all, all), damaged)?;
         Ok(Verified { extents: extents.extents + logged.extents, bytes: extents.bytes + logged.bytes })
     }
 
-    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots that they are applied to; does nothing
-    /// if an earlier call of this function or of [`Store::verify`] has done so. `keep_going` is called after each
-    /// extent and returns `false` to stop.
+    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots to which these gradients are applied.
+    /// Does nothing if an earlier call of this function or of [`Store::verify`] has checked these gradients.
+    /// `keep_going` is called after each extent and returns `false` to stop.
     ///
-    /// A caller that replays the log must call this before it stages anything: staging overwrites the commit before,
-    /// which is all that is left of the run if the log is damaged.
+    /// A caller that replays the log must call this before it stages anything, because staging overwrites the previous
+    /// commit. If the log is damaged, the previous commit is all that is left of the run.
     pub fn check_log(&self, keep_going: &mut dyn FnMut() -> bool) -> Result<()> {
         let Some(replay) = self.pending_replay().filter(|replay| !replay.is_checked()) else { return Ok(()) };
         self.verify_slots(replay.records(), &mut |_| keep_going(), &mut Err)?;
@@ -94,7 +95,8 @@ impl Verified {
     }
 }
 
-/// Begins one operation for each item, and ends the operations in the same order. At most `depth` are in flight.
+/// Begins one operation for each item, and ends the operations in the order of the items. At most `depth` operations
+/// are in flight.
 pub(crate) fn in_flight<T, O>(
     depth: usize,
     items: impl Iterator<Item = T>,

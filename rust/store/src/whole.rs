@@ -1,5 +1,5 @@
-//! Stages whole records from tensors in memory, and reads whole records into such tensors: for a store's first write,
-//! and for inspection.
+//! Stages whole records from tensors in memory, for a store's first write. Reads whole records into tensors in memory,
+//! for inspection.
 
 use std::ops::Range;
 
@@ -11,12 +11,13 @@ use crate::{
     layout::Extent,
 };
 
-/// The bytes of one tensor that an extent has: the number of the tensor (0: the values), the range of the bytes in the
-/// tensor, and their offset in the extent.
+/// Bytes of an extent that belong to one tensor: the number of the tensor (0: the values), the range of these bytes in
+/// the tensor, and the offset of these bytes in the extent.
 pub(crate) type TensorRun = (usize, Range<usize>, usize);
 
 impl Store {
-    /// Returns the bytes of a record's tensors: its values, then its state tensors in the order of the description.
+    /// Returns the size in bytes of each of a record's tensors: first its values, then its state tensors in the order
+    /// of the description.
     pub fn tensor_bytes(&self, record: usize) -> Result<Vec<usize>> {
         self.known(record)?;
         let described = &self.description.records[record];
@@ -45,8 +46,8 @@ impl Store {
         Ok(())
     }
 
-    /// Reads a whole live record into its tensors, in the order of [`Store::tensor_bytes`]. Returns the version that
-    /// all of them have.
+    /// Reads a whole live record into its tensors, in the order of [`Store::tensor_bytes`]. Returns the version of the
+    /// record.
     pub fn read_record(&self, record: usize, tensors: &mut [&mut [u8]]) -> Result<u64> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
         self.settled([record])?;
@@ -60,22 +61,22 @@ impl Store {
         Ok(version)
     }
 
-    /// Fails unless `lengths` are the bytes of the record's tensors.
+    /// Fails if `lengths` are not the sizes in bytes of the record's tensors.
     fn fitting(&self, record: usize, lengths: &[usize]) -> Result<()> {
         let wanted = self.tensor_bytes(record)?;
         if lengths == wanted {
             return Ok(());
         }
         let name = &self.description.records[record].name;
-        Err(Error::Invalid(format!("the tensors of {name:?} have {wanted:?} bytes, not {lengths:?}")))
+        Err(Error::Invalid(format!("the tensors of {name:?} need {wanted:?} bytes, not {lengths:?}")))
     }
 
-    /// Returns the bytes that an extent has of each tensor.
+    /// For each tensor with bytes in an extent, returns the range of these bytes.
     pub(crate) fn runs(&self, record: usize, extent: &Extent) -> Vec<TensorRun> {
         let described = &self.description.records[record];
         let chunk_elements = self.description.chunk_elements as usize;
-        // Yields the numbers, from 1, of the state tensors with a grain if `chunked` is true, else of those without a
-        // grain.
+        // Yields the numbers, from 1, of the state tensors with a grain if `chunked` is true. Otherwise yields the
+        // numbers of the state tensors without a grain.
         let places = |chunked: bool| {
             let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)

@@ -1,17 +1,18 @@
-//! Benchmarks a step of `AdamW` on SSD, record after record, with medians.
+//! Benchmarks a step of `AdamW` whose state is on an SSD. Measures each record separately, and prints medians.
 //!
-//! For comparison, also moves the same bytes through the same kind of volume without arithmetic or checksums, and runs
-//! fio if it is installed.
+//! For comparison, the benchmark moves the same bytes through a volume without arithmetic or checksums. It also runs
+//! fio if fio is installed.
 //!
-//! Environment variables (`_LAYOUT`, `_CHUNK` and `_CHUNKS` take several values, separated by commas):
-//! - `MEMASCEND_BENCH_DIR`: the folder for the files (default: the current one).
-//! - `MEMASCEND_BENCH_MPARAMS`: millions of parameters.
-//! - `MEMASCEND_BENCH_ROUNDS`: number of rounds.
-//! - `MEMASCEND_BENCH_LAYOUT`: layouts: whole (the default), compact, or resident (compact, and updates get the values
-//!   from memory).
-//! - `MEMASCEND_BENCH_CHUNK`: elements of a chunk.
-//! - `MEMASCEND_BENCH_CHUNKS`: number of staging chunks.
-//! - `MEMASCEND_BENCH_FIO=no`: leaves fio out.
+//! These environment variables configure the benchmark. The variables `_LAYOUT`, `_CHUNK` and `_CHUNKS` accept several
+//! values, separated by commas:
+//! - `MEMASCEND_BENCH_DIR`: the folder for the files (default: the current folder).
+//! - `MEMASCEND_BENCH_MPARAMS`: the number of parameters, in millions.
+//! - `MEMASCEND_BENCH_ROUNDS`: the number of rounds.
+//! - `MEMASCEND_BENCH_LAYOUT`: the layouts to measure: whole (the default), compact, or resident. Resident is compact,
+//!   and the updates get the parameters' values from memory.
+//! - `MEMASCEND_BENCH_CHUNK`: the number of elements in a chunk.
+//! - `MEMASCEND_BENCH_CHUNKS`: the number of staging chunks.
+//! - `MEMASCEND_BENCH_FIO=no`: fio does not run.
 
 mod fio;
 mod pure;
@@ -39,7 +40,7 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Measured seconds: one entry per record and round, except `commit`, with one per round.
+/// Measured seconds. `commit` has one entry per round. Every other list has one entry per record and round.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
@@ -77,7 +78,7 @@ impl Case {
         Ok(Self { layout, elements, staged, parameters, store, engine, gradient, pure, seconds: Seconds::default() })
     }
 
-    /// Returns the bytes that the update of one record reads and writes.
+    /// Returns the number of bytes that the update of one record reads and writes.
     fn bytes_each(&self) -> usize {
         let (read, written) = self.layout.moved_bytes();
         self.parameters / RECORDS * (read + written)
@@ -93,10 +94,12 @@ impl Case {
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// Runs one step. Measures each record in every way before the next record, because a disk's speed drifts within
-    /// seconds. The first two steps write each slot for the first time, which is slower, so their times are dropped.
+    /// Runs one step. Measures the update, the plain I/O and fio on one record before the next record, because a disk's
+    /// speed drifts within seconds. The first two steps write each slot for the first time. These writes are slower, so
+    /// the times of the two steps are dropped.
     fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
-        // All records start from equal values and get equal gradients, so one record's values serve for all.
+        // All records start from equal values and get equal gradients, so the values of the first record are the values
+        // of every record.
         let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
         for record in 0..RECORDS {
             let update = self.update(record, step, &live)?;
@@ -118,7 +121,7 @@ impl Case {
         Ok(())
     }
 
-    /// Runs fio on the range of the record in the file of [`Pure`].
+    /// Runs fio on the record's range of the file that [`Pure`] uses.
     fn fio(&self, record: usize, huge: Option<&Huge>) -> Outcome<Option<f64>> {
         let (read, written) = self.layout.moved_bytes();
         let part = self.pure.bytes() / RECORDS;
@@ -155,7 +158,8 @@ impl Case {
         let counters = self.engine.counters();
         let each = |seconds: std::time::Duration| seconds.as_secs_f64() * 1e6 / counters.chunks as f64;
         println!(
-            "  a chunk   {:.0} us waits for reads (checked), {:.0} computes, {:.0} seals and begins writes, {:.0} waits for writes",
+            "  a chunk   {:.0} us waits for reads (checked), {:.0} computes, {:.0} seals and begins writes, {:.0} \
+             waits for writes",
             each(counters.reading),
             each(counters.computing),
             each(counters.sealing),
@@ -164,8 +168,8 @@ impl Case {
     }
 }
 
-/// Returns the median of the ratios of two measurements of the same record and round, which ran under the same
-/// conditions.
+/// Returns the median of the ratios of `one` to `other`. Each ratio divides two times of the same record and round,
+/// which were measured under the same conditions.
 fn ratio(one: &[f64], other: &[f64]) -> f64 {
     median(&one.iter().zip(other).map(|(one, other)| one / other).collect::<Vec<_>>())
 }

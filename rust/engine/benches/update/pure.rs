@@ -1,4 +1,4 @@
-//! Moves the update's bytes through the same kind of volume, without arithmetic, checksums or a catalog.
+//! Reads and writes as many bytes in a volume as the update does, but without arithmetic, checksums or a catalog.
 
 use std::{collections::VecDeque, path::PathBuf};
 
@@ -13,7 +13,7 @@ use crate::{
 
 type Moving = (Shared, Ticket<Shared>, Option<Ticket<Shared>>);
 
-/// A volume as large as a store's two slots, and staging memory like the engine's.
+/// A volume with the size of a store's two slots, and staging memory with the size of the engine's staging memory.
 pub(crate) struct Pure {
     pub(crate) path: PathBuf,
     volume: Volume,
@@ -44,13 +44,13 @@ impl Pure {
         Ok(self.volume.close(Wait::forever())?)
     }
 
-    /// Returns the bytes of both slots.
+    /// Returns the number of bytes of both slots together.
     pub(crate) fn bytes(&self) -> usize {
         2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
     }
 
     /// Reads the state of each chunk of a record from `slot`, and writes state and values to the other slot, without
-    /// arithmetic. Has as many chunks in flight as the engine.
+    /// arithmetic. Keeps the same number of chunks in flight as the engine does.
     pub(crate) fn record(&self, record: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);
@@ -58,7 +58,7 @@ impl Pure {
         let (state, values) = (elements * layout.state_bytes(), elements * VALUE_BYTES);
         let values_at = 2 * chunks * state;
         let read = |part: Option<Shared>, from: usize| -> Outcome<Ticket<Shared>> {
-            let part = part.ok_or("a chunk that is too small")?;
+            let part = part.ok_or("a chunk is too small for its state")?;
             Ok(volume.read(part, from as u64).map_err(|refused| refused.error)?)
         };
         let mut reading: VecDeque<(usize, Moving)> = VecDeque::new();
@@ -88,7 +88,7 @@ impl Pure {
             let finished = ticket.wait();
             finished.result?;
             let other = (1 - slot) * chunks + index;
-            let half = memory.part(state, values).ok_or("a chunk that is too small")?;
+            let half = memory.part(state, values).ok_or("a chunk is too small for its state")?;
             let one = volume.write(finished.buffer, (other * state) as u64).map_err(|refused| refused.error)?;
             let two = volume.write(half, (values_at + other * values) as u64).map_err(|refused| refused.error)?;
             writing.push_back([one, two]);

@@ -13,7 +13,7 @@ use crate::Outcome;
 pub(crate) const RECORDS: usize = 8;
 pub(crate) const VALUE_BYTES: usize = 2;
 
-/// How a record stores its state, and whether updates get the values from memory.
+/// How a record stores its state, and whether updates get the parameter's values from memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Layout {
     state: [(&'static str, Dtype); 3],
@@ -22,7 +22,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Returns the layout of this name; bf16 for any other name.
+    /// Returns the layout called `name`. Any unknown name gives the layout with whole fp32 masters.
     pub(crate) fn called(name: &str) -> Self {
         let (is_compact, is_resident) = (matches!(name, "compact" | "resident"), name == "resident");
         let whole = ["master", "exp_avg", "exp_avg_sq"].map(|name| (name, Dtype::F32));
@@ -37,8 +37,8 @@ impl Layout {
         }
     }
 
-    /// Returns the default number of elements of a chunk: the largest number whose state fits one request. Python uses
-    /// the same default.
+    /// Returns the default number of elements of a chunk. It is the largest number of elements whose state fits into
+    /// one request. Python uses the same default.
     pub(crate) fn chunk_elements(self) -> usize {
         if self.is_compact { 98_304 } else { 86_016 }
     }
@@ -47,12 +47,12 @@ impl Layout {
         self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
     }
 
-    /// Returns the bytes that a step reads for one parameter, and the bytes that it writes for one.
+    /// Returns the numbers of bytes that a step reads and writes for one element.
     pub(crate) fn moved_bytes(self) -> (usize, usize) {
         (self.state_bytes() + self.read_bytes(), self.state_bytes() + VALUE_BYTES)
     }
 
-    /// Returns the bytes of values that an update reads for one parameter.
+    /// Returns the number of bytes of parameter values that an update reads from storage for one element.
     pub(crate) fn read_bytes(self) -> usize {
         if self.is_compact && !self.is_resident { VALUE_BYTES } else { 0 }
     }
@@ -97,23 +97,23 @@ pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
     }
 }
 
-/// A gradient that all records share: the engine only reads it.
+/// Bytes that all records share, as their gradients or as their values. The engine only reads these bytes.
 pub(crate) struct Borrowed(pub(crate) Arc<Vec<u8>>);
 
-// SAFETY: each clone keeps the vector alive, and nothing writes to it.
+// SAFETY: the `Arc` keeps the vector alive, and no code writes to the vector.
 unsafe impl Buffer for Borrowed {
     fn as_ptr(&self) -> *const u8 {
         self.0.as_ptr()
     }
     fn as_mut_ptr(&mut self) -> std::ptr::NonNull<u8> {
-        unreachable!("a gradient is only read")
+        unreachable!("the engine only reads this buffer")
     }
     fn len(&self) -> usize {
         self.0.len()
     }
 }
 
-/// Creates a store of zeros and commits it, as the state before the first step.
+/// Creates a store, fills it with zeros and commits it. The commit is the state before the first step.
 pub(crate) fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layout) -> Outcome<Store> {
     let mut how = Create::default();
     how.existing = Existing::Replace;

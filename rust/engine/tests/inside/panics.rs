@@ -155,8 +155,8 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
     engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
-/// Checks that calls on `engine` return the panic whose message contains `what`. Then closes the engine, and checks
-/// that the store still has its first commit.
+/// Checks that calls on `engine` return an error about the panic whose message contains `what`. Then closes the engine,
+/// and checks that the store still has its first commit.
 fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
     let patient = || Wait::at_most(PATIENCE);
@@ -173,12 +173,12 @@ fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     }
     ok(engine.discard(patient()));
     let later = spill(engine, 0);
-    assert!(panicked(&later), "{what}: what comes later is told, too: {later:?}");
+    assert!(panicked(&later), "{what}: a later spill must report the panic: {later:?}");
     assert_eq!(engine.queued_bytes(), 0, "{what}");
     engine.close();
     engine.close();
     let store = engine.store();
-    assert_eq!(store.volume().stats().in_flight, 0, "{what}: everything was drained");
+    assert_eq!(store.volume().stats().in_flight, 0, "{what}: requests are still in flight");
     ok(store.close(patient()));
     ok(store.volume().close(patient()));
     let again = ok(Store::open_on(volume(disk), 8192, &Create::default()));
@@ -192,13 +192,15 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
     for at in all {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // One job is in flight before the panicking job, and another is queued after it.
+        // This job is already in flight when the panicking job runs. The test also queues a job after the panicking
+        // job.
         ok(spill(&engine, 1));
         let work = Panicking { at, shared: Arc::clone(&engine.shared), dropped: false };
         ok(engine.shared.queue.push(Job::new(0, work), &mut Wait::forever()));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| engine.finish(Wait::at_most(PATIENCE)));
-            // This spill succeeds if it runs before the engine's thread ends, and fails afterwards; both are right.
+            // This spill succeeds if it runs before the engine's thread ends, and fails afterwards. The test accepts
+            // both results.
             drop(spill(&engine, 1));
             let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
             assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
@@ -212,8 +214,8 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
     for input in [FunctionInput::InChunks, FunctionInput::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // With `FunctionInput::Whole` the function runs on a separate thread, and the pipeline reads the second record
-        // meanwhile.
+        // With `FunctionInput::Whole`, the function runs on a separate thread. While it runs, the pipeline reads the
+        // second record.
         for record in 0..2 {
             let application = Application {
                 function: Box::new(|_| panic!("a fault of the caller's")),
@@ -235,13 +237,16 @@ fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         let store = Arc::clone(engine.store());
-        // `parts` reserves a read of the slot, which this test never begins.
+        // `parts` reserves a read of the slot. The test never begins this read, so the second fill below has to wait.
         let parts = ok(store.parts(0, 1 << 20));
         let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::at_most(PATIENCE)));
         ok(engine.fill(0, fill(), Wait::forever()));
-        assert!(engine.finish(Wait::at_most(Duration::from_millis(100))).is_err(), "the slot is being read");
+        assert!(
+            engine.finish(Wait::at_most(Duration::from_millis(100))).is_err(),
+            "the fill must wait for the read of the slot"
+        );
         if close {
             engine.close();
         } else {

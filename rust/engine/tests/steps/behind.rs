@@ -1,5 +1,5 @@
-//! Tests records whose updates a commit has deferred (they are behind): damage, full disks, rejected calls, errors,
-//! fetches during commits.
+//! Tests records that are behind. A record is behind if a commit has deferred its update. Covers damage, full disks,
+//! rejected calls, errors, and fetches during commits.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -22,8 +22,8 @@ use crate::{
     },
 };
 
-/// Returns three things: a run that has deferred all updates of its second step; the contents before the first step and
-/// after each step; the record and the offset of each gradient that the last commit names.
+/// Returns a run that has deferred all updates of its second step. Also returns the contents before the first step and
+/// after each step, and the record and the offset of each gradient that the last commit names.
 fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     let plan = RunPlan::deferring(Durability::Step);
     let (life, eager) = (Life::new(&plan), Life::new(&RunPlan::streamed()));
@@ -76,9 +76,12 @@ fn a_flipped_bit_in_a_gradient_that_a_commit_names_is_named() {
         names(&said(looked.verify(&mut |_, _| true)), record, at);
         drop(looked);
         names(&said(resumed(Existing::Resume, &disk)), record, at);
-        assert!(disk.bytes() == damaged, "a refusal changes nothing");
+        assert!(disk.bytes() == damaged, "a rejected resume must change nothing");
         assert!(resumed(Existing::Previous, &disk).as_ref() == Ok(&left[1]), "{record} at {at}");
-        assert!(resumed(Existing::Resume, &disk).as_ref() == Ok(&left[1]), "{record} at {at}: gone back to");
+        assert!(
+            resumed(Existing::Resume, &disk).as_ref() == Ok(&left[1]),
+            "{record} at {at}: must fall back to the commit before"
+        );
     }
     assert!(resumed(Existing::Resume, &SimDisk::of(image)).as_ref() == Ok(&left[2]));
 }
@@ -122,14 +125,14 @@ fn the_commit_before_is_whole_until_something_is_written() {
     for (name, write) in writes {
         let (life, left, _) = left_behind();
         let of_disk = |existing| resumed(existing, &SimDisk::of(life.disk.bytes()));
-        // Fetches that do not settle write nothing.
+        // Fetches every unit, but lets no fetch cause the write of deferred updates. The fetches must write nothing.
         for of in 0..units(life.store()) {
             ok(unit(&life.engine, of, false));
         }
         assert!(of_disk(Existing::Previous).as_ref() == Ok(&left[1]), "{name}");
         write(&life.engine);
         let refused = said(of_disk(Existing::Previous));
-        assert!(refused.contains("belongs to the commit before"), "{name}: {refused}");
+        assert!(refused.contains("belongs to the previous commit"), "{name}: {refused}");
         assert!(of_disk(Existing::Resume).as_ref() == Ok(&left[2]), "{name}");
         ok(life.engine.discard(Wait::forever()));
         assert!(life.contents() == left[2], "{name}");
@@ -235,8 +238,9 @@ fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
                                 assert!(of_steps.any(|one| *one == got), "unit {of}, {before} to {after}, {settles}");
                                 fetched += 1;
                             }
-                            // A commit overwrote the values during the fetch.
-                            Err(error) => assert!(error.to_string().contains("begin anew"), "{error}"),
+                            // A commit can overwrite the values during the fetch. The fetch must then fail with this
+                            // error.
+                            Err(error) => assert!(error.to_string().contains("begin the read again"), "{error}"),
                         }
                     }
                     fetched
@@ -262,8 +266,9 @@ fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
         let (life, left, _) = left_behind();
         let plan = RunPlan::deferring(Durability::Step);
         let faults = Faults { seed: round, delay: Duration::from_millis(2), reorder: true, ..Faults::default() };
-        // Opening the store settles the deferred updates, so steps 3 and 4 defer new updates. No reference run makes
-        // these steps, so the test compares with fetches before and after the commit.
+        // `begun` makes the deferred updates of step 2. Steps 3 and 4 then defer new updates. No other run makes steps
+        // 3 and 4, so the test has no expected values for these steps. Instead, the test compares each fetch with
+        // fetches before and after the commit of step 4.
         let disk = life.killed();
         let engine = ok(begun(ok(opened(&disk, &faults, plan.durability)), &plan));
         let defer_all = |step: u64| {
@@ -296,7 +301,7 @@ fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
                     fetched += 1;
                 }
                 Err(error) => {
-                    assert!(error.to_string().contains("begin anew"), "{error}");
+                    assert!(error.to_string().contains("begin the read again"), "{error}");
                     anew += 1;
                 }
             }
@@ -320,7 +325,7 @@ fn parts_that_are_begun_after_a_commit_are_not_of_another_one() {
     ok(life.commit(3));
     let (index, (_, nbytes)) = parts.places().enumerate().nth(1).unwrap_or_else(|| panic!("a part"));
     let later = parts.begin(index, memory(nbytes), None).and_then(|part| part.wait(Wait::forever()));
-    assert!(said(later).contains("begin anew"));
+    assert!(said(later).contains("begin the read again"));
 }
 
 #[test]
@@ -354,7 +359,7 @@ fn a_record_is_updated_by_one_gradient_in_a_step_and_by_one_that_a_slot_lacks() 
     let (engine, store) = (&life.engine, life.store());
     ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
     ok(engine.finish(Wait::forever()));
-    assert!(said(store.append_spilled(0)).contains("lacks its last update; settle it first"));
+    assert!(said(store.append_spilled(0)).contains("does not have its last update yet: settle the record first"));
     assert!(ok(engine.catch_up(Wait::forever())));
     ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
     ok(engine.update(0, GradientSource::Spilled(vec![]), None, rule(0, 3), Wait::forever()));
@@ -411,7 +416,8 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
                     failures += 1;
                     let name = error.to_string();
                     assert!(name.contains("errno 5") || name.contains("only be discarded"), "seed {seed}: {name}");
-                    // Fetches work in a failed step, and return the values of the last commit.
+                    // A fetch may succeed although the step has failed. It must then return the values of the last
+                    // commit.
                     if let Ok(values) = unit(&engine, 0, seed % 2 == 0) {
                         let now = size(engine.store().info().step);
                         let tensors = wanted[now][..3].iter().map(|(_, tensors)| &tensors[0]);
@@ -427,7 +433,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
         let step = engine.store().info().step;
         drop(engine);
         let found = ok(resumed(Existing::Resume, &SimDisk::of(disk.bytes())));
-        // A commit whose write was reported as failed may have reached the disk.
+        // The disk may have stored a commit although it reported an error for the write of this commit.
         let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == found);
         assert!(at.any(|number| number == step || number == step + 1), "seed {seed}: {step}");
         whole += u64::from(step == STEPS);
@@ -435,7 +441,7 @@ fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_ag
     assert!(failures > 20 && whole > 2, "{failures} {whole}");
 }
 
-/// True if `memory` contains `values` from the start of one of its pages on. `memory` has the values of a unit.
+/// Returns true if `values` stand at the start of a page of `memory`. `memory` has the values of a unit.
 fn contains(memory: &[u8], values: &[u8]) -> bool {
     (0..memory.len().max(1)).step_by(4096).any(|at| memory[at..].starts_with(values))
 }
@@ -487,7 +493,7 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
     ok(unit(engine, 1, true));
     let settled: Vec<usize> = ALL.into_iter().filter(|&record| !store.is_behind(record)).collect();
     assert_eq!(settled, [0, 3, 4, 5]);
-    // Keeps a read of the settled slot open across the discards.
+    // Keeps a read of unit 1 open until both discards have returned. The updates of unit 1 are already written.
     let parts = ok(store.parts(1, 1 << 20));
     let before = engine.counters();
     ok(engine.discard_record(0, Wait::forever()));
@@ -496,7 +502,7 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
     assert_eq!(engine.behind(), ALL.len() - settled.len());
     assert!(ok(engine.catch_up(Wait::forever())));
     let rest = (ALL.len() - settled.len()) as u64;
-    assert_eq!(engine.counters().updates - before.updates, rest, "each is written once");
+    assert_eq!(engine.counters().updates - before.updates, rest, "each of the other records is written once");
     drop(parts);
     assert!(life.contents() == left[2]);
 }
@@ -505,12 +511,13 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
 fn a_slot_that_lacked_an_update_when_it_was_taken_is_not_read_once_that_is_made() {
     let (life, ..) = left_behind();
     let store = life.store();
-    // A reader that looked up the records before the commit takes their slots after it.
+    // Imitates a reader that looked for deferred updates before the last commit, found none, and then took the slots
+    // after the commit.
     let parts = std::sync::Arc::new(ok(store.parts_without(0, 1 << 20, &[])));
     for record in store.records_of(0) {
         ok(life.engine.settle_later(record, &mut Wait::forever()));
     }
     ok(life.engine.finish(Wait::forever()));
     let nbytes = parts.places().map(|(_, nbytes)| nbytes).sum();
-    assert!(said(parts.begin(0, memory(nbytes))).contains("begin anew"));
+    assert!(said(parts.begin(0, memory(nbytes))).contains("begin the read again"));
 }

@@ -1,5 +1,5 @@
-//! Tests deferred updates: they give the same bits as updates that are made at once, whatever happens between the step
-//! and its deferred updates.
+//! Tests that deferred updates give the same bits as updates that are made at once. Between a step and its deferred
+//! updates, the tests fetch values, discard steps, kill runs and cut the power.
 
 use std::collections::BTreeSet;
 
@@ -12,17 +12,18 @@ use crate::setup::{
     ALL, Contents, Life, RunPlan, begun, contents, first, gradient, kinds, many, ok, opened, rule, size,
 };
 
-/// Allocates memory for the engine to fill; the test reads it afterwards.
+/// Returns memory for a fetch. The engine fills the memory, and the test reads it after the fetch.
 pub(crate) fn memory(nbytes: u64) -> Shared<Vec<u8>> {
     Shared::new(vec![0xee; size(nbytes)])
 }
 
 pub(crate) fn bytes(memory: &Shared<Vec<u8>>) -> Vec<u8> {
-    // SAFETY: the tests read the memory after its fetch has ended, so nothing writes to it.
+    // SAFETY: the tests read the memory only after its fetch has ended, so no thread writes to it.
     unsafe { std::slice::from_raw_parts(memory.as_ptr().as_ptr(), memory.len()) }.to_vec()
 }
 
-/// Fetches the values of a unit.
+/// Fetches a unit and returns its values. With `settles`, the fetch also causes the engine to write the deferred
+/// updates of the unit.
 pub(crate) fn unit(engine: &Engine, unit: usize, settles: bool) -> memascend_engine::Result<Vec<u8>> {
     let into = memory(engine.store().layout().unit_bytes(unit));
     engine.fetch(unit, into.clone(), settles)?.wait(Wait::forever())?;
@@ -33,7 +34,7 @@ pub(crate) fn units(store: &Store) -> usize {
     store.description().units.len()
 }
 
-/// Returns the contents of the store as a kill at this moment leaves them.
+/// Returns the contents that the store would have if the process were killed at this moment.
 fn left(disk: &SimDisk) -> Contents {
     let store = ok(opened(&SimDisk::of(disk.bytes()), &Faults::default(), Durability::Step));
     memascend_engine::apply_logs(&store);
@@ -41,13 +42,13 @@ fn left(disk: &SimDisk) -> Contents {
     contents(&store)
 }
 
-/// Two runs with the same updates: `eager` makes them at once, and `late` defers some of them.
+/// Two runs with the same updates. `eager` makes all updates at once, and `late` defers some updates.
 struct Twins {
     plan: RunPlan,
     eager: Life,
     late: Life,
-    /// `wanted` has the contents of `eager` after the last commit. `behind` has the records that this commit of `late`
-    /// left behind.
+    /// `wanted` is the contents of `eager` after the last commit. `behind` is the set of records whose updates this
+    /// commit deferred in `late`.
     wanted: Contents,
     behind: BTreeSet<usize>,
     /// How often each event of [`SEEN`] happened.
@@ -57,7 +58,7 @@ struct Twins {
 const SEEN: [&str; 9] =
     ["deferred", "at once", "added", "kept", "taken back", "discarded", "caught up", "computed", "killed"];
 
-/// Whether `late` makes an update at once, or defers it.
+/// When the run `late` makes an update: at once, or later as a deferred update.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Now,
@@ -101,13 +102,13 @@ impl Twins {
         if when == When::Later && ok(self.late.engine.defer(record, numbers, factors, Wait::forever())) {
             self.note("deferred");
         } else {
-            assert!(!self.behind.contains(&record), "it was left behind, so it can be left behind again");
+            assert!(!self.behind.contains(&record), "a record that is behind must accept another deferred update");
             ok(at_once(&self.late.engine));
             self.note("at once");
         }
     }
 
-    /// Updates one record in a step, in a way drawn by `rng`.
+    /// Updates one record in a step. `rng` selects how.
     fn record(&mut self, record: usize, seed: u64, rng: &mut Rng) {
         let may_be_now = !self.behind.contains(&record);
         let when = if may_be_now && rng.below(3) == 0 { When::Now } else { When::Later };
@@ -129,8 +130,8 @@ impl Twins {
             3 => {
                 self.spill(record, seed + 7, rng);
                 self.update(record, &factors, when);
-                // A discard keeps or loses the spilled gradient, depending on how far its job was, so drop the gradient
-                // in both runs.
+                // A discard may keep or lose the spilled gradient, because the spill may or may not have ended. So both
+                // runs drop the gradient.
                 self.both(|engine| {
                     engine.discard_record(record, Wait::forever())?;
                     engine.drop_spilled(record, Wait::forever())
@@ -140,7 +141,7 @@ impl Twins {
         }
         let lies_there = self.eager.engine.spilled(record, Wait::forever()).is_ok();
         if lies_there && rng.below(5) == 0 {
-            // The update uses a gradient that an earlier step spilled.
+            // Spills no new gradient. The update uses the gradient that an earlier step spilled.
             self.note("kept");
         } else {
             self.spill(record, seed, rng);
@@ -148,8 +149,8 @@ impl Twins {
         self.update(record, &factors, when);
     }
 
-    /// Reads some values of the last commit of `late`, in a way drawn by `rng`, and compares them with the values of
-    /// `eager`.
+    /// Reads some values of the last commit of `late`, and compares them with the values of `eager`. `rng` selects
+    /// which values and how.
     fn look(&mut self, place: &str, rng: &mut Rng) {
         let (late, store) = (&self.late.engine, self.late.store());
         let before = late.counters().computed;
@@ -176,7 +177,7 @@ impl Twins {
                 }
             }
             5 if self.plan.durability == Durability::Step => {
-                assert!(left(&self.late.disk) == self.wanted, "{place}: as a kill leaves it");
+                assert!(left(&self.late.disk) == self.wanted, "{place}: the contents after a kill differ");
             }
             _ => {
                 let (wanted, got) = (ok(unit(&self.eager.engine, number, false)), ok(unit(late, number, settles)));
@@ -241,7 +242,7 @@ impl Twins {
         assert_eq!(self.late.spilled(), self.eager.spilled(), "{place}");
     }
 
-    /// Ends `late` in a way drawn by `rng`, and opens it with another plan.
+    /// Ends the run `late`, and opens its disk again with another plan. `rng` selects how the run ends.
     fn begin_anew(mut self, plan: RunPlan, seed: u64, rng: &mut Rng) -> Self {
         let by = if self.plan.durability == Durability::None { 0 } else { rng.below(4) };
         if by == 0 {
@@ -252,7 +253,7 @@ impl Twins {
             ok(self.late.store().close(Wait::forever()));
         }
         if by == 3 {
-            // Closes the store without settling the deferred updates.
+            // Closes the store without writing the deferred updates.
             ok(self.late.engine.discard(Wait::forever()));
             self.late.engine.close();
             ok(self.late.store().write_applied(&mut |_, _| true));
@@ -271,7 +272,7 @@ impl Twins {
     }
 }
 
-/// Returns first values for a record, which depend on `seed`.
+/// Returns values with which a record is filled. The values depend on `seed`.
 pub(crate) fn filling(record: usize, seed: u64) -> Vec<u8> {
     let described = &kinds().records[record];
     let element = size(described.dtype.bytes());
@@ -312,8 +313,8 @@ fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not(
     assert!(seen.iter().all(|&count| count > 10), "{SEEN:?}: {seen:?}");
 }
 
-/// Makes one step with fetches, gradients, sums and a discard, which `number` determines. With `at_once`, defers no
-/// update.
+/// Makes one step with fetches, gradients, sums of gradients and perhaps a discard. `number` determines the actions.
+/// With `at_once`, no update is deferred.
 pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascend_engine::Result<()> {
     let (store, mut rng) = (engine.store(), Rng::new(number));
     for of in 0..units(store) {
@@ -348,7 +349,7 @@ pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascen
     engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
 }
 
-/// Returns the contents before the first step and after each step.
+/// Makes `steps` steps. Returns the contents before the first step and after each step.
 pub(crate) fn steps(steps: u64) -> Vec<Contents> {
     let eager = Life::new(&RunPlan::streamed());
     let mut left = vec![eager.contents()];
@@ -381,15 +382,18 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
             for left in [disk.after_power_loss(point), SimDisk::of(disk.bytes())] {
                 let found = Life::opened(left, &plan);
                 let contents = found.contents();
-                // The store holds the last step whose commit returned, or the next one, whose commit may have been
-                // written.
+                // The store has the last step whose commit returned. It may also have the next step, if the power
+                // failed after the write of this step's commit.
                 let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == contents);
                 assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
                 ok(found.store().verify(&mut |_, _| true));
-                // The run continues from the recovered step.
+                // Makes the last step from the recovered state, to check that a run can continue.
                 if said == STEPS - 1 && found.store().info().step == said {
                     ok(some_step(&found.engine, STEPS, false));
-                    assert!(found.contents() == wanted[size(STEPS)], "point {point}, gone on");
+                    assert!(
+                        found.contents() == wanted[size(STEPS)],
+                        "point {point}: the run continues with wrong values"
+                    );
                 }
             }
             if lived == Some(STEPS) {

@@ -1,4 +1,5 @@
-//! Tests that updates through the engine give the kernels' bits, and that a fault fails its step and nothing else.
+//! Tests that updates through the engine give the same bits as direct calls of the kernels. Also tests that a fault
+//! fails only the step in which it happens.
 
 use std::sync::Arc;
 
@@ -18,7 +19,8 @@ use crate::setup::{
 
 /// The errno that a failing device returns.
 const EIO: i32 = 5;
-/// Numbers of elements of the records: 1, primes, exactly one chunk, one more than a chunk, 0.
+/// The numbers of elements of the records: one element, primes, exactly one chunk, one element more than a chunk, and
+/// no elements.
 const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
@@ -53,7 +55,8 @@ fn number(rng: &mut Rng) -> f32 {
 fn begun(record: &Record, rng: &mut Rng) -> InMemory {
     let numel = size(record.elements());
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
-    // The values of records that are not compact start as 0: the first update overwrites them without reading them.
+    // Only a compact record needs its values here. The first update of any other record overwrites the values without
+    // reading them, so they start as 0.
     let half = master.iter().map(|&value| if record.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
@@ -62,7 +65,7 @@ fn bytes(floats: &[f32]) -> Vec<u8> {
     floats.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Returns the bytes that an extent of a record must hold.
+/// Returns the bytes that an extent must have in the store if `held` is the record's state.
 fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> {
     let (description, chunks) = (store.description(), store.layout().chunks_of(record));
     let chunk = index % chunks;
@@ -78,8 +81,8 @@ fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> 
         };
         extent[..values.len()].copy_from_slice(&values);
     } else if description.records[record].is_compact() {
-        // `rest` has the lower halves of the master weights. The sign of the second moment says whether the values, the
-        // upper halves, were rounded up.
+        // `rest` has the lower halves of the master weights, and the values are the upper halves. If a value was
+        // rounded up, the sign of its second moment is negative.
         let master = &held.master[here.clone()];
         let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
         let went_up = |value: f32| u32::from(Bf16::from_f32(value).0) != value.to_bits() >> 16;
@@ -118,7 +121,7 @@ fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
             let wanted = extent(store, record, index, held);
             let read = store.read(record, index, vec![0; wanted.len()]).and_then(memascend_store::ExtentRead::wait);
             let (got, _) = ok(read);
-            // The padding between and after the tensors of an extent is zeros in `got` and in `wanted`.
+            // The comparison includes the padding of an extent, which must be zeros in the store, too.
             if got != wanted {
                 differing.push(format!("{} extent {index}", store.description().records[record].name));
             }
@@ -172,8 +175,8 @@ fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     ok(result);
 }
 
-/// Returns the number of the update that a record gets in a step, or `None` without an update: some records are updated
-/// in every third step, and one record never.
+/// Returns how many updates a record has had, including the update of this step. Returns `None` if the step does not
+/// update the record. A quarter of the records are updated in every third step, and record 2 is never updated.
 fn touched(record: usize, step: u64) -> Option<u64> {
     match record % 4 {
         0 | 3 => Some(step),
@@ -214,7 +217,7 @@ fn training(disks: &[SimDisk], chunks: usize) -> Training {
 }
 
 impl Training {
-    /// Queues the updates of a step, and waits until all are staged.
+    /// Queues the updates of a step, and waits until the engine has staged all of them.
     fn backward(&self, step: u64) -> memascend_engine::Result<()> {
         let store = Arc::clone(self.engine.store());
         for (record, described) in store.description().records.iter().enumerate() {
@@ -238,7 +241,7 @@ impl Training {
         Ok(())
     }
 
-    /// Updates the parameters in memory as the step updates the store.
+    /// Makes the updates of the step on the parameters in memory.
     fn advance(&mut self, step: u64) {
         for (record, described) in kernels().records.iter().enumerate() {
             let Some(update) = touched(record, step) else { continue };
@@ -258,7 +261,7 @@ fn a_hundred_steps_are_those_in_memory() {
         let mut training = training(&disks(), chunks);
         for step in 1..=100 {
             if step % 10 == 7 {
-                // A discarded step changes nothing.
+                // Stages the updates of another step and discards them. They must change nothing.
                 ok(training.backward(step + 1000));
                 ok(training.engine.discard(Wait::forever()));
             }
@@ -279,7 +282,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
         drop(first);
         let errors = vec![(Action::Write, EIO, 6), (Action::Read, EIO, 6)];
         let volume = striped(&disks, &Faults { seed, errors, reorder: true, ..Faults::default() });
-        // Opening the store reads, too, so it may fail by these errors.
+        // Opening the store also reads from the disks, so these faults can make it fail.
         let Ok(store) = Store::open_on(volume, 8192, &Create::default()).map(Arc::new) else { continue };
         let mut training = Training { engine: engine(store, 4), held };
         let (mut step, mut failures) = (1, 0);
@@ -301,7 +304,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
                 }
             }
         }
-        // The store has all committed steps, and nothing else.
+        // Opens the store without faults. It must have exactly the committed steps.
         let Training { engine, held } = training;
         engine.close();
         drop(engine);
@@ -332,7 +335,8 @@ fn what_cannot_be_updated_is_refused_by_name() {
 
 #[test]
 fn power_lost_at_any_point_of_a_step() {
-    // Loses power after 0 requests, then after `many(1, 11)` more each time, until a run ends before the power is lost.
+    // Cuts the power after 0 requests in the first run, and after `many(1, 11)` more requests in each further run. Ends
+    // with the first run that completes before the power is cut.
     let base = disks();
     let Training { engine: first, held } = training(&base, 4);
     drop(first);
@@ -353,7 +357,8 @@ fn power_lost_at_any_point_of_a_step() {
                     break;
                 }
                 tried = step;
-                // Advance the reference even if the commit failed: the store may have the step all the same.
+                // Advances the reference even if the commit failed, because the store may have the step although the
+                // commit returned an error.
                 let committed = training.commit(step).is_ok();
                 if !committed {
                     training.advance(step);
@@ -425,7 +430,8 @@ fn chances_are_those_of_the_place_in_the_whole_parameter() {
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
         contents(engine.store()).remove(0).1.remove(0)
     };
-    // Two equal chunks draw differently; a shard that begins at the second chunk draws like that chunk.
+    // Two equal chunks of a parameter must draw different random numbers. A shard that begins at the second chunk must
+    // draw the same numbers as the second chunk does in the whole parameter.
     let chunks = run(0, 4096);
     assert!(chunks[4096..] == run(2048, 2048)[..]);
     assert!(chunks[..4096] != chunks[4096..]);

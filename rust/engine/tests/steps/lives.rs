@@ -1,5 +1,5 @@
-//! Tests that runs that keep records in RAM, with or without a log, give the same bits as a streamed run, through
-//! crashes and replays.
+//! Tests runs that keep records in RAM, with and without a gradient log. After crashes and replays, these runs must
+//! have the same bits as a streamed run.
 
 use std::{sync::Arc, sync::atomic::Ordering::Relaxed};
 
@@ -10,11 +10,12 @@ use memascend_store::{Durability, Store};
 
 use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, many, ok, opened, random_step, rule, size};
 
-/// Ends a run after uncommitted updates, in a way that `by` selects: 0 closes the store, 1 interrupts the writing of
-/// the RAM tier, 2 loses power, 3 kills the process. With `Durability::None`, always closes the store.
+/// Makes updates without a commit, then ends the run and returns its disk. `by` selects the end: 0 closes the store, 1
+/// interrupts the writing of the RAM tier, 2 loses power, 3 kills the process. With `Durability::None`, the store is
+/// always closed.
 fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
-        // These updates are never committed, so they must leave no trace.
+        // Makes an update that is never committed, so the next run must not see the update.
         let count = ok(life.store().record_state(record)).step + 1;
         ok(life.engine.update(
             record,
@@ -32,10 +33,10 @@ fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
         0 => {
             ok(store.write_applied(&mut |_, _| true));
             ok(store.close(Wait::forever()));
-            assert_eq!(store.log_state().steps, 0, "a store that was closed has no log");
+            assert_eq!(store.log_state().steps, 0, "a closed store must have no log");
         }
         1 => {
-            // An interrupted `write_applied` leaves complete state and the log.
+            // Interrupts `write_applied`. The store must keep complete state and the log.
             let mut calls = 0;
             let ended = store.write_applied(&mut |_, _| {
                 calls += 1;
@@ -85,7 +86,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
                 ends[by] += 1;
                 let disk = ended(life, &now, by, seed << 8 | number);
                 now = plan();
-                // Opens the store as a reader does, without a replay.
+                // Opens the store only for reading, without a replay of the log.
                 let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
                 memascend_engine::apply_logs(&looked);
                 ok(looked.verify(&mut |_, _| true));
@@ -123,7 +124,8 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
         let found = Life::opened(disk.after_power_loss(point), &plan);
         let contents = found.contents();
         let said = lived.unwrap_or(0);
-        // The store holds the last step whose commit returned, or the next one, whose commit may have been written.
+        // The store has the last step whose commit returned. It may also have the next step, if the power failed after
+        // the write of this step's commit.
         let mut at = (0..=STEPS).filter(|&number| left[size(number)] == contents);
         assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
         ok(found.store().verify(&mut |_, _| true));
@@ -137,8 +139,8 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
 
 /// Overwrites the first byte of a unit's values in the RAM tier.
 fn scribble(store: &Store, unit: usize) {
-    let memory = store.ram_tier_unit(unit).unwrap_or_else(|| panic!("all of it is in RAM"));
-    // SAFETY: the memory is mapped while `memory` lives, and no update runs.
+    let memory = store.ram_tier_unit(unit).unwrap_or_else(|| panic!("the unit must be in RAM"));
+    // SAFETY: the memory is mapped while `memory` lives, and no update runs at the same time.
     unsafe { memory.as_ptr().as_ptr().write(0xAB) };
 }
 
@@ -172,7 +174,8 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
         let refused = life.commit(1);
         assert!(refused.is_err_and(|error| error.to_string().contains("written to in place")), "{durability:?}");
         ok(life.engine.discard(Wait::forever()));
-        // No update was applied in memory yet, so storage has the values, and the store reads the values again.
+        // No step has been committed yet, so storage still has the current values. The store reads these values from
+        // storage again.
         assert!(life.contents() == before);
         ok(life.update_all(1));
         ok(life.commit(1));
@@ -231,8 +234,8 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
         let spill = |record: usize| store.description().records[record].spill.map(|dtype| (record, dtype));
         let pages =
             ALL.iter().filter_map(|&record| spill(record)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
-        // Each of the twelve steps writes each gradient, a head of the log, pages of the table and a root. In these
-        // steps, each record is written whole three times.
+        // Each of the last twelve steps writes each gradient, a head of the log, pages of the table and a root. Within
+        // these twelve steps, each record is written whole three times.
         let expected = 12 * pages.sum::<u64>() + 3 * whole;
         assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
     }
@@ -248,7 +251,7 @@ fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() 
         let count = before[0].0 + 1;
         let (application, calls) = halving(count, (whole, after_commit));
         ok(life.engine.apply(0, application, None, Wait::forever()));
-        // If `agree` returns `false`, the commit has no effect.
+        // The function `agree` returns `false` here, so the commit must have no effect.
         let commit = memascend_store::Commit { step: count, ..Default::default() };
         assert!(life.engine.commit_agreed(commit, Wait::forever(), &mut || false).is_err());
         assert!(life.contents() == before);

@@ -1,4 +1,4 @@
-//! Tests that a replayed log gives the same bits as a run that wrote every updated record in each step.
+//! Tests that the replay of a gradient log gives the same bits as a run that wrote every updated record in each step.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,8 @@ use crate::setup::{ALL, Contents, Life, RunPlan, begun, contents, many, ok, open
 
 const STEPS: u64 = 9;
 
-/// Returns the disk of a run that was killed after [`STEPS`] steps, and the contents after each step.
+/// Returns the disk of a run that was killed after [`STEPS`] steps, and the contents before the first step and after
+/// each step.
 fn killed(plan: &RunPlan) -> (SimDisk, Vec<Contents>) {
     let life = Life::new(plan);
     let mut left = vec![life.contents()];
@@ -29,7 +30,7 @@ fn logged(steps: u32) -> (SimDisk, Vec<Contents>) {
     killed(&RunPlan::held(Durability::Step, steps))
 }
 
-/// Starts an engine on a store whose log is not replayed yet.
+/// Opens a store and starts an engine on it, without a replay of the store's log.
 fn found(disk: &SimDisk, faults: &Faults) -> memascend_store::Result<Engine> {
     found_as(Existing::Resume, disk, faults)
 }
@@ -41,22 +42,22 @@ fn found_as(existing: Existing, disk: &SimDisk, faults: &Faults) -> memascend_st
     Ok(ok(Engine::new(std::sync::Arc::new(store), &memascend_engine::Options::default())))
 }
 
-/// Opens a store, replays its log, and returns its contents.
+/// Opens a store, replays its log, and returns the store's contents.
 pub(crate) fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, String> {
     let engine = found_as(existing, disk, &Faults::default()).map_err(|why| why.to_string())?;
     engine.replay(&mut |_, _| true).map_err(|why| why.to_string())?;
     Ok(contents(engine.store()))
 }
 
-/// True if the commit before the newest one is undamaged.
+/// Returns true if the store also has the commit before the newest commit, and this older commit is undamaged.
 fn previous_is_whole(disk: &SimDisk) -> bool {
     let there = volume(std::slice::from_ref(disk), &Faults::default());
     let examined = ok(Store::examine_on(there, 8192, &Create::default(), &mut |_, _| true));
     examined.last().is_some_and(|older| older.damages.is_empty())
 }
 
-/// Returns the kind and the offset of all data that a replay reads: the extents of the slots that the replay starts
-/// from, and the gradients and heads of the log.
+/// Returns the kind and the offset of each page or extent that a replay reads. The replay reads the slots from which it
+/// starts, and the gradients and heads of the log.
 fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
     let engine = ok(found(disk, &Faults::default()));
     let store = engine.store();
@@ -96,7 +97,7 @@ fn it_gives_the_bits_of_a_run_that_wrote_them() {
         })));
         assert!(all > 0 && reported <= all);
         assert!(contents(engine.store()) == *last, "{steps} steps");
-        assert!(!ok(engine.replay(&mut |_, _| true)), "there is nothing left of it");
+        assert!(!ok(engine.replay(&mut |_, _| true)), "a second replay must find nothing");
         drop(engine);
         assert!(contents(ok(found(&disk, &Faults::default())).store()) == *last);
     }
@@ -106,10 +107,10 @@ fn it_gives_the_bits_of_a_run_that_wrote_them() {
 fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
     let (disk, left) = logged(16);
     let ended = ok(found(&disk.after_power_loss(0), &Faults::default()));
-    assert!(ended.replay(&mut |_, _| false).is_err(), "before anything");
-    assert!(ended.replay(&mut |done, _| done == 0).is_err(), "when some of it was staged");
+    assert!(ended.replay(&mut |_, _| false).is_err(), "interrupted before the first record");
+    assert!(ended.replay(&mut |done, _| done == 0).is_err(), "interrupted after some records were staged");
     assert!(ended.store().pending_replay().is_some());
-    assert!(ok(ended.replay(&mut |_, _| true)), "after that it is done all the same");
+    assert!(ok(ended.replay(&mut |_, _| true)), "a replay after the interruptions must succeed");
     let mut died = 0;
     for point in (0..).step_by(many(7, 17)) {
         let dying = disk.after_power_loss(point);
@@ -139,15 +140,15 @@ fn what_is_damaged_is_refused_before_anything_is_written() {
         let disk = SimDisk::of(whole.clone());
         disk.flip(size(offset), 1);
         let damaged = disk.bytes();
-        // Resumes twice, like a program that is restarted after an error.
+        // Resumes twice, as a program does that is restarted after an error.
         let resumes = [resumed(Existing::Resume, &disk), resumed(Existing::Resume, &disk)];
         if let [Ok(found), _] = resumes {
-            assert!(kind != "values" && kind != "state", "the replay starts from it");
-            assert!(found == *newest, "{kind} at {offset}: it is no part of the log any more");
+            assert!(kind != "values" && kind != "state", "the replay starts from the damaged extent, so it must fail");
+            assert!(found == *newest, "{kind} at {offset}: the replay must not use this page");
             continue;
         }
         assert!(resumes.iter().all(|resume| resume.as_ref().is_err_and(|why| why.contains("damaged"))), "{resumes:?}");
-        assert!(disk.bytes() == damaged, "{kind} at {offset}: a refusal changes nothing");
+        assert!(disk.bytes() == damaged, "{kind} at {offset}: a rejected resume must change nothing");
         refused.insert(kind);
         let previous = resumed(Existing::Previous, &disk);
         if previous_is_whole(&SimDisk::of(damaged)) {

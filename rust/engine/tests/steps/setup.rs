@@ -1,4 +1,5 @@
-//! Describes stores with every kind of parameter, runs engines on them on simulated devices, and reads their contents.
+//! Describes stores with every kind of parameter, runs engines on these stores on simulated devices, and reads the
+//! stores' contents.
 
 use std::{
     num::NonZeroUsize,
@@ -33,14 +34,15 @@ pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// Returns `all` if `MEMASCEND_TEST_LONG` is set, else `few`: a number of cases, or the distance between them.
+/// Returns `all` if `MEMASCEND_TEST_LONG` is set, and `few` otherwise. The values are numbers of cases, or distances
+/// between tested cases.
 pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
 // --- stores ------------------------------------------------------------------------------
 
-/// Describes a parameter of one dimension, whose gradients spill in its own dtype.
+/// Describes a parameter of one dimension. Its gradients are spilled in the dtype of its values.
 pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, state: &[(&str, Dtype)]) -> Record {
     let tensor =
         |&(name, dtype): &(&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
@@ -57,7 +59,7 @@ pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, st
     }
 }
 
-/// Describes a store with `each` records in each unit.
+/// Describes a store with these records. Each unit of the store has `each` records.
 pub(crate) fn description(records: Vec<Record>, each: usize) -> Description {
     let units = (0..records.len().div_ceil(each)).map(|number| format!("unit {number}"));
     let placed = records.into_iter().enumerate();
@@ -78,7 +80,7 @@ pub(crate) fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
     ok(sim::open(disks, faults, &VolumeOptions::default()))
 }
 
-/// Returns first values for a record with `tensors` state tensors, which are zeros.
+/// Returns the first contents of a record. Its `tensors` state tensors start as zeros.
 pub(crate) fn first(values: Vec<u8>, tensors: usize, step: u64) -> First {
     let state = std::iter::repeat_with(|| None).take(tensors).collect();
     First { values: Box::new(values), state, wide: WideState::default(), step }
@@ -99,7 +101,7 @@ pub(crate) fn adam(lr: f64, step: u64) -> Hyperparameters {
     }
 }
 
-/// The count of updates and the tensors of each record.
+/// For each record, the number of updates that it has had, and the bytes of its tensors.
 pub(crate) type Contents = Vec<(u64, Vec<Vec<u8>>)>;
 
 pub(crate) fn contents(store: &Store) -> Contents {
@@ -120,7 +122,7 @@ pub(crate) fn changing(
     Box::new(move |chunk| {
         before()?;
         for part in chunk.state.iter().chain([&chunk.values]) {
-            // SAFETY: the function owns the chunk's memory during the call, and `part` is one tensor of it.
+            // SAFETY: the function owns the chunk's memory during the call, and `part` is one tensor of the chunk.
             let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
             for number in bytes.chunks_exact_mut(4) {
                 let changed = to(f32::from_le_bytes([number[0], number[1], number[2], number[3]]));
@@ -135,8 +137,8 @@ pub(crate) fn changing(
 
 const COUNT: usize = 11;
 pub(crate) const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
-/// `SGD`: the records that SGD updates. `MOMENTUM`: the records that have a momentum. `NESTEROV`: the record with
-/// Nesterov's momentum.
+/// `SGD` names the records that SGD updates, and `MOMENTUM` names the records that have a momentum. `NESTEROV` is the
+/// record with Nesterov's momentum.
 const SGD: [usize; 5] = [4, 7, 8, 9, 10];
 const MOMENTUM: [usize; 3] = [4, 7, 10];
 const NESTEROV: usize = 10;
@@ -144,7 +146,7 @@ const NESTEROV: usize = 10;
 const FLOATS: [usize; 3] = [0, 7, 8];
 
 /// Describes a record for each kind of master weights and moments that has a kernel. Records have several chunks, one
-/// or none; the gradients of the last record spill in another dtype than its values.
+/// chunk or no chunk. The spilled gradients of the last record have another dtype than the values of this record.
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];
     let in_format = |name, numel, format, momentum| {
@@ -195,13 +197,14 @@ pub(crate) fn gradient(record: usize, seed: u64) -> Gradient {
     ok(Gradient::new(Box::new(numbers(seed << 8 | record as u64, dtype, described.elements())), dtype))
 }
 
-/// Returns the rule for update number `step` of a record: Adam, or SGD with momentum or without.
+/// Returns the rule for update number `step` of a record. The rule is Adam, SGD with momentum, or SGD without momentum.
 pub(crate) fn rule(record: usize, step: u64) -> Rule {
     let lr = 1e-2 / f64::from(u32::try_from(step).unwrap_or(1));
     if !SGD.contains(&record) {
         return adam(lr, step).into();
     }
-    // A momentum in the state stays unchanged in a step without momentum.
+    // In step 4, some records that have a momentum in their state are updated without momentum. The stored momentum
+    // must then stay unchanged.
     let has_momentum = MOMENTUM.contains(&record) && (record == 4 || step != 4);
     Momentum {
         lr,
@@ -228,23 +231,23 @@ pub(crate) struct RunPlan {
 }
 
 impl RunPlan {
-    /// Every step is durable, and no record is in RAM.
+    /// A plan in which every step is durable, and no record is kept in RAM.
     pub(crate) fn streamed() -> Self {
         Self { durability: Durability::Step, held: vec![], log_steps: 0, deferred: vec![] }
     }
 
-    /// All records are in RAM.
+    /// A plan that keeps all records in RAM.
     pub(crate) fn held(durability: Durability, log_steps: u32) -> Self {
         Self { durability, held: ALL.to_vec(), log_steps, deferred: vec![] }
     }
 
-    /// No record is in RAM, and every update may be deferred.
+    /// A plan that keeps no record in RAM, and that may defer every update.
     pub(crate) fn deferring(durability: Durability) -> Self {
         Self { durability, deferred: ALL.to_vec(), ..Self::streamed() }
     }
 }
 
-/// A run on a disk of its own.
+/// A run, and the simulated disk with its store.
 pub(crate) struct Life {
     pub(crate) disk: SimDisk,
     pub(crate) engine: Engine,
@@ -260,7 +263,7 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
     Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
 }
 
-/// Starts an engine as a run does: replays the log, and reads the records that the run keeps in RAM.
+/// Starts an engine on `store`. Replays the log, and reads the records that the run keeps in RAM.
 pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);
@@ -298,7 +301,7 @@ impl Life {
         Self { engine: ok(begun(store, plan)), disk }
     }
 
-    /// Ends the run without a commit or a close of the store, like a kill, and returns its disk.
+    /// Ends the run without a commit and without closing the store, as a kill does. Returns the disk.
     pub(crate) fn killed(self) -> SimDisk {
         self.engine.close();
         self.disk
@@ -312,7 +315,8 @@ impl Life {
         contents(self.store())
     }
 
-    /// Returns the check of each record's spilled gradient.
+    /// Returns the [`Check`] of each record's spilled gradient. The entry of a record without a spilled gradient is
+    /// `None`.
     pub(crate) fn spilled(&self) -> Vec<Option<Check>> {
         ALL.map(|record| self.engine.spilled(record, Wait::forever()).ok()).into()
     }
@@ -321,7 +325,8 @@ impl Life {
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())
     }
 
-    /// Queues an update of every record, by a given gradient or by a gradient that this function spills first.
+    /// Queues an update of every record. For some records, passes the gradient to the update. For the other records,
+    /// spills the gradient first.
     pub(crate) fn update_all(&self, step: u64) -> memascend_engine::Result<()> {
         for record in ALL {
             let by = if (step + record as u64).is_multiple_of(4) {
@@ -337,8 +342,9 @@ impl Life {
     }
 }
 
-/// Returns an application of a function that halves all tensors of a record, and the function's number of calls. The
-/// function gets the record in chunks or whole, before the commit or after it.
+/// Returns an application of a function that halves all tensors of a record, and a counter of the function's calls.
+/// With `whole`, the function gets the whole record at once, otherwise chunk by chunk. With `after_commit`, the
+/// function runs after the commit.
 pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Application, Arc<AtomicUsize>) {
     let calls = Arc::<AtomicUsize>::default();
     let counted = Arc::clone(&calls);
@@ -351,7 +357,8 @@ pub(crate) fn halving(step: u64, (whole, after_commit): (bool, bool)) -> (Applic
     (Application { function, nbytes: 0, step, spilled: false, input, after_commit }, calls)
 }
 
-/// Makes a step that `number` determines: updates, spilled sums, functions, loads, discards.
+/// Makes a random step that `number` determines. The step has updates, sums of spilled gradients, functions, fills and
+/// discards.
 pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Result<()> {
     let (store, mut rng, mut touched) = (engine.store(), Rng::new(number << 16), Vec::new());
     for record in ALL {
@@ -359,11 +366,11 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
         let count = store.record_state(record)?.step + 1;
         let given = |seed: u64| GradientSource::Given(gradient(record, number * 2 + seed));
         match rng.below(9) {
-            // The record is idle.
+            // The step does not update this record.
             0 => continue,
             1..=3 => engine.update(record, given(0), None, rule(record, count), Wait::forever())?,
             4 => {
-                // The update is discarded; in half of the cases, another update follows.
+                // Discards an update. In half of the cases, makes another update of the record.
                 engine.update(record, given(1), None, rule(record, count), Wait::forever())?;
                 engine.discard_record(record, Wait::forever())?;
                 if rng.below(2) == 0 {
@@ -386,7 +393,7 @@ pub(crate) fn random_step(engine: &Engine, number: u64) -> memascend_engine::Res
                 engine.apply(record, halving(count, how).0, None, Wait::forever())?;
             }
             _ => {
-                // Fill the record, as loading a checkpoint does.
+                // Fills the record, as loading a checkpoint does.
                 let tensors = store.description().records[record].state.len();
                 engine.fill(record, first(values(record, number), tensors, count), Wait::forever())?;
             }

@@ -1,4 +1,4 @@
-//! Tests spilled gradients on simulated devices, on which reads and writes fail.
+//! Tests spilled gradients on simulated devices whose reads and writes can fail.
 
 use std::{sync::Arc, time::Duration};
 
@@ -67,7 +67,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
     Ok(())
 }
 
-/// Checks that each record has either no spilled gradient, or the complete sum of one, two or three gradients.
+/// Checks that each record has no spilled gradient, or the spilled sum of its first one, two or three gradients.
 fn whole_or_nothing(engine: &Engine, what: &str) {
     for record in 0..NAMES.len() {
         match engine.spilled(record, Wait::forever()) {
@@ -89,7 +89,7 @@ fn what_is_not_finite_is_found_in_every_chunk() {
     let disks = [SimDisk::new(1 << 20)];
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
-    // The first and the last element of each of the three chunks.
+    // Tests the first and the last element of each of the three chunks.
     for index in [0, 2047, 2048, 4095, 4096, 4999] {
         let mut gradient = bytes(1.0);
         gradient[index * 4..][..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
@@ -129,8 +129,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // Reading the gradients back may fail, too, so check only their sums of squares, which the engine has in
-            // memory.
+            // Reading the gradients back may also fail. So this check uses only their sums of squares, which the engine
+            // has in memory.
             for record in 0..NAMES.len() {
                 if let Ok(found) = engine.spilled(record, Wait::forever()) {
                     let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
@@ -142,8 +142,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     assert!(failures > seeds / 3, "{failures}");
 }
 
-/// The first call after a device error returns that error, and only later calls say that the step has failed. This
-/// holds even for a call that would otherwise report "no gradient", because the gradient was lost by that error.
+/// The first call after a device error must return this error. Only later calls may say that the step has failed. The
+/// device error also loses the gradient. The first call must nevertheless return the device error, not "no gradient".
 #[test]
 fn the_first_to_ask_after_an_error_hears_of_it() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;
@@ -159,8 +159,8 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     ];
     let image = filled();
     for (name, ask) in asks {
-        // Make the call at once in 30 runs, so that the error happens at different moments of the call. In the last
-        // run, make the call long after the error.
+        // Makes the call at once in 30 runs, so that the error happens at different moments of the call. In the last
+        // run, makes the call long after the error.
         for pause in std::iter::repeat_n(Duration::ZERO, 30).chain([Duration::from_millis(20)]) {
             let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
             let faults = Faults { errors: vec![(Action::Write, 5, 1000)], ..Faults::default() };
@@ -178,7 +178,8 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     }
 }
 
-/// True if the error is the error of the device, not a later error which says that the step has failed.
+/// Returns true if the error is the error of the device. Returns false for a later error, which only says that the step
+/// has failed.
 fn is_cause(error: &memascend_engine::Error) -> bool {
     let said = error.to_string();
     said.contains("errno 5") && !said.contains("only be discarded")
@@ -244,7 +245,7 @@ fn fresh(image: &[Vec<u8>], faults: &Faults) -> Engine {
     engine(ok(Store::open_on(volume(&disks, faults), 8192, &Create::default())))
 }
 
-/// Commits a step, and returns the contents of record 0.
+/// Commits a step, and returns the bytes of record 0 in the store.
 fn committed(engine: &Engine, step: u64) -> Vec<u8> {
     ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
     let store = engine.store();
@@ -272,8 +273,8 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
     assert!(committed(&engine, 1) == wanted);
     assert_eq!(engine.counters().spill_read, 0);
 
-    // At whatever moment the update is taken back, its gradient remains, and another update can use the gradient,
-    // halved.
+    // Calls `take_back` at different moments of the update. Each time, the spilled gradient must remain, and another
+    // update must be able to use half of this gradient.
     let halved = fresh(&image, &Faults::default());
     ok(spill(&halved, 0, 0.3, false));
     ok(halved.update(0, GradientSource::Spilled(vec![0.5]), None, numbers(1), Wait::forever()));
@@ -318,8 +319,8 @@ fn an_update_that_spills_leaves_its_whole_gradient_or_nothing_where_it_is_discar
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
-            // Reading the gradient back may fail, too, so check only its sum of squares, which the engine has in
-            // memory.
+            // Reading the gradient back may also fail. So this check uses only its sum of squares, which the engine has
+            // in memory.
             if let Ok(found) = engine.spilled(0, Wait::forever()) {
                 assert!((found.squares.value() - 0.09 * elements).abs() < 1.0, "seed {seed}: {found:?}");
             }

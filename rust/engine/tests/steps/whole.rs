@@ -1,5 +1,5 @@
-//! Tests functions on whole records: while a function runs, the pipeline reads the next record and writes the previous
-//! record, in an order that does not depend on time.
+//! Tests functions that get whole records. While a function runs, the pipeline reads the next record and writes the
+//! previous record. The order of these operations must not depend on timing.
 
 use std::{
     slice,
@@ -21,9 +21,9 @@ use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
 use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, parameter, volume};
 
-/// Elements of each record. The last record takes twice the memory of any other record.
+/// The number of elements of each record. The last record needs twice the memory of any other record.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
-/// The record whose function holds the pipeline until all jobs are queued.
+/// The record whose function blocks the pipeline until all jobs are queued.
 const GATE: usize = 0;
 const EACH: usize = 3 * 4 * 5056;
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -65,14 +65,14 @@ fn apply(
     ok(engine.apply(record, application, None, Wait::at_most(PATIENCE)));
 }
 
-/// A `before` for [`apply`] that does nothing.
+/// A function for the argument `before` of [`apply`]. The function does nothing.
 const NOTHING: fn() -> Result<(), Cause> = || Ok(());
 
 fn failing(what: &str) -> Result<(), Cause> {
     Err(Arc::new(std::io::Error::other(what.to_owned())))
 }
 
-/// Waits until `is_so` returns true; an error after [`PATIENCE`].
+/// Waits until `is_so` returns true. After [`PATIENCE`], returns an error with the text `what`.
 fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     let began = Instant::now();
     while !is_so() {
@@ -84,7 +84,7 @@ fn soon(what: &str, is_so: impl Fn() -> bool) -> Result<(), Cause> {
     Ok(())
 }
 
-/// Holds the pipeline in the function of record [`GATE`] until `begin` has queued its jobs.
+/// Blocks the pipeline in the function of record [`GATE`] until `begin` has queued its jobs.
 fn at_once(engine: &Engine, step: u64, begin: impl FnOnce()) {
     let gate = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
     let waits = Arc::clone(&gate);
@@ -106,7 +106,7 @@ fn moved(store: &Store) -> (u64, u64) {
     (stats.read.bytes, stats.written.bytes)
 }
 
-/// Returns the bytes that a job on the record reads and writes, without the bytes of a commit.
+/// Returns the numbers of bytes that a job on the record reads and writes. The bytes of a commit do not count.
 fn of_record(engine: &Engine, record: usize) -> (u64, u64) {
     let before = moved(engine.store());
     apply(engine, (record, 1, true), NOTHING);
@@ -153,7 +153,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
         });
         let first = first(bytes(NUMELS[4]), 2, 1);
         ok(engine.fill(4, first, Wait::forever()));
-        // An update by our own kernel does not wait for the function.
+        // Queues an update by one of our kernels. This update must not wait for the function of record 1.
         let gradient = ok(memascend_engine::Gradient::new(Box::new(bytes(NUMELS[2])), Dtype::F32));
         let by = memascend_engine::GradientSource::Given(gradient);
         ok(engine.update(2, by, None, setup::adam(1e-3, 1), Wait::forever()));
@@ -162,14 +162,15 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
     commit(&engine, 1);
 }
 
-/// Returns the contents of the store after three steps by an engine with memory `slots` for whole records.
+/// Returns the contents of the store after three steps. The engine has two slots of memory for whole records, with the
+/// sizes `slots`.
 fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {
         at_once(&engine, step, || {
             for record in 1..NUMELS.len() {
                 let time = Duration::from_millis(patience * (record as u64 % 3));
-                // Record 3 gets its function chunk by chunk.
+                // The function of record 3 gets the record chunk by chunk.
                 apply(&engine, (record, step, record != 3), move || {
                     sleep(time);
                     Ok(())
@@ -190,8 +191,8 @@ fn what_is_stored_depends_on_no_slots() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
-    // `next` is the size of the second slot: no slot, one that fits every record except the last, or one that fits
-    // every record.
+    // `next` is the size of the second slot. With 0 there is no second slot. With `EACH`, every record
+    // except the last record fits into the slot. With `2 * EACH`, every record fits into the slot.
     for chunks in [2, 4, 12] {
         for next in [0, EACH, 2 * EACH] {
             for patience in [0, 7] {
@@ -249,12 +250,12 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
         let failed = engine.finish(Wait::at_most(PATIENCE));
         let wanted = format!("the function applied to \"{fails_at}\" failed: told to");
         assert!(failed.as_ref().is_err_and(|error| error.to_string() == wanted), "{failed:?}");
-        assert_eq!(calls.load(Relaxed), fails_at, "none is called after one that failed");
+        assert_eq!(calls.load(Relaxed), fails_at, "no function is called after a function that failed");
         ok(engine.discard(Wait::at_most(PATIENCE)));
         assert!(contents(engine.store()) == before);
         assert_eq!(engine.queued_bytes(), 0);
     }
-    // The failed functions' memory is free again, so the next step works.
+    // The engine has released the memory of the failed functions, so the next step must work.
     at_once(&engine, 1, || (1..NUMELS.len()).for_each(|record| apply(&engine, (record, 1, true), NOTHING)));
     commit(&engine, 1);
 }

@@ -1,8 +1,8 @@
-//! Benchmarks the kernels against loops that move the same bytes in as many streams.
+//! Compares the speed of the kernels with the speed of loops that only move the same bytes.
 //!
-//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]` runs with MILLIONS Mi elements (default 64), and only the
-//! groups with WORD in the name of a case. Rounds are interleaved, and medians are shown. Buffers are on huge pages if
-//! the system provides them.
+//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]` runs the benchmark. MILLIONS is the number of elements, in Mi
+//! (default 64). With WORD, only groups run in which the name of a case contains WORD. Each round runs every case of a
+//! group once, and the benchmark prints medians over the rounds. Buffers are on huge pages if the system provides them.
 
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 
@@ -15,10 +15,11 @@ mod memory;
 use memory::Buffer;
 
 const ROUNDS: usize = 9;
-/// Elements of the engine's chunks.
+/// The number of elements in a chunk. The cases of the last group call a kernel once per chunk, as the engine does.
 const CHUNK: usize = 65_536;
 
-/// Cases that move the same bytes. The first case is the loop that the other cases are compared with.
+/// Cases that move about the same number of bytes per element. The benchmark prints the speed of each case relative to
+/// the first case of its group.
 struct Group {
     bytes_per_element: usize,
     cases: &'static [(&'static str, Case)],
@@ -40,9 +41,10 @@ const GROUPS: &[Group] = &[
             ("read 2 B", |d, _, threads| memory::read(&d.grad, threads)),
             ("check bf16", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.grad), exec))),
             ("check f16", |d, exec, _| _ = black_box(check(Floats::F16(&d.half), exec))),
-            // These exponents are too far apart for one sum per lane, as the exponents of gradients often are.
+            // The values of `d.wide` have exponents that are too far apart for one exact float64 sum per lane. Real
+            // gradients often need more than one sum, too.
             ("check bf16, wide range", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.wide), exec))),
-            // This case is slow on processors that are slow at arithmetic on fp32 denormals, above all Intel's.
+            // This case is slow on processors that compute slowly with fp32 denormals. Intel's processors do.
             ("check f16, denormals", |d, exec, _| _ = black_box(check(Floats::F16(&d.tiny), exec))),
         ],
     },
@@ -68,8 +70,8 @@ const GROUPS: &[Group] = &[
             }),
         ],
     },
-    // These cases work chunk by chunk, as the engine calls the kernels. The bytes per element are those of the second
-    // case.
+    // These cases call a kernel once per chunk, as the engine does. `bytes_per_element` is the traffic of the second
+    // case, the compact chunks.
     Group {
         bytes_per_element: 26,
         cases: &[

@@ -1,6 +1,6 @@
 //! Allocates memory for the benchmark, and runs loops that only move bytes.
 
-#![expect(clippy::inline_always, reason = "code that is not inlined is compiled for the baseline")]
+#![expect(clippy::inline_always, reason = "code that is not inlined is compiled for the oldest processors")]
 
 use std::{
     hint::black_box,
@@ -10,8 +10,8 @@ use std::{
 
 const HUGE: usize = 2 << 20;
 
-/// Elements on huge pages. Each buffer starts at its own distance from a multiple of 2 MiB: arrays whose addresses
-/// differ by a power of two share cache sets and run several times slower.
+/// An array on huge pages. Each array starts at a different offset from a multiple of 2 MiB. If the addresses of arrays
+/// differ by a power of two, the arrays share cache sets, and the loops run several times slower.
 pub(super) struct Buffer<T> {
     mapping: *mut u8,
     mapped_bytes: usize,
@@ -26,12 +26,14 @@ impl<T: Copy> Buffer<T> {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new private mapping does not affect existing memory.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, protection, flags, -1, 0) };
-        assert!(mapping != libc::MAP_FAILED, "no memory for the benchmark");
+        assert!(
+            mapping != libc::MAP_FAILED,
+            "the system has too little memory for the benchmark: pass a smaller MILLIONS"
+        );
         // SAFETY: the range is the new mapping. If the advice fails, the benchmark is slower and still correct.
         unsafe { libc::madvise(mapping, mapped_bytes, libc::MADV_HUGEPAGE) };
         let mapping = mapping.cast::<u8>();
-        // SAFETY: besides the elements, the mapping has `HUGE` bytes for the alignment and `offset` bytes for the
-        // offset.
+        // SAFETY: the mapping has room for the elements, for `offset` bytes, and for `HUGE` bytes of alignment.
         let start = unsafe { mapping.add(mapping.align_offset(HUGE) + offset) };
         let mut buffer = Self { mapping, mapped_bytes, start: start.cast(), len };
         buffer.fill(value);
@@ -41,7 +43,7 @@ impl<T: Copy> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: `new` made this mapping, and no slice outlives the buffer.
+        // SAFETY: `new` made this mapping. Its slices borrow the buffer, so no slice exists any more.
         unsafe { libc::munmap(self.mapping.cast(), self.mapped_bytes) };
     }
 }
@@ -49,14 +51,15 @@ impl<T> Drop for Buffer<T> {
 impl<T> Deref for Buffer<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
-        // SAFETY: the range is inside the mapping and zeroed by the system; any bits are valid elements.
+        // SAFETY: the range is inside the mapping. The system has filled the mapping with zeros, and any bits are valid
+        // elements.
         unsafe { slice::from_raw_parts(self.start, self.len) }
     }
 }
 
 impl<T> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`; `&mut self` makes the borrow unique.
+        // SAFETY: the range is valid for the reasons that `deref` gives. `&mut self` makes the borrow unique.
         unsafe { slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
@@ -64,12 +67,12 @@ impl<T> DerefMut for Buffer<T> {
 type Line = [u64; 8];
 
 fn lines<T>(data: &[T]) -> &[Line] {
-    // SAFETY: any bytes are a valid `Line`. Buffers start at a page, so the aligned middle is all of the buffer.
+    // SAFETY: any bytes are a valid `Line`. Buffers start at a page, so the aligned part is the whole buffer.
     unsafe { data.align_to() }.1
 }
 
 fn lines_mut<T>(data: &mut [T]) -> &mut [Line] {
-    // SAFETY: as in `lines`; any bytes are also valid elements.
+    // SAFETY: any bytes are a valid `Line`, and any bytes are valid elements of a buffer.
     unsafe { data.align_to_mut() }.1
 }
 
@@ -85,7 +88,8 @@ pub(super) fn read<T: Sync>(data: &[T], threads: usize) {
 
 #[inline(always)]
 fn read_part(lines: &[Line]) -> u64 {
-    // Reads four lines per iteration, so that no operation waits for the previous operation.
+    // Combines four lines with four separate sums in each iteration. With one sum, each operation would wait for the
+    // previous operation.
     let mut sums = [[0_u64; 8]; 4];
     for group in lines.chunks_exact(4) {
         for (sums, line) in sums.iter_mut().zip(group) {
@@ -97,7 +101,7 @@ fn read_part(lines: &[Line]) -> u64 {
     sums.as_flattened().iter().fold(0, |all, word| all | word)
 }
 
-/// Reads and writes all data in place.
+/// Reads all data, and writes it back to the same place.
 pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
     let (lines, nothing) = (lines_mut(data), black_box(0));
     let share = lines.len().div_ceil(threads);
@@ -108,7 +112,8 @@ pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
     });
 }
 
-/// Causes the memory traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
+/// Causes the memory traffic of an optimizer step. Reads and rewrites the three arrays of `state`, reads `grad`, and
+/// writes `out` with stores that bypass the caches.
 pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
     let nothing = black_box(0);
     let [p, m, v] = state.map(lines_mut);
@@ -140,10 +145,10 @@ fn past_caches(out: &mut Line, line: Line) {
 
     // SAFETY: both types are 64 bytes of plain integers.
     let parts = unsafe { std::mem::transmute::<Line, [__m128i; 4]>(line) };
-    // SAFETY: any bytes are valid `__m128i`s. Buffers start at a page, so no byte is left at the ends.
+    // SAFETY: any bytes are valid `__m128i`s. Buffers start at a page, so the aligned part is all 64 bytes.
     let (_, to, _) = unsafe { out.align_to_mut::<__m128i>() };
     for (to, part) in to.iter_mut().zip(parts) {
-        // SAFETY: `to` is valid and aligned, as a reference is; SSE2 is part of x86-64.
+        // SAFETY: `to` is a reference, so its address is valid and aligned. Every x86-64 processor has SSE2.
         unsafe { _mm_stream_si128(to, part) };
     }
 }
@@ -153,7 +158,7 @@ fn past_caches(out: &mut Line, line: Line) {
     *out = line;
 }
 
-/// Runs `work` compiled for the widest registers that the processor has.
+/// Runs `work`, which the compiler inlines here and compiles for the widest vector registers of the processor.
 fn wide<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,4 +1,4 @@
-//! Maps memory between inaccessible pages.
+//! Maps memory between inaccessible pages. An access before or after the memory crashes the test.
 
 /// Memory between two inaccessible pages.
 pub(crate) struct Guarded {
@@ -24,7 +24,8 @@ impl Guarded {
         Self { mapping, pages }
     }
 
-    /// Returns `len` elements that begin right after the first inaccessible page, or end right before the last one.
+    /// Returns `len` elements that begin right after the first inaccessible page. With `at_end`, returns elements that
+    /// end right before the last inaccessible page.
     #[expect(clippy::mut_from_ref, reason = "each test takes one slice of a mapping")]
     pub(crate) fn slice<T: Copy>(&self, len: usize, at_end: bool) -> &mut [T] {
         let bytes = len * size_of::<T>();
@@ -39,7 +40,7 @@ impl Guarded {
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        // SAFETY: `new` made this mapping, and no slice outlives the test that took it.
+        // SAFETY: `new` made this mapping. Its slices borrow `self`, so no slice exists any more.
         unsafe { libc::munmap(self.mapping.cast(), self.pages * PAGE) };
     }
 }

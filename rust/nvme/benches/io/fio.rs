@@ -1,4 +1,4 @@
-//! Runs fio on the same files or devices, with huge pages if they can be reserved.
+//! Runs fio on the benchmark's files or devices, with huge pages if they can be reserved.
 
 use std::{error::Error, fs, path::PathBuf, process::Command};
 
@@ -13,11 +13,12 @@ pub(crate) struct Fio {
 }
 
 impl Fio {
-    /// Reserves huge pages for `nbytes` of buffers. Without them fio uses pages of 4 KiB, and `name` says so.
+    /// Reserves huge pages for buffers of `nbytes` in total. If this fails, fio uses pages of 4 KiB, and `name` says
+    /// so.
     pub(crate) fn new(nbytes: usize) -> Result<Self, Box<dyn Error>> {
         Command::new("fio").arg("--version").output().map_err(|_| "fio is not installed: apt-get install fio")?;
         let count = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok();
-        // fio rounds its buffers up, and needs a few pages more.
+        // fio rounds its buffers up, so it needs a few more pages.
         let wanted = nbytes.div_ceil(HUGE_PAGE_BYTES) + 4;
         let before = count().filter(|before| {
             let asked = fs::write(HUGE_PAGES, (before + wanted).to_string()).is_ok();
@@ -34,7 +35,7 @@ impl Fio {
         if self.before.is_some() { "fio, huge pages" } else { "fio, 4 KiB pages" }
     }
 
-    /// Runs one pass over `nbytes`, spread over all paths.
+    /// Runs one pass of fio, which moves `nbytes` in total over all paths.
     pub(crate) fn run(
         &self,
         paths: &[PathBuf],
@@ -63,7 +64,10 @@ impl Fio {
         if !done.status.success() {
             return Err(format!("fio failed: {}{said}", String::from_utf8_lossy(&done.stderr)).into());
         }
-        let line = said.lines().find(|line| line.starts_with("3;")).ok_or("fio gave no line of version 3")?;
+        let line = said
+            .lines()
+            .find(|line| line.starts_with("3;"))
+            .ok_or("fio printed no result: run it by hand, or omit --fio")?;
         parsed(&line.split(';').collect::<Vec<_>>())
     }
 }
@@ -76,8 +80,8 @@ impl Drop for Fio {
     }
 }
 
-/// Parses a terse line of version 3 from fio. From the sixth field on, the line has 41 fields about reads, 41 about
-/// writes, and then the processor time.
+/// Parses a line that fio printed in terse format 3. From the sixth field on, the line has 41 fields about reads and 41
+/// fields about writes. The processor time comes next.
 fn parsed(fields: &[&str]) -> Result<Sample, Box<dyn Error>> {
     let number = |index: usize| -> Result<f64, Box<dyn Error>> {
         let field = fields.get(index).ok_or("fio's line is too short")?;
@@ -93,7 +97,8 @@ fn parsed(fields: &[&str]) -> Result<Sample, Box<dyn Error>> {
             sum += number(start + 34)? * requests;
             count += requests;
             let percentile = |field: &&&str| field.starts_with("99.000000%=");
-            let field = fields[start + 12..start + 32].iter().find(percentile).ok_or("fio gave no percentiles")?;
+            let field =
+                fields[start + 12..start + 32].iter().find(percentile).ok_or("fio printed no 99th percentile")?;
             slowest = slowest.max(field["99.000000%=".len()..].parse()?);
         }
     }

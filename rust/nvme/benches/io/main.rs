@@ -1,7 +1,7 @@
-//! Benchmarks I/O: bandwidth, latency and processor time of `io_uring`, of threads, of striped files, and of fio as a
-//! peer.
+//! Benchmarks I/O through `io_uring`, through threads and on striped files. Measures the bandwidth, the latency and the
+//! processor time, and can compare these numbers with fio.
 //!
-//! `python -m benchmarks.peers.bench_io` compares with `DeepSpeed`, and with the I/O of a training step.
+//! `python -m benchmarks.peers.bench_io` compares our I/O with the I/O of `DeepSpeed` and of a training step.
 
 mod fio;
 mod target;
@@ -25,7 +25,7 @@ use crate::{
     wishes::{HELP, Pattern, Wishes},
 };
 
-/// Offset in bytes of unaligned memory from the start of its chunk.
+/// The distance in bytes between the start of a chunk and unaligned memory in this chunk.
 const SHIFT: usize = 64;
 
 /// A configuration to measure: target, backend and memory alignment.
@@ -50,7 +50,7 @@ struct Sample {
 }
 
 fn main() -> ExitCode {
-    // `cargo test` also runs benches, with `--test`: a measurement has nothing to check.
+    // `cargo test` also runs this benchmark, with `--test`. A benchmark has nothing to test, so it ends at once.
     if std::env::args().any(|argument| argument == "--test") {
         return ExitCode::SUCCESS;
     }
@@ -96,7 +96,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "{:>7} {:>5} {:<7} {:<24} {:>6} {:>9} {:>8} {:>8} {:>9}   ours / {peer}",
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
-    // Each region has whole huge pages, like an arena's region: the device would see a block on small pages as many
+    // The size of the region is rounded up to whole huge pages. On small pages, the device would see each block as many
     // segments.
     let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { page_bytes() };
     for &block in &wishes.blocks {
@@ -104,7 +104,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
             let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
             let region = Region::new(nbytes, Pin::Off, OnFork::Wipe, "bench")?;
             let chunks = ChunkRing::new(&region, block + 4096, depth)?;
-            // Writes one pass that is not measured: the first write to reserved space is slower.
+            // Runs one write pass without a measurement, because the first write to reserved space is slower.
             for way in ways {
                 run(way, &chunks, Pattern::Write, (block, depth), wishes.nbytes)?;
             }
@@ -119,7 +119,8 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
                         samples[ways.len()].push(fio.run(paths, pattern, (block, depth), wishes.nbytes)?);
                     }
                 }
-                // Ratios are computed within a round: a disturbance slows all passes of a round alike.
+                // Each ratio compares two passes of the same round, because a disturbance slows all passes of a round
+                // equally.
                 let peers: &[Sample] = if fio.is_some() { &samples[ways.len()] } else { &samples[0] };
                 let names = ways.iter().map(|way| way.name).chain(fio.as_ref().map(Fio::name));
                 for (name, own) in names.zip(&samples) {
@@ -142,7 +143,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Runs one pass over the bytes.
+/// Moves `nbytes` once, in blocks of `block` bytes and with `depth` requests in flight. Returns the measurements.
 fn run(
     way: &Way<'_>,
     chunks: &ChunkRing,
@@ -157,7 +158,9 @@ fn run(
     let volume = Volume::open(&way.target.paths, &options)?;
     let blocks = nbytes / block as u64;
     if volume.size_bytes() < blocks * block as u64 {
-        return Err(format!("the devices hold {} bytes: --bytes {nbytes} is more", volume.size_bytes()).into());
+        return Err(
+            format!("the devices have {} bytes: pass a smaller --bytes than {nbytes}", volume.size_bytes()).into()
+        );
     }
     let owner = chunks.owner("bench")?;
     let mut idle = Vec::new();
@@ -200,7 +203,8 @@ fn run(
     })
 }
 
-/// Takes an operation that has ended, else waits for the oldest. Returns its buffer and its latency in milliseconds.
+/// Takes an operation that has ended. If no operation has ended, waits for the oldest operation. Returns the
+/// operation's buffer, and its latency in milliseconds.
 fn next(flying: &mut VecDeque<(Instant, Ticket<Shared>)>) -> Result<(Shared, f64), Box<dyn Error>> {
     let ended = flying.iter().position(|(_, ticket)| ticket.is_done()).unwrap_or(0);
     let (asked, ticket) = flying.remove(ended).ok_or("nothing in flight")?;

@@ -1,4 +1,4 @@
-//! Chooses the files and devices to measure; rejects files and devices that hold data.
+//! Chooses the files and devices to measure. Rejects files and devices that contain data.
 
 use std::{
     error::Error,
@@ -11,23 +11,25 @@ use std::{
 
 use memascend_nvme::{Claim, Missing};
 
-/// The start of every block, by which a later run recognises files and devices of a killed run.
+/// The first bytes of every block that the benchmark writes. By these bytes, a later run recognises the files and
+/// devices of a killed run.
 pub(crate) const MARK: &[u8; 16] = b"memascend bench\n";
-/// Bytes from the start of a device that `require_free` examines and `Drop` zeroes.
+/// The number of bytes at the start of a device that `require_free` reads, and that `Drop` overwrites with zeros.
 const EDGE_BYTES: usize = 1 << 20;
 
-/// Number of file names that this process has made for folders.
+/// The number of files that this process has named. The number in a file's name makes the name unique.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// Files that the measurement creates, or empty devices. Dropping this value removes the files, and zeroes the devices'
-/// first bytes.
+/// Files that the measurement creates, or empty devices. Dropping this value removes the files, and overwrites the
+/// devices' first bytes with zeros.
 pub(crate) struct Target {
     pub(crate) paths: Vec<PathBuf>,
     devices: bool,
 }
 
 impl Target {
-    /// Accepts folders, missing files, files and devices that a former run left, and empty raw devices.
+    /// Accepts folders, paths of files that do not exist yet, files and devices of an earlier run, and empty raw
+    /// devices.
     pub(crate) fn new(paths: &[PathBuf]) -> Result<Self, Box<dyn Error>> {
         let mut devices = 0;
         let mut chosen = Vec::new();
@@ -51,12 +53,12 @@ impl Target {
             });
         }
         if devices != 0 && devices != paths.len() {
-            return Err("files beside raw devices are not measured".into());
+            return Err("the paths mix files and raw devices: pass only files, or only raw devices".into());
         }
         Ok(Self { paths: chosen, devices: devices != 0 })
     }
 
-    /// The size to open the paths with; `None` for devices, which have their own size.
+    /// Returns the size with which the files are opened. Returns `None` for devices, because a device has a fixed size.
     pub(crate) fn size_bytes(&self, nbytes: u64) -> Option<u64> {
         (!self.devices).then_some(nbytes)
     }
@@ -67,13 +69,13 @@ impl Drop for Target {
         for path in &self.paths {
             let done = if self.devices { empty(path) } else { fs::remove_file(path) };
             if let Err(error) = done.or_else(|error| if path.exists() { Err(error) } else { Ok(()) }) {
-                drop(writeln!(io::stderr(), "{}: not cleaned up: {error}", path.display()));
+                drop(writeln!(io::stderr(), "cannot clean up {}: {error}", path.display()));
             }
         }
     }
 }
 
-/// Fails if the file or device holds foreign data, or is open elsewhere.
+/// Fails if the file or device contains data that the benchmark did not write, or if another process has it open.
 fn require_free(path: &Path) -> Result<(), Box<dyn Error>> {
     let _alone = Claim::new(&[path], Missing::Refuse)?;
     let mut edge = Vec::new();
@@ -83,8 +85,8 @@ fn require_free(path: &Path) -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     Err(format!(
-        "{}: it holds data, which a measurement would overwrite; name a folder, a new file, or a device that begins \
-         with zeros (blkdiscard, or dd if=/dev/zero of={} bs=1M count=1)",
+        "{}: contains data that a measurement would overwrite; pass a folder, a new file, or a device that begins \
+         with zeros (run blkdiscard, or dd if=/dev/zero of={} bs=1M count=1)",
         path.display(),
         path.display()
     )

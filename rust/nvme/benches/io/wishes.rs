@@ -10,19 +10,19 @@ cargo bench -p memascend-nvme --bench io -- [OPTIONS]
   --depth N,...        requests in flight (8)
   --pattern P,...      read, write, mixed (all three)
   --backend B,...      ring, threads
-  --path PATH          a folder, a file that is not there yet, or an empty raw device; again for stripes
+  --path PATH          a folder, a file that does not exist, or an empty raw device; repeat it for stripes
                        (MEMASCEND_BENCH_DIR, or the system's temporary folder)
   --bytes BYTES        bytes of one pass (1GiB)
-  --rounds N           passes of each (5), by turns; medians are shown
-  --fio                fio beside each, with huge pages where this process can reserve them, and the ratio ours / fio
-Without --backend and --path: ring, threads, two files, and unaligned memory, each against the ring.";
+  --rounds N           rounds (5); each round runs every pass once, and medians are shown
+  --fio                also run fio, with huge pages if they can be reserved, and show the ratio ours / fio
+Without --backend and --path, measures ring, threads, two files and unaligned memory, and compares each with ring.";
 
 /// The kind of transfers in a pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pattern {
     Read,
     Write,
-    /// Reads and writes blocks by turns.
+    /// Reads and writes alternate.
     Mixed,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Wishes {
 }
 
 impl Wishes {
-    /// Parses the arguments. `None` if the user asked for help.
+    /// Parses the arguments. Returns `None` if the user asked for help.
     pub(crate) fn read(words: impl Iterator<Item = String>) -> Result<Option<Self>, Box<dyn Error>> {
         let mut wishes = Self {
             blocks: vec![1 << 20],
@@ -65,7 +65,7 @@ impl Wishes {
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
             match word.as_str() {
-                // cargo passes this to every benchmark.
+                // cargo passes `--bench` to every benchmark.
                 "--bench" => {}
                 "--help" | "-h" => return Ok(None),
                 "--fio" => wishes.fio = true,
@@ -80,7 +80,9 @@ impl Wishes {
             }
         }
         if let Some(large) = wishes.blocks.iter().find(|block| **block as u64 > wishes.nbytes) {
-            return Err(format!("--block: {large} bytes are more than one pass, --bytes {}", wishes.nbytes).into());
+            return Err(
+                format!("--block {large} is larger than --bytes {}: pass a smaller block", wishes.nbytes).into()
+            );
         }
         Ok(Some(wishes))
     }
@@ -92,7 +94,7 @@ fn each<T>(list: &str, one: impl Fn(&str) -> Result<T, Box<dyn Error>>) -> Resul
 
 fn number(word: &str) -> Result<usize, Box<dyn Error>> {
     let number = word.parse().map_err(|_| format!("{word:?} is not a number"))?;
-    if number == 0 { Err("0: at least 1".into()) } else { Ok(number) }
+    if number == 0 { Err("0 is too small: pass at least 1".into()) } else { Ok(number) }
 }
 
 fn bytes(word: &str) -> Result<u64, Box<dyn Error>> {
@@ -105,12 +107,15 @@ fn bytes(word: &str) -> Result<u64, Box<dyn Error>> {
         unit => return Err(format!("{unit:?} is not KiB, MiB or GiB").into()),
     };
     let number: u64 = digits.parse().map_err(|_| format!("{word:?} is not a number of bytes, such as 1MiB"))?;
-    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(|| format!("{word}: too few or many").into())
+    number
+        .checked_mul(1 << shift)
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| format!("{word} is zero or too large: pass a size such as 1MiB").into())
 }
 
 fn block(word: &str) -> Result<usize, Box<dyn Error>> {
     let bytes = usize::try_from(bytes(word)?)?;
-    if bytes.is_multiple_of(4096) { Ok(bytes) } else { Err(format!("--block {word}: not whole pages of 4 KiB").into()) }
+    if bytes.is_multiple_of(4096) { Ok(bytes) } else { Err(format!("--block {word}: pass a multiple of 4 KiB").into()) }
 }
 
 fn pattern(word: &str) -> Result<Pattern, Box<dyn Error>> {

@@ -1,7 +1,7 @@
-//! Tests the second copies of labels and description.
+//! Tests the second copies of the labels and of the description.
 //!
-//! A store whose first copy is damaged is opened with the second copy. The store reports the damage and repairs it.
-//! Second copies of a former store are never used.
+//! If the first copy is damaged, an opening must use the second copy, report the damage and repair the first copy. An
+//! opening must never use the second copies of a former store.
 
 use std::{
     fs::{self, OpenOptions},
@@ -44,7 +44,7 @@ fn opened(paths: &[PathBuf]) -> Result<Store, Error> {
 #[test]
 fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
     for (count, stripe) in [(1, 1 << 20), (2, 4096), (3, 64 << 10)] {
-        // The first label is overwritten with zeros, with other data, or with one wrong bit.
+        // Overwrites the first label with zeros, with other data, or with a wrong byte.
         for junk in [vec![0; 4096], vec![0xa5; 4096], b"memascnE".to_vec()] {
             let folder = Folder::new("found");
             let paths = folder.paths(count);
@@ -52,7 +52,7 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             for path in &paths {
                 put(path, 0, &junk);
             }
-            // The store does not count as blank, and is not replaced without `Existing::Replace`.
+            // The store must not count as blank. `Existing::Refuse` must not replace it.
             let refused = Store::create(&paths, model::description(), &how(Existing::Refuse, stripe)).map(drop);
             assert!(
                 refused.as_ref().is_err_and(|why| why.to_string().contains("a store is there already")),
@@ -66,7 +66,8 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             ok(commit(&store, 3));
             assert_eq!(ok(store.damaged()), Vec::<String>::new());
             drop(store);
-            // The first labels are repaired, so the second ones are not needed.
+            // Overwrites the second labels. The first labels were repaired, so the store must open without the second
+            // labels.
             for path in &paths {
                 put(path, length(path) - 4096, &[0; 4096]);
             }
@@ -84,8 +85,8 @@ fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
     put(&paths[1], 3, b"#");
     assert_eq!(check(&ok(opened(&paths)), "device 1"), 1);
     put(&paths[0], 3, b"#");
-    // Both first labels are damaged. A file ends with its last stripe, so its second label is found whatever the stripe
-    // size is.
+    // Both first labels are damaged now. A file ends with its last stripe, so the second label is at the end of the
+    // file for every stripe size.
     assert_eq!(check(&ok(opened(&paths)), "both"), 1);
     let swapped = [paths[1].clone(), paths[0].clone()];
     assert!(opened(&swapped).is_err());
@@ -114,8 +115,8 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
 
 #[test]
 fn a_store_that_was_replaced_never_comes_back() {
-    // If the stripe size changes, the new store leaves the former store's second labels in place; if not, it overwrites
-    // them.
+    // If the new store has another stripe size than the former store, the former store's second labels stay in the
+    // files. With the same stripe size, the new store overwrites these labels.
     for (before, after) in [(4096, 64 << 10), (64 << 10, 4096), (8192, 8192)] {
         let folder = Folder::new("replaced");
         let paths = folder.paths(2);
@@ -137,8 +138,8 @@ fn a_store_that_was_replaced_never_comes_back() {
         let store = ok(opened(&paths));
         assert_eq!((store.info().uuid, check(&store, "replaced, by its second labels")), (new, 1));
         drop(store);
-        // If the new store's second labels are overwritten, too, no store opens: the former store's second labels do
-        // not count.
+        // Overwrites the new store's second labels, too. Now the opening must fail, because the former store's
+        // second labels do not count.
         let end = paths.iter().map(length).min().unwrap_or(0) / after * after;
         for path in &paths {
             put(path, end - 4096, &[0x11; 4096]);
@@ -152,11 +153,11 @@ fn what_was_put_over_a_store_is_not_replaced() {
     let folder = Folder::new("put-over");
     let paths = folder.paths(1);
     made(&paths, &how(Existing::Refuse, 8192), 1);
-    // Other data covers the first label and the roots; the second label is whole.
+    // Overwrites the first label and the roots with other data. The second label stays whole.
     put(&paths[0], 0, &[b"somebody's file ".repeat(16 * 256)].concat());
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
         let refused = Store::create(&paths, model::description(), &how(existing, 8192)).map(drop);
-        assert!(refused.as_ref().is_err_and(|why| why.to_string().contains("no memascend store")), "{refused:?}");
+        assert!(refused.as_ref().is_err_and(|why| why.to_string().contains("not a memascend store")), "{refused:?}");
     }
     assert!(opened(&paths).is_err());
 }
@@ -164,7 +165,7 @@ fn what_was_put_over_a_store_is_not_replaced() {
 #[test]
 fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
     let (step, none) = (Durability::Step, Durability::None);
-    // Number of devices, durability, last step, and the steps of the roots in slots 1 and 0.
+    // Each case has the number of devices, the durability, the last step, and the steps of the roots in slots 1 and 0.
     for (count, durability, steps, says) in
         [(1, step, 2, [2, 1]), (2, step, 2, [2, 1]), (3, step, 3, [2, 3]), (1, none, 4, [4, 4])]
     {
@@ -181,7 +182,8 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
             let mut bytes = left[0].bytes();
             bytes[at + slot * 4096..][..4096].fill(0);
             left[0] = SimDisk::of(bytes);
-            // A root of zeros counts as lost: only `Existing::Previous` opens the store, with the other root.
+            // A root of zeros counts as lost. Only `Existing::Previous` must open the store, at the commit of the other
+            // root.
             assert!(matches!(model::open(&left, &model::how()), Err(Error::Corrupt { .. })));
             let store = ok(model::open(&left, &model::existing(Existing::Previous)));
             assert_eq!(check(&store, "one root"), step);

@@ -1,7 +1,7 @@
-//! Tests kills and losses of power at every point of short runs, and at random points of long ones.
+//! Tests kills and losses of power, at every point of short runs and at random points of long runs.
 //!
-//! The next opening finds the last committed step, or the step whose commit was in flight, and never a mixture. If the
-//! run did not promise durability, the opening may also fail with an error that names the reason.
+//! The next opening must find the last committed step, or the step whose commit was in flight, and never a mixture of
+//! two steps. If the run did not promise durability, the opening may also fail with an error that names the reason.
 
 use crate::model::{self, COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 use memascend_mem::Wait;
@@ -11,7 +11,7 @@ use memascend_nvme::{
 };
 use memascend_store::{Durability, Error, Existing, Store};
 
-/// The end of a run that no fault cuts short.
+/// How a run ends if no fault ends it earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Closed,
@@ -23,32 +23,32 @@ enum End {
 struct Run {
     durability: Durability,
     commits: u64,
-    /// The number of steps for which to make a log; 0 to make none.
+    /// The number of steps for which the log has space. With 0 there is no log.
     log: u32,
-    /// True to replay and end the log that the previous run left, if there is one.
+    /// If true, the run first replays the log of the previous run, if there is one.
     settles: bool,
     end: End,
 }
 
-/// A run whose steps are durable.
+/// Returns a run whose steps are durable.
 const fn durable(commits: u64, log: u32, end: End) -> Run {
     Run { durability: Durability::Step, commits, log, settles: false, end }
 }
 
-/// A run with durability "none": its commits become durable when its store is closed.
+/// Returns a run with durability "none". The commits of the run become durable when the store is closed.
 const fn in_memory(commits: u64, end: End) -> Run {
     Run { durability: Durability::None, commits, log: 0, settles: true, end }
 }
 
-/// A run that replays and ends the log, and commits no step.
+/// A run that replays the log and commits no step.
 const SETTLING: Run = Run { settles: true, ..durable(0, 0, End::Closed) };
 
-/// The commits that the devices may hold.
+/// The commits that the devices may have.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
-    /// The last commit that is durable: an opening finds it or a later one.
+    /// The last durable commit. An opening must find this commit or a later commit.
     durable: Option<u64>,
-    /// The last commit that was made.
+    /// The last commit that succeeded.
     committed: Option<u64>,
     /// The last commit that was begun.
     tried: Option<u64>,
@@ -61,8 +61,9 @@ impl Known {
         Self { durable: Some(commit), committed: Some(commit), tried: Some(commit), unclosed: false }
     }
 
-    /// Carries out one run: opens or creates the store, makes commits, some of them after a discarded attempt, and
-    /// closes the store if `run.end` says so. Returns the number of requests that the devices got.
+    /// Carries out one run: opens or creates the store, and makes the commits. Before some commits, it makes and
+    /// discards another step. Closes the store if `run.end` says so. Returns the number of requests that the devices
+    /// got.
     fn live(&mut self, disks: &[SimDisk], faults: &Faults, run: &Run) -> u64 {
         let mut how = model::how();
         how.durability = run.durability;
@@ -85,8 +86,8 @@ impl Known {
         if from > 0 && run.log > 0 {
             store.keep_log(&LOGGED, run.log)?;
         }
-        // Discard a step that failed before its commit, and make it again. After a failed commit the store must be
-        // opened again.
+        // Discards a step that failed before its commit, and makes the step again. After a failed commit, the store
+        // must be opened again.
         for _ in 0..3 {
             match self.steps(store, run, from + run.commits) {
                 Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
@@ -107,7 +108,8 @@ impl Known {
                 model::abandon(store, number)?;
             }
             self.tried = Some(number);
-            // The first commit of a store is durable, whatever the durability of the run.
+            // The first commit of a store is always durable. With durability "none", later commits are not durable
+            // until the store is closed.
             self.unclosed |= run.durability == Durability::None && number > 0;
             commit(store, number)?;
             self.committed = Some(number);
@@ -121,8 +123,9 @@ impl Known {
         Ok(())
     }
 
-    /// Opens the store and checks that its commit is one that the run may have left. Returns `false` if the opening
-    /// fails, as it may if no commit is durable.
+    /// Opens the store, and checks that the run may have left the commit that the store now has. Returns `false` if the
+    /// opening fails. The opening may only fail if no commit is durable, or if a run with durability "none" was not
+    /// closed.
     fn opened(&mut self, disks: &[SimDisk], lost_power: bool, name: &str) -> bool {
         let name = format!("{name}: {self:?}, lost power {lost_power}");
         match model::open(disks, &model::how()) {
@@ -143,7 +146,7 @@ impl Known {
     }
 }
 
-/// Each story is a sequence of runs on the same devices. The last run is cut short.
+/// Each story is a sequence of runs on the same devices. The test ends the last run early, by a fault.
 const STORIES: [&[Run]; 8] = [
     &[durable(4, 0, End::Killed)],
     &[durable(4, 0, End::Closed)],
@@ -170,7 +173,7 @@ fn a_run_is_cut_short_at_every_point() {
         let mut uncut = known;
         let points = uncut.live(&copies(&begun), &Faults::default(), &last);
         assert!(points > 20, "story {number}: {points}");
-        // Without `MEMASCEND_TEST_LONG`, try every 17th point; the first point differs from story to story.
+        // Without `MEMASCEND_TEST_LONG`, tries every 17th point. The first point differs from story to story.
         let stride = many(1, 17);
         side_by_side(0..points / stride + 1, |turn| {
             let point = turn * stride + number as u64 % stride;
@@ -184,7 +187,7 @@ fn a_run_is_cut_short_at_every_point() {
             }
             let name = format!("story {number}, point {point}, killed");
             if known.opened(&disks, false, &name) {
-                // Training can continue from that commit, whatever was in flight.
+                // Continues training from the commit that was found. This must work whatever was in flight.
                 known.live(&disks, &Faults::default(), &Run { settles: true, ..durable(2, 1, End::Closed) });
                 assert!(known.opened(&disks, false, &name), "{name}: closed");
             }
@@ -228,7 +231,7 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
             ok(commit(&store, number));
             let left = model::after_loss(&disks, 0);
             assert_eq!(model::opened(&left, &before), Ok(number - 1), "log of {log}");
-            // The opening above went back for good, so training continues from the commit before.
+            // `Existing::Previous` has made the previous commit the newest commit. Continues training from this commit.
             let other = ok(model::open(&left, &newest));
             assert_eq!(check(&other, "gone back"), number - 1);
             ok(other.keep_log(&LOGGED, log));
@@ -239,8 +242,8 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
     }
 }
 
-/// Carries out several runs on the same devices, with errors, retries, short transfers, reordering, kills and losses of
-/// power.
+/// Carries out several runs on the same devices. The devices have errors, retries, short transfers, reordering, kills
+/// and losses of power.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 1 + rng.below(2);

@@ -1,5 +1,5 @@
-//! Tests processes that are killed while they create a store: they leave the former store, nothing, or an unfinished
-//! store that a later call recognizes.
+//! Tests processes that are killed while they create a store. They must leave the former store, nothing, or an
+//! unfinished store that a later call recognizes.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use crate::model::{self, Folder, check, commit, ok, striped};
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Error, Existing, Store};
 
-const NEVER_BEGAN: &str = "its run never began";
+const NEVER_BEGAN: &str = "its first write did not finish";
 
 fn how(existing: Existing, stripe_bytes: u64) -> Create {
     let mut how = Create::default();
@@ -19,9 +19,9 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
     how
 }
 
-/// Creates a store on devices that contain `before`; the simulated process dies after `point` operations. Returns the
-/// possible contents of each device: as another process sees them, and after each of several simulated losses of power.
-/// Returns `None` if the creation finished within `point` operations.
+/// Creates a store on devices that contain `before`. The simulated process dies after `point` operations. Returns the
+/// contents that the devices may then have: the contents that another process sees, and the contents after each of
+/// several simulated losses of power. Returns `None` if the creation finished within `point` operations.
 fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec<u8>>>> {
     let disks: Vec<SimDisk> = before.iter().map(|bytes| SimDisk::of(bytes.clone())).collect();
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -29,20 +29,24 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
-    // The first operations overwrite the roots of the former store one by one: for these operations, try more losses of
-    // power.
+    // The first eight operations overwrite the roots of the former store one by one. So the test simulates more losses
+    // of power after each of these operations than after a later operation.
     let few = if point < 8 { 4 } else { 1 };
     let lost =
         (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
     Some(std::iter::once(disks.iter().map(SimDisk::bytes).collect()).chain(lost).collect())
 }
 
-/// Writes `left` to the paths and calls `Store::create`; checks that a refused call leaves the files as they were.
+/// Writes `left` to the paths, calls `Store::create` and returns its result. If the call fails, checks that it left the
+/// files unchanged.
 fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool), Error> {
     paths.iter().zip(left).for_each(|(path, bytes)| ok(fs::write(path, bytes)));
     let met = Store::create(paths, model::description(), how);
     if met.is_err() {
-        assert!(paths.iter().zip(left).all(|(path, bytes)| ok(fs::read(path)) == *bytes), "a refusal changes nothing");
+        assert!(
+            paths.iter().zip(left).all(|(path, bytes)| ok(fs::read(path)) == *bytes),
+            "a rejected call must change nothing"
+        );
     }
     met
 }
@@ -50,13 +54,13 @@ fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool
 #[test]
 fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
     let folder = Folder::new("creation");
-    // Number of devices, stripe of the former store, stripe of the new store.
+    // Each case has the number of devices, the stripe of the former store, and the stripe of the new store.
     for (count, old, new) in
         [(1, None, 8192), (2, None, 4096), (1, Some(8192), 8192), (2, Some(8192), 4096), (3, Some(4096), 4096)]
     {
         let paths = folder.paths(count);
         let disks = model::disks(count);
-        // Let the newest root be in the first page for some counts, and in the second page for other counts.
+        // With an odd `count` the newest root is in one root page, and with an even `count` in the other root page.
         let last = count as u64 % 2 + 1;
         if let Some(stripe_bytes) = old {
             let there = striped(&disks, stripe_bytes, &Faults::default());
@@ -115,7 +119,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
             assert!(refused.as_ref().is_err_and(named), "{count} of {bytes} bytes: {refused:?}");
         }
         assert!(Store::open(&paths, &Create::default()).is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
-        // With one file empty and the other missing, `Resume` must not begin a store either, nor leave a file behind.
+        // Removes one of the two empty files. `Resume` must not create a store, and must not create the missing file.
         if let [_, second] = &paths[..] {
             ok(fs::remove_file(second));
             let refused = Store::create(&paths, model::description(), &how(Existing::Resume, 8192)).map(drop);
@@ -128,8 +132,12 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
         for path in &paths {
             ok(fs::remove_file(path));
         }
-        assert!(ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192))).1, "nothing was there");
-        // A single file has a pending name until the first commit.
+        assert!(
+            ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192))).1,
+            "without files, the call must create a new store"
+        );
+        // A store in a single file has a pending name until its first commit. A store in several files has its final
+        // names at once.
         assert!(paths.iter().all(|path| path.exists() == (count > 1)));
         for path in &paths {
             drop(fs::remove_file(path));
@@ -149,7 +157,8 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
             model::description(),
             &model::how(),
         ));
-        // After the first commit, one root page still has its mark; after the second, none.
+        // A new store marks both root pages. After the first commit, one root page still has its mark. After the second
+        // commit, no page has a mark.
         for step in 0..2 {
             ok(commit(&store, step));
             let whole: Vec<Vec<u8>> = disks.iter().map(SimDisk::bytes).collect();
@@ -166,8 +175,8 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
     }
 }
 
-/// Returns whether the file exists under its own name, and under its pending name, and the number of names in its
-/// folder.
+/// Returns three things: whether the file exists under its final name, whether it exists under its pending name, and
+/// the number of files in its folder.
 fn names(path: &Path) -> (bool, bool, usize) {
     let folder = path.parent().unwrap_or(path);
     (path.exists(), pending(path).exists(), ok(fs::read_dir(folder)).count())
@@ -188,7 +197,7 @@ fn a_store_takes_its_name_with_its_first_root() {
         assert!(is_new && store.volume().lost().is_none());
         assert_eq!(names(path), (false, true, 1));
         assert!(ok(Store::commits(&[path], &Create::default())).is_none(), "there is no store yet");
-        // The error of another opening names the path that was given, not the pending name.
+        // Another opening must fail with an error that names the path `path`, not the pending name.
         for others in [Existing::Refuse, Existing::Resume, Existing::Replace] {
             let refused = Store::create(&[path], model::description(), &how(others, 8192)).map(drop);
             let said = refused.err().map(|why| why.to_string()).unwrap_or_default();
@@ -201,10 +210,10 @@ fn a_store_takes_its_name_with_its_first_root() {
         drop(store);
         assert_eq!(check(&ok(Store::open(&[path], &Create::default())), ""), 1);
         ok(fs::remove_file(path));
-        // A store that is dropped without a commit leaves no file.
+        // Drops a store without a commit, which must leave no file.
         drop(ok(Store::create(&[path], model::description(), &how(existing, 8192))));
         assert_eq!(names(path), (false, false, 0));
-        // A store leaves no file either after `Volume::forsake`, although it has a commit.
+        // Drops a store after `Volume::forsake`. It must leave no file, although it has a commit.
         let (store, _) = ok(Store::create(&[path], model::description(), &how(existing, 8192)));
         ok(commit(&store, 0));
         store.volume().forsake();
@@ -236,7 +245,8 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
             assert_eq!(names(path), (false, false, 0));
             tried += 1;
         }
-        // The last point has run all operations except the renaming of the file, which simulated devices cannot do.
+        // At the last point, all operations have run except the renaming of the file. Simulated devices cannot rename a
+        // file.
         if done {
             break;
         }
@@ -244,8 +254,8 @@ fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
     assert!(tried > 40, "{tried}");
 }
 
-/// Creates a store and makes its first commit; the simulated process dies after `point` operations. Returns the
-/// contents that the device may then have, and whether the commit was made.
+/// Creates a store and makes its first commit. The simulated process dies after `point` operations. Returns the
+/// contents that the device may then have, and whether the commit succeeded.
 fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
     let disk = SimDisk::of(blank.to_vec());
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -273,8 +283,8 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
-    // Two kinds of files are not removed: a store that went back, so that one of its root pages has a mark, and a file
-    // with other data.
+    // Two kinds of files with the pending name must not be removed. One kind is a store that went back to its previous
+    // commit: the way back left a mark in a root page. The other kind is a file with other data.
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));
@@ -300,7 +310,7 @@ fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
     let named = |why: &Error| why.to_string().starts_with(&format!("{}: another file took this name", path.display()));
     assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     assert_eq!((ok(fs::read(path)), store.info().generation), (b"theirs".to_vec(), 0));
-    // Once the other file is gone, the same commit can be made.
+    // Removes the other file. Afterwards, the same commit must succeed.
     ok(fs::remove_file(path));
     ok(store.discard(memascend_mem::Wait::forever()));
     ok(commit(&store, 0));

@@ -1,7 +1,7 @@
-//! Tests flipped bits, misdirected and lost writes, foreign and random bytes.
+//! Tests flipped bits, misdirected writes, lost writes, foreign bytes and random bytes.
 //!
-//! An opening or a read of a damaged store returns a specific error or the right bytes: it never panics and never
-//! returns wrong bytes.
+//! An opening or a read of a damaged store must return a specific error or the right bytes. It must never panic and
+//! never return wrong bytes.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,8 +14,8 @@ use memascend_store::{
 };
 use proptest::prelude::*;
 
-/// Returns the bytes of a device with a store at step 2, its live extents (record, offset, bytes), and the offset of
-/// the first extent.
+/// Returns three things: the bytes of a device with a store at step 2, the live extents of this store (record, offset,
+/// bytes), and the offset of the first extent.
 fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
     let disks = model::disks(1);
     let store = model::trained(&disks, 2);
@@ -32,7 +32,7 @@ fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
     (disks[0].bytes(), extents, first)
 }
 
-/// Opens a store and verifies it; returns its step, or the text of the error.
+/// Opens a store and verifies it. Returns the store's step, or the text of the error.
 fn outcome(bytes: Vec<u8>) -> Result<u64, String> {
     found_on(&SimDisk::of(bytes))
 }
@@ -60,7 +60,8 @@ fn every_byte_of_the_catalog() {
     let store = ok(model::open(&[SimDisk::of(bytes.clone())], &model::how()));
     let whole = known(&store);
     let total = size(store.info().total_bytes);
-    // The pages that have a copy, with the beginning of the damage report for a flipped bit in them.
+    // The offsets of the pages that exist twice, each with the beginning of the report about a flipped bit in this
+    // page.
     let copies = [
         (0, "the first label of"),
         (3 * 4096, "the first copy of the description"),
@@ -79,8 +80,8 @@ fn every_byte_of_the_catalog() {
         let number = size(number);
         let from = sectors[number];
         let copy = copies.iter().find(|(at, _)| (*at..at + 4096).contains(&from)).map(|(_, name)| name);
-        // In a blank sector flip a few bytes. In any other sector flip every `stride`th byte; the first of them differs
-        // from sector to sector.
+        // Flips a bit in a few bytes of a blank sector, and in every `stride`th byte of any other sector. The first of
+        // these bytes differs from sector to sector.
         let blank = bytes[from..from + 512].iter().all(|&byte| byte == 0);
         let (first, step) = if blank { (from, many(16, 128)) } else { (from + number % stride, stride) };
         for at in (first..from + 512).step_by(step) {
@@ -90,11 +91,12 @@ fn every_byte_of_the_catalog() {
             match opened {
                 Ok(store) => {
                     assert_eq!(known(&store), whole, "byte {at}");
-                    // The bit was flipped back, so only the damage that the opening noted is left to compare.
+                    // The bit was flipped back after the opening. So the test checks the damage that the opening noted,
+                    // not the device.
                     assert_eq!(store.noted_damage().len(), usize::from(copy.is_some()), "byte {at}");
                     let named = |name: &&str| store.noted_damage()[0].starts_with(*name);
                     assert!(copy.is_none_or(named), "byte {at}: {:?}", store.noted_damage());
-                    // The extents match only if the store has loaded the right checksums.
+                    // Checks all extents. They match only if the store has loaded the right checksums.
                     if at % 257 == 0 {
                         assert_eq!(check(&store, "flipped"), 2, "byte {at}");
                     }
@@ -106,7 +108,7 @@ fn every_byte_of_the_catalog() {
             }
         }
     });
-    // The pages of the live table have no copy.
+    // The pages of the live table have no copy, so each flipped bit in them must be an error.
     let errors = errors.into_inner() * stride;
     assert!(errors > 1000, "{errors}");
 }
@@ -147,7 +149,8 @@ fn a_write_that_was_lost_or_went_elsewhere_is_found() {
 
 #[test]
 fn a_lost_table_page_is_found() {
-    // A table page of an older generation has a valid checksum: only the table's checksum in the root detects it.
+    // A table page of an older generation has a valid checksum of its own. Only the root's checksum of the whole table
+    // detects this page.
     let disks = model::disks(1);
     let store = model::created(&disks);
     let mut images = Vec::new();
@@ -156,14 +159,15 @@ fn a_lost_table_page_is_found() {
         images.push(disks[0].bytes());
     }
     let end = images[0].len();
-    // Step 3 and step 1 use the same slot of the table.
+    // Steps 3 and 1 use the same slot of the table. Replaces each page of step 3 by the page of step 1, as a lost write
+    // does.
     let mut found = 0;
     for at in (0..end).step_by(4096) {
         if images[3][at..at + 4096] != images[1][at..at + 4096] {
             let mut lost = images[3].clone();
             lost[at..at + 4096].copy_from_slice(&images[1][at..at + 4096]);
             match outcome(lost) {
-                // The page of the newest root was lost: the store opens at the step before. A lost page of the other
+                // If the page of the newest root was lost, the store opens at the step before. A lost page of the other
                 // root has no effect.
                 Ok(step) => assert_eq!(step, if at == 4096 { 2 } else { 3 }, "page at {at}"),
                 Err(_) => found += 1,
@@ -195,7 +199,8 @@ fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not
     let (begin, end) = (log.offset, log.offset + log.bytes);
     let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
     let pages = (begin..end.min(begin + (240 << 10))).step_by(4096);
-    // Test each page twice: with a flipped bit in its first bytes, where a head has its magic, and with one further on.
+    // Tests each page twice. The first flipped bit is at byte 3, where the head of a step has its magic number, and the
+    // second at byte 24.
     for (page, at) in pages.flat_map(|page| [(page, 3), (page, 24)]) {
         let disks = [found[0].after_power_loss(0)];
         disks[0].flip(size(page) + at, 4);
@@ -256,7 +261,7 @@ proptest! {
 fn a_changed_description_is_refused_or_within_its_bounds() {
     let original = encoded();
     let end = (0..original.len()).find(|&end| parse_description(&original[..end]).is_ok());
-    let original = &original[..end.unwrap_or_else(|| panic!("the description is not there"))];
+    let original = &original[..end.unwrap_or_else(|| panic!("the bytes have no valid description"))];
     let mut rng = Rng::new(7);
     for _ in 0..many(20_000, 3000) {
         let mut bytes = original.to_vec();
@@ -271,12 +276,13 @@ fn a_changed_description_is_refused_or_within_its_bounds() {
     }
 }
 
-/// Opens a store on devices with stripes of `stripe` bytes.
+/// Opens a store on devices whose stripes have `stripe` bytes.
 fn open_striped(disks: &[SimDisk], stripe: u64) -> Result<Store, Error> {
     Store::open_on(striped(disks, stripe, &Faults::default()), stripe, &model::how())
 }
 
-/// Returns copies of a store's devices at commits 0 to 8, then at commits 6 to 8 of another continuation from commit 5.
+/// Returns copies of a store's devices at commits 0 to 8 of one run. Then come copies at commits 6 to 8 of a second
+/// run, which continued from commit 5 of the first run.
 fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
     let disks = model::large_disks(count);
     let there = striped(&disks, stripe, &Faults::default());
@@ -300,7 +306,7 @@ fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
 
 #[test]
 fn devices_that_hold_copies_of_different_commits_are_refused() {
-    // A device that is one commit ahead still has all extents of the commit before, so a store with such a device
+    // If one device is one commit ahead of the others, it still has all extents of the previous commit. So the store
     // opens.
     let before = |number: usize| if number == 9 { 5 } else { number.wrapping_sub(1) };
     let mut refused = 0;

@@ -1,5 +1,5 @@
-//! Tests elements of any size, and state tensors with one item for several elements: every byte is read back, and no
-//! two extents overlap.
+//! Tests elements of any size, and state tensors that have one item for several elements. Every byte must be read back,
+//! and no two extents may overlap.
 
 use crate::model::{self, ok, size};
 use memascend_mem::Wait;
@@ -11,8 +11,8 @@ fn described(chunk_elements: u32, records: Vec<Record>) -> Description {
     Description { chunk_elements, units: vec!["all".into()], records, ..model::description() }
 }
 
-/// Describes a record whose state has tensors like those of 8-bit moments, a tensor of packed bits, and a tensor with
-/// extents of its own, among others.
+/// Describes a record with several kinds of state tensors: the tensors of 8-bit moments, a tensor of packed bits, a
+/// tensor with separate extents, and others.
 fn blocks(name: &str, numel: u64) -> Record {
     let mut record = model::record(name, 0, Dtype::Bf16, &[numel], &[]);
     record.state = vec![
@@ -49,12 +49,13 @@ fn require(store: &Store, step: u64) {
         let mut parts: Vec<&mut [u8]> = got.iter_mut().map(Vec::as_mut_slice).collect();
         ok(store.read_record(record, &mut parts));
         assert!(got == wanted, "record {record} at step {step}");
-        // `scan` must pass the same bytes part by part.
+        // Reads the record again with `scan`, which must pass the same bytes in parts.
         let mut scanned: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
         ok(store.scan(&[record], &mut |_, parts| {
             for part in parts {
                 use memascend_store::Buffer;
-                // SAFETY: `scan` has waited for the read of this part, and uses its memory only after this call.
+                // SAFETY: `scan` has waited for the read of this part, and does not use the part's memory during this
+                // call.
                 let bytes = unsafe { std::slice::from_raw_parts(part.memory.as_ptr().as_ptr(), part.memory.len()) };
                 scanned[part.tensor][part.start..part.start + bytes.len()].copy_from_slice(bytes);
             }
@@ -71,8 +72,12 @@ fn round_trip(description: &Description) {
         let disks: Vec<SimDisk> = (0..count).map(|_| SimDisk::new(bytes)).collect();
         let volume = model::volume(&disks, &Faults::default());
         let store = ok(Store::create_on(volume, model::STRIPE, description.clone(), &model::how()));
-        assert_eq!(store.volume().size_bytes(), store.info().total_bytes, "no byte too many");
-        // No two extents share a byte, and each fits a staging chunk.
+        assert_eq!(
+            store.volume().size_bytes(),
+            store.info().total_bytes,
+            "the store must use exactly the bytes of the volume"
+        );
+        // Checks that each extent fits in a staging chunk, and that no two extents share a byte.
         let mut extents = Vec::new();
         for record in 0..description.records.len() {
             for extent in 0..store.layout().extents_of(record) {
@@ -103,8 +108,7 @@ fn one_byte_values_beside_wide_state_come_back() {
     let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
     let records: Vec<Record> = std::iter::once(wide).chain(narrow.map(of)).collect();
-    // 51,200 one-byte values would end inside a page: such a chunk is rejected, with an error that names a size that
-    // works.
+    // A chunk of 51,200 one-byte values would end inside a page. The store must reject this chunk size with an error.
     let refused = described(51_200, records.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
     round_trip(&described(49_152, records));

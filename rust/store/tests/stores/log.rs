@@ -1,4 +1,5 @@
-//! Tests the gradient log: records whose live slots lack gradients, and the replay after the store was opened.
+//! Tests the gradient log. While the log has gradients that a record's live slot does not have yet, opening the store
+//! must offer a replay of these gradients.
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::SimDisk;
@@ -19,7 +20,7 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
                 if number % many(1, 3) > 0 {
                     continue;
                 }
-                // Open the devices as a loss of power at this point may leave them.
+                // Opens copies of the devices, as a loss of power at this point may leave the devices.
                 let found = ok(model::open(&model::after_loss(&disks, number), &model::how()));
                 let name = format!("{steps} steps, {count} devices, commit {number}");
                 assert_eq!(check(&found, &name), number, "{name}");
@@ -38,13 +39,13 @@ fn less_room_is_fewer_steps_and_none_is_none() {
         let store = model::trained(&disks, 0);
         let steps = ok(store.keep_log(&LOGGED, 16));
         seen.push(steps);
-        // `commit` writes a record whole if the log has no space for its gradient.
+        // If the log has no space for a record's gradient, `commit` writes the whole record.
         (1..=30).for_each(|number| ok(commit(&store, number)));
         assert_eq!(store.log_state().steps > 0, steps > 0, "{steps} steps");
         drop(store);
         let found = ok(model::open(&disks, &model::how()));
         assert_eq!(check(&found, "with less room"), 30);
-        assert!(ok(found.damaged()).is_empty(), "the second labels stay");
+        assert!(ok(found.damaged()).is_empty(), "the second labels must be undamaged");
     }
     assert!(seen.is_sorted() && seen[0] == 0 && seen.iter().any(|&steps| (1..16).contains(&steps)), "{seen:?}");
     assert_eq!(seen.last(), Some(&16));
@@ -97,10 +98,10 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     let update = |record| LoggedUpdate { record, rule: 0, step: 2 };
     let head = StepHead { rules: vec![rule.clone()], updates: vec![update(record)] };
     assert!(refused(head.clone()).contains("0 gradients were appended, and the step names 1"));
-    assert!(!ok(store.begin_append(record, Dtype::F32)), "a log for other gradients");
+    assert!(!ok(store.begin_append(record, Dtype::F32)), "the log accepts gradients of one dtype only");
     assert!(ok(store.begin_append(record, dtype)));
     assert!(
-        store.append(record, 0, vec![0; 512]).is_err_and(|error| error.to_string().contains("has 4096 bytes, not 512"))
+        store.append(record, 0, vec![0; 512]).is_err_and(|error| error.to_string().contains("of 4096 bytes, not 512"))
     );
     ok(ok(store.append(record, 0, vec![0; 4096])).wait());
     assert!(store.append(record, 0, vec![0; 4096]).is_err_and(|error| error.to_string().contains("appended already")));
@@ -115,7 +116,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
-    // The slot lacks a gradient, so a read of the record fails.
+    // The record's last gradient is only in the log, so a read of the record's slot must fail.
     let read = store.read(record, 0, vec![0; 4096]).map(drop);
     assert!(read.is_err_and(|error| error.to_string().contains("replay the log first")));
     ok(store.discard(Wait::forever()));
@@ -124,7 +125,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     drop(store);
     let found = ok(model::open(&disks, &model::how()));
     assert_eq!(check(&found, "found"), 2);
-    // Closing without a replay leaves the log as it was.
+    // Closes the store without a replay, which must leave the log unchanged.
     ok(found.close(Wait::forever()));
     drop(found);
     assert_eq!(model::opened(&disks, &model::how()), Ok(2));
@@ -148,7 +149,7 @@ fn files_grow_and_their_second_labels_move() {
     assert!(ok(store.damaged()).is_empty(), "{:?}", store.damaged());
     (1..=20).for_each(|number| ok(commit(&store, number)));
     drop(store);
-    // A file that was cut off within its log is rejected with an error that names the log.
+    // Cuts the end of each file off, within the log. Opening the store must fail with an error that names the log.
     let whole = length();
     cut_to(whole - 8192);
     let refused = Store::open(&paths, &model::how()).map(drop).map_err(|error| error.to_string());

@@ -1,7 +1,7 @@
-//! Models a run for all of these tests: [`after`] returns every byte of a store after each commit.
+//! Models a run, for all tests of stores. [`after`] returns every byte of a store after each commit.
 //!
-//! The number of a commit determines what it changes. [`commit`] makes that commit on a store, with a gradient log or
-//! without one; [`check`] compares a store with [`after`].
+//! The number of a commit determines what the commit changes. [`commit`] makes the commit on a store, with a gradient
+//! log or without a gradient log. [`check`] compares a store with [`after`].
 
 use std::{
     cell::UnsafeCell,
@@ -32,11 +32,11 @@ pub(crate) const STRIPE: u64 = 8192;
 pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
 /// The last commit of the model.
 pub(crate) const COMMITS: u64 = 80;
-/// Records whose gradients may be logged, and the dtype of these gradients. Among them are records with several chunks,
-/// with one element, with no element, with gradients of another dtype than the values, and a compact one.
+/// The records whose gradients may be logged, each with the dtype of its gradients. Some of these records have several
+/// chunks, one element, no element, or gradients of another dtype than the values. One record is compact.
 pub(crate) const LOGGED: [(usize, Dtype); 5] =
     [(0, Dtype::Bf16), (1, Dtype::F32), (3, Dtype::F32), (5, Dtype::Bf16), (7, Dtype::Bf16)];
-/// Records that each step stages whole.
+/// The records that each step stages completely, without a gradient in the log.
 const STREAMED: [usize; 2] = [4, 6];
 
 pub(crate) fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
@@ -60,8 +60,9 @@ pub(crate) fn record(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: 
     Record { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
 }
 
-/// Describes one record of every kind: with several chunks, with one element, without state, with state of other shapes
-/// than the values, without elements, a buffer, and a compact record.
+/// Describes a store with one record of every kind: a record with several chunks, one with a single element, one
+/// without state, one whose state has other shapes than the values, one without elements, a buffer, and a compact
+/// record.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
     let mut odd = record("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
@@ -91,7 +92,7 @@ pub(crate) fn description() -> Description {
     }
 }
 
-/// The contents of a record: its extents in whole pages, and its count of updates.
+/// The contents of a record: the bytes of its extents, in whole pages, and the number of updates that it has had.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Contents {
     pub(crate) extents: Vec<Vec<u8>>,
@@ -106,7 +107,7 @@ pub(crate) type State = BTreeMap<usize, Contents>;
 enum Act {
     /// A step in which most records have a gradient.
     Step,
-    /// Some records get new values, without an update.
+    /// A commit that gives new values to some records, without an update.
     Written,
     /// A step in which no record of `LOGGED` has a gradient.
     Idle,
@@ -124,7 +125,7 @@ fn has_gradient(record: usize, commit: u64) -> bool {
     act(commit) == Act::Step && (record == 0 || !(commit + record as u64).is_multiple_of(3))
 }
 
-/// True if a commit of the kind `Act::Written` writes the record.
+/// Returns true if commit number `commit` writes the record. This commit must be of the kind `Act::Written`.
 fn is_written(record: usize, commit: u64) -> bool {
     [0, 4].contains(&record) || commit.is_multiple_of(2) && record == 7
 }
@@ -145,7 +146,7 @@ pub(crate) fn gradient(store: &Store, record: usize, dtype: Dtype, commit: u64) 
     content(record, 77, commit, size(store.description().records[record].elements() * dtype.bytes()))
 }
 
-/// Applies an update to a record. The result depends on the order of updates.
+/// Applies an update to the contents of a record. Two updates in another order give another result.
 pub(crate) fn update(contents: &mut Contents, gradient: &[u8], factor: u8) {
     contents.step += 1;
     for extent in &mut contents.extents {
@@ -160,7 +161,7 @@ fn factor(commit: u64) -> u8 {
     (commit % 250) as u8 | 1
 }
 
-/// Returns contents of a record with pseudo-random bytes that `salt` determines.
+/// Returns contents of a record whose bytes are pseudo-random. `salt` determines the bytes.
 pub(crate) fn contents(store: &Store, record: usize, salt: u64, step: u64) -> Contents {
     let of = |extent| content(record, extent, salt, extent_bytes(store, record, extent));
     Contents { extents: (0..store.layout().extents_of(record)).map(of).collect(), step }
@@ -170,7 +171,7 @@ pub(crate) fn extent_bytes(store: &Store, record: usize, extent: u32) -> usize {
     size(store.layout().extent(store.description(), record, extent).bytes())
 }
 
-/// Computes the contents of all records after each commit.
+/// Returns the contents of all records after each commit of the model.
 fn states() -> Vec<State> {
     let store = created(&disks(1));
     let records = 0..store.description().records.len();
@@ -219,7 +220,7 @@ pub(crate) fn stage(store: &Store, record: usize, contents: &Contents) -> Result
     writes.into_iter().try_for_each(|write| write.wait().map(drop))
 }
 
-/// Appends a gradient to the log; returns the writes, or `None` if the log has no space.
+/// Appends a gradient to the log. Returns the writes, or `None` if the log has no space for the gradient.
 pub(crate) fn append<'a>(
     store: &'a Store,
     record: usize,
@@ -232,15 +233,15 @@ pub(crate) fn append<'a>(
     let chunk_bytes = store.description().chunk_elements as usize * size(dtype.bytes());
     let write = |(chunk, part): (u32, &[u8])| {
         let mut part = part.to_vec();
-        // Nothing reads the padding of the last page, so it may be anything.
+        // Pads the last page with arbitrary bytes, because no code reads the padding.
         part.resize(part.len().next_multiple_of(4096), 0xaa);
         store.append(record, chunk, part)
     };
     (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
-/// Makes a commit of the model on a store at the commit before it. If the log has no space for a record's gradient, the
-/// record is staged whole.
+/// Makes commit number `commit` of the model. The store must be at the previous commit. If the log has no space for
+/// a record's gradient, the commit stages the whole record.
 pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let (before, after) = (after(commit.saturating_sub(1)), after(commit));
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
@@ -280,7 +281,8 @@ pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     store.commit(said, Wait::forever()).map(drop)
 }
 
-/// Appends and stages garbage for some records, then discards the step, as a training loop does that skips a step.
+/// Appends wrong gradients and stages wrong bytes for some records, and then discards the step. A training loop also
+/// discards staged data if it skips a step.
 pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
     for (record, dtype) in [LOGGED[0], LOGGED[2]] {
         let garbage = vec![0x55; gradient(store, record, dtype, at).len()];
@@ -293,7 +295,7 @@ pub(crate) fn abandon(store: &Store, at: u64) -> Result<(), Error> {
     store.discard(Wait::forever())
 }
 
-/// Returns the number of the commit that a store is at; panics if any byte differs from that commit.
+/// Returns the number of the store's commit. Panics if any byte differs from the model's state after this commit.
 pub(crate) fn check(store: &Store, name: &str) -> u64 {
     let info = store.info();
     assert_eq!(info.user, user(info.step), "{name}");
@@ -316,7 +318,8 @@ pub(crate) fn check(store: &Store, name: &str) -> u64 {
     info.step
 }
 
-/// Reads every record from its live slot, and applies the logged gradients that the slot lacks.
+/// Reads every record from its live slot, and applies the gradients that are only in the log. Returns the contents of
+/// all records.
 pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     let replay = store.pending_replay().unwrap_or_default();
     let mut state = State::new();
@@ -344,7 +347,8 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     Ok(state)
 }
 
-/// Replays the log: stages each of its records whole with the gradients applied, and commits, which ends the log.
+/// Replays the log. Applies the logged gradients to the records, stages these records completely, and commits. The
+/// commit ends the log.
 pub(crate) fn settle(store: &Store) -> Result<(), Error> {
     let Some(replay) = store.pending_replay() else { return Ok(()) };
     let state = replayed(store)?;
@@ -356,13 +360,13 @@ pub(crate) fn settle(store: &Store) -> Result<(), Error> {
 
 // --- devices and files -------------------------------------------------------------------
 
-/// Makes devices with space for a store; a single device also has space for a log of some steps.
+/// Returns devices with space for a store. A single device also has space for a log of a few steps.
 pub(crate) fn disks(count: usize) -> Vec<SimDisk> {
     let bytes = if count == 1 { 640 << 10 } else { 400 << 10 };
     (0..count).map(|_| SimDisk::new(bytes)).collect()
 }
 
-/// Makes devices with space for a store and a log of many steps.
+/// Returns devices with space for a store and for a log of many steps.
 pub(crate) fn large_disks(count: usize) -> Vec<SimDisk> {
     (0..count).map(|_| SimDisk::new((4 << 20) / count)).collect()
 }
@@ -409,12 +413,12 @@ pub(crate) fn open(disks: &[SimDisk], how: &Create) -> Result<Store, Error> {
     Store::open_on(volume(disks, &Faults::default()), STRIPE, how)
 }
 
-/// Opens a store and returns the number of its commit, or the text of the error.
+/// Opens a store and checks it. Returns the number of its commit, or the text of the error.
 pub(crate) fn opened(disks: &[SimDisk], how: &Create) -> Result<u64, String> {
     open(disks, how).map(|store| check(&store, "opened")).map_err(|error| error.to_string())
 }
 
-/// Returns the devices as they may be after a loss of power.
+/// Returns copies of the devices as a loss of power may leave them.
 pub(crate) fn after_loss(disks: &[SimDisk], seed: u64) -> Vec<SimDisk> {
     disks.iter().map(|disk| disk.after_power_loss(seed)).collect()
 }
@@ -424,12 +428,13 @@ pub(crate) fn copies(disks: &[SimDisk]) -> Vec<SimDisk> {
     disks.iter().map(|disk| SimDisk::of(disk.bytes())).collect()
 }
 
-/// A new folder, removed when it is dropped.
+/// A new folder. Dropping this value removes the folder.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
     pub(crate) fn new(name: &str) -> Self {
-        // Do not use the system's temporary folder: it may be in memory, and a store rejects such a file system.
+        // Avoids the system's temporary folder, because that folder may be on a file system in memory. A store rejects
+        // such a file system.
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         drop(fs::remove_dir_all(&path));
         ok(fs::create_dir_all(&path));
@@ -447,7 +452,7 @@ impl Drop for Folder {
     }
 }
 
-/// Memory of an operation, which a test reads after the operation has ended. Clones share the memory.
+/// Memory that is passed to an operation. A test reads it after the operation has ended. Clones share the same memory.
 #[derive(Clone)]
 pub(crate) struct Seen(Arc<[UnsafeCell<u8>]>);
 
@@ -456,9 +461,9 @@ impl Seen {
         Self((0..nbytes).map(|_| UnsafeCell::new(0xee)).collect())
     }
 
-    /// Returns a copy of the bytes. No operation may be using the memory.
+    /// Returns a copy of the bytes. Call this only while no operation uses the memory.
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        // SAFETY: the tests call this only after they have waited for the operation that had a clone.
+        // SAFETY: the tests call this only after the operation that uses a clone has ended, so no write is concurrent.
         self.0.iter().map(|byte| unsafe { *byte.get() }).collect()
     }
 
@@ -468,12 +473,13 @@ impl Seen {
     }
 }
 
-// SAFETY: only one operation writes to the memory, and the tests read it after they have waited for that operation.
+// SAFETY: only one operation writes to the memory, and the tests read the memory after this operation has ended.
 unsafe impl Send for Seen {}
-// SAFETY: as for `Send`: no write is concurrent with another access.
+// SAFETY: the tests read the memory only after the operation has ended, so no write is concurrent with another access.
 unsafe impl Sync for Seen {}
 
-// SAFETY: the `Arc` keeps the bytes at one address while any clone lives, and `UnsafeCell` allows writes through it.
+// SAFETY: the `Arc` keeps the bytes at one address while any clone lives. `UnsafeCell` allows writes through a shared
+// reference.
 unsafe impl memascend_store::Buffer for Seen {
     fn as_ptr(&self) -> *const u8 {
         self.0.as_ptr().cast()
@@ -490,15 +496,17 @@ unsafe impl memascend_store::Buffer for Seen {
 
 // --- number and order of runs ------------------------------------------------------------
 
-/// Returns `all` if `MEMASCEND_TEST_LONG` is set, else `few`, which is enough after every change.
+/// Returns `all` if `MEMASCEND_TEST_LONG` is set, and `few` otherwise. `few` is enough for the tests that run after
+/// every change.
 pub(crate) fn many<T>(all: T, few: T) -> T {
     if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
 }
 
-/// Threads of [`side_by_side`]. Each mostly waits for a simulated device.
+/// The number of threads of [`side_by_side`]. Each thread mostly waits for a simulated device, so the number can exceed
+/// the number of cores.
 const LANES: usize = 4;
 
-/// Calls `work` with every number of a range, on several threads. Panics if a call panics.
+/// Calls `work` with every number of `range`, on several threads. Panics if a call of `work` panics.
 pub(crate) fn side_by_side(range: Range<u64>, work: impl Fn(u64) + Sync) {
     let next = AtomicU64::new(range.start);
     std::thread::scope(|scope| {
@@ -516,8 +524,8 @@ pub(crate) fn side_by_side(range: Range<u64>, work: impl Fn(u64) + Sync) {
     });
 }
 
-/// Calls `life` with the seeds from 0 to `seeds`. `MEMASCEND_SEEDS` sets another number of seeds; `MEMASCEND_SEED`
-/// runs one seed alone.
+/// Calls `life` with each seed from 0 to `seeds`. The variable `MEMASCEND_SEEDS` sets another number of seeds. With
+/// `MEMASCEND_SEED`, only this seed runs.
 pub(crate) fn lives(seeds: u64, life: impl Fn(u64) + Sync + std::panic::RefUnwindSafe) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("MEMASCEND_SEED") {

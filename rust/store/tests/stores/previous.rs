@@ -1,6 +1,6 @@
-//! Tests `Existing::Previous`, which opens the commit before the newest one, if the newest one is damaged or unwanted.
+//! Tests `Existing::Previous`, which opens the previous commit if the newest commit is damaged or unwanted.
 //!
-//! The commit before opens only if every byte of it is whole, and only on request.
+//! The previous commit must open only if all its bytes are undamaged, and only with `Existing::Previous`.
 
 use std::slice;
 
@@ -24,8 +24,8 @@ fn previous() -> Create {
     model::existing(Existing::Previous)
 }
 
-/// Returns a device with a store at step `last`, which is generation `last + 1`. With `staged`, the next step is partly
-/// staged.
+/// Returns a device with a store at step `last`. This step is generation `last + 1`. With `staged`, some records of the
+/// next step are staged.
 fn trained(last: u64, staged: bool) -> SimDisk {
     let disks = model::disks(1);
     let store = model::trained(&disks, last);
@@ -36,7 +36,7 @@ fn trained(last: u64, staged: bool) -> SimDisk {
     SimDisk::of(disks[0].bytes())
 }
 
-/// Returns the offsets of the pages of the newest root and of the root before it.
+/// Returns the offset of the page with the newest root, and the offset of the page with the previous root.
 fn pages(last: u64) -> (usize, usize) {
     let slot = size((last + 1) & 1);
     (ROOTS[slot], ROOTS[1 - slot])
@@ -48,7 +48,7 @@ fn damage_root(disk: &SimDisk, page: usize) {
     disk.flip(page + PAGE - 512 + 40, 0x10);
 }
 
-/// Returns the bytes of both tables on the device. The tables are between the description and the values.
+/// Returns the ranges of both tables on the device. The tables are between the description and the values.
 fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
     let store = ok(model::open(slice::from_ref(disk), &newest()));
     let values = size(store.layout().offset(&store.layout().extent(store.description(), 0, 0), 0));
@@ -73,11 +73,11 @@ fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
         let text = refused.to_string();
         assert!(matches!(refused, Error::Corrupt { .. }), "{text}");
         assert!(text.contains(&format!("step {whole}, is whole: existing=\"previous\"")), "{text}");
-        assert!(disk.bytes() == before, "a refused call changed something");
+        assert!(disk.bytes() == before, "a rejected call changed the device");
 
         assert_eq!(opened(slice::from_ref(&disk), &previous()), Ok(whole));
-        // From here on the commit is the newest one: an opening without `Existing::Previous` finds it, and training
-        // continues from it.
+        // The opening above made this commit the newest commit. An opening without `Existing::Previous` must find it,
+        // and training must be able to continue from it.
         let disks = [disk.after_power_loss(1)];
         assert_eq!(opened(&disks, &newest()), Ok(whole));
         let only = opened(&disks, &previous());
@@ -97,27 +97,27 @@ fn without_root(disk: &SimDisk, page: usize) -> SimDisk {
     SimDisk::of(bytes)
 }
 
-/// Checks that opening the device fails with the reason and the advice to open `step`, and that `Existing::Previous`
-/// opens that step.
+/// Checks that a normal opening fails. The error must name the reason, and must advise the user to open step `step`
+/// with `Existing::Previous`. Then checks that `Existing::Previous` opens this step.
 fn is_lost(disk: &SimDisk, step: u64) {
     let before = disk.bytes();
     let refused = error_of(disk, &newest());
     let text = refused.to_string();
     assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("it is blank"), "{text}");
     assert!(text.contains(&format!("step {step}, is whole: existing=\"previous\"")), "{text}");
-    assert!(disk.bytes() == before, "a refused call changed something");
+    assert!(disk.bytes() == before, "a rejected call changed the device");
     assert_eq!(opened(slice::from_ref(disk), &previous()), Ok(step));
     assert_eq!(opened(slice::from_ref(disk), &newest()), Ok(step));
 }
 
 #[test]
 fn a_root_of_zeros_is_found_wherever_it_was() {
-    // With `last` 1, the newest root is in a page that had no root before.
+    // If `last` is 1, the newest root is in a page that had no root before.
     for last in [1, 2, 3] {
         let disk = trained(last, false);
         is_lost(&without_root(&disk, pages(last).0), last - 1);
-        // The older root is lost: an opening cannot tell that it was the older one, but going back keeps the newest
-        // commit.
+        // Overwrites the older root. A normal opening cannot know that the lost root was the older root, so the opening
+        // must fail. `Existing::Previous` must then keep the newest commit.
         is_lost(&without_root(&disk, pages(last).1), last);
     }
     let disk = trained(0, false);
@@ -129,7 +129,7 @@ fn a_root_of_zeros_is_found_wherever_it_was() {
             let text = refused.to_string();
             assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("keep this store"), "{text}");
         }
-        assert!(lost.bytes() == before, "a refused call changed something");
+        assert!(lost.bytes() == before, "a rejected call changed the device");
     }
 }
 
@@ -173,8 +173,8 @@ fn the_step_after_the_newest_commit_ends_it() {
         let error = error_of(&disk, &previous());
         let text = error.to_string();
         assert!(matches!(error, Error::Corrupt { .. }) && text.contains("weight"), "{text}");
-        assert!(text.contains("the commit before, step 2") && text.contains("nothing was changed"), "{text}");
-        assert!(disk.bytes() == before, "a refused call changed something");
+        assert!(text.contains("the previous commit, step 2") && text.contains("Nothing was changed"), "{text}");
+        assert!(disk.bytes() == before, "a rejected call changed the device");
         if !damaged {
             assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(3));
         }
@@ -197,7 +197,8 @@ fn a_damaged_table_counts_as_its_root() {
         found += 1;
     }
     assert!(found > 4, "{found}");
-    // Both tables are damaged: neither commit opens, and the error about the newest mentions the other one.
+    // Damages both tables, so both commits are damaged. Each opening must fail, and the error about the newest commit
+    // must mention the other commit.
     let disk = SimDisk::of(whole.bytes());
     for table in &tables {
         disk.flip(table.start + 5, 4);
@@ -243,7 +244,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         let points = ok(run(&SimDisk::of(image.bytes()), &Faults::default()));
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
-        // The count of requests may lack a request that was just answered.
+        // `points` may be too small by a few requests, because the store counts a request only after its answer.
         for point in (0..=points + 2).step_by(model::many(1, 2)) {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
@@ -286,7 +287,8 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
             }
         }
         let again = opened(slice::from_ref(&disk), &previous());
-        // The device may have written the mark although it reported an error, or before a later error.
+        // `Existing::Previous` writes a mark when it goes back to the previous commit. The device may have written this
+        // mark, although it reported an error for this write or for a later operation.
         let gone_back = again.as_ref().is_err_and(|why| why.contains("one commit and none before it"));
         assert!(gone_back || again == Ok(2), "seed {seed}: {again:?}");
         assert_eq!(opened(slice::from_ref(&disk), &newest()), Ok(2), "seed {seed}");
@@ -296,7 +298,7 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
 
 #[test]
 fn a_root_that_cannot_be_read_counts_as_damaged() {
-    // The first requests read the label, root 0 and root 1: with some seeds only the read of the older root fails.
+    // The first requests read the label, root 0 and root 1. With some seeds, only the read of the older root fails.
     let mut opened_previous = 0;
     for seed in 0..model::many(200, 60) {
         let disk = trained(3, false);
@@ -319,7 +321,8 @@ fn what_was_not_closed_is_no_commit_to_go_back_to() {
     let disks = model::disks(1);
     let store = model::created_as(&disks, &how);
     (0..=2).for_each(|step| ok(commit(&store, step)));
-    // Step 1 has an unclosed root, and step 2, which was committed in memory, has overwritten extents of step 0.
+    // The root of step 1 says that the store was not closed. Step 2 was committed in memory, and it has overwritten
+    // extents of step 0.
     assert!(matches!(error_of(&disks[0], &newest()), Error::Refused { .. }));
     assert!(matches!(error_of(&disks[0], &previous()), Error::Corrupt { .. }));
     ok(commit(&store, 3));
@@ -342,7 +345,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
             (last, all) = (done, of);
             true
         });
-        assert!(disk.bytes() == before, "the examination changed something");
+        assert!(disk.bytes() == before, "the examination changed the device");
         assert_eq!(last, all);
         ok(found)
     };
@@ -354,7 +357,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
     };
     assert_eq!(said(&trained(0, false)), [(Some(1), Some(0), 0)]);
     assert_eq!(said(&trained(3, false)), [(Some(4), Some(3), 0), (Some(3), Some(2), 0)]);
-    // The next step had staged one record: 3 extents of values and 3 of state.
+    // The next step had staged one record, with 3 extents of values and 3 extents of state.
     assert_eq!(said(&trained(3, true)), [(Some(4), Some(3), 0), (Some(3), Some(2), 6)]);
     let disk = trained(3, false);
     damage_root(&disk, pages(3).0);
@@ -384,7 +387,7 @@ fn the_newest_commit_stays_until_it_is_given_up() {
         }
         ok(store.close(Wait::forever()));
         drop(store);
-        assert!(gives_up || disk.bytes() == before, "the newest commit was touched");
+        assert!(gives_up || disk.bytes() == before, "an opening without `go_back` changed the device");
         assert_eq!(opened(&disks, &newest()), Ok(3));
     }
 }

@@ -1,5 +1,5 @@
-//! Tests reads of live values: of whole units, in parts, checked on other threads, from the RAM tier; each read must
-//! return the values of one commit.
+//! Tests reads of live values: of whole units, in parts, with checks on other threads, and from the RAM tier. Each read
+//! must return the values of a single commit.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn room(store: &Store, unit: usize) -> Vec<u8> {
     vec![0xee; size(store.layout().unit_bytes(unit))]
 }
 
-/// Returns the values of a unit after a commit.
+/// Returns the values that a unit must have after commit number `commit`.
 fn expected(store: &Store, unit: usize, commit: u64) -> Vec<u8> {
     let mut bytes = vec![0; room(store, unit).len()];
     for record in store.records_of(unit) {
@@ -42,7 +42,8 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
         for unit in 0..3 {
             let memory = Seen::new(store.layout().unit_bytes(unit));
             let fetch = ok(store.fetch(unit, memory.clone()));
-            // Generation 1 is step 0; unit 1 has records of several versions.
+            // Step 0 made generation 1, so step 4 made generation 5. The fetch of unit 1 also returns 5, although the
+            // records of unit 1 have several versions.
             let version = ok(fetch.wait(Wait::forever()));
             assert_eq!((version, fetch.is_done()), (5, true), "unit {unit}");
             assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 5);
@@ -55,7 +56,7 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
     }
 }
 
-/// Waits until the devices are done, without a call of `wait` on the fetch.
+/// Waits until `is_done` returns true, that is, until the devices have finished. Does not call `wait` on a fetch.
 fn ended(is_done: impl Fn() -> bool) {
     while !is_done() {
         std::thread::yield_now();
@@ -68,11 +69,15 @@ fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked
     let memory = Seen::new(store.layout().unit_bytes(0));
     let fetch = ok(store.fetch(0, memory.clone()));
     ended(|| fetch.is_done());
-    // `fetch` is still alive, but the devices have read its slots: the step after the next commit may overwrite them.
+    // The devices have read the slots of `fetch`, so commits may overwrite these slots although `fetch` is still alive.
     for step in 2..=5 {
         ok(commit(&store, step));
     }
-    assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2, "checked by what was known when it began");
+    assert_eq!(
+        fetch.wait(Wait::forever()).unwrap_or(0),
+        2,
+        "the fetch must be checked with the checksums of its own commit"
+    );
     assert!(memory.bytes() == expected(&store, 0, 1));
     assert_eq!(check(&store, "after the fetch"), 5);
 }
@@ -91,13 +96,13 @@ fn parts_hold_their_slots_until_each_was_read_once() {
     };
     let mut fetches = Vec::new();
     for index in 0..sizes.len() {
-        // Parts that were not read yet still hold their slots.
+        // The parts that were not read yet must keep their slots, so no new step of record 0 can begin.
         let refused = store.begin(0, 3, Wait::never());
         assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
         fetches.push(ok(begun(index)));
     }
     ended(|| fetches.iter().all(|(fetch, _)| fetch.is_done()));
-    // Parts may be read again until their slots are overwritten.
+    // Reads a part again. This must work until a step overwrites the part's slot.
     let (again, _) = ok(begun(0));
     ok(again.wait(Wait::forever()));
     drop(again);
@@ -108,7 +113,7 @@ fn parts_hold_their_slots_until_each_was_read_once() {
         let start = size(*start);
         whole[start..start + size(*bytes)].copy_from_slice(&memory.bytes());
     }
-    assert!(whole == expected(&store, 0, 1), "of the commit that they were begun at");
+    assert!(whole == expected(&store, 0, 1), "the parts must have the values of the commit at which they were listed");
     let refused = begun(0).map(drop);
     assert!(matches!(&refused, Err(Error::Usage(why)) if why.contains("overwritten")), "{refused:?}");
 }
@@ -125,14 +130,15 @@ fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
         let found = fetch.wait(Wait::forever());
         assert!(matches!(&found, Err(Error::Corrupt { what, .. }) if what == "chunk 1 of \"odd\""), "{found:?}");
     }
-    // Other units can be read, and a step can be committed.
+    // The damage must not prevent a read of another unit, or the commit of a step.
     let other = ok(store.fetch(0, room(&store, 0)));
     assert_eq!(other.wait(Wait::forever()).unwrap_or(0), 2);
     ok(commit(&store, 2));
     drop((store, fetch, other));
 
     drop(trained(&disks, 1));
-    // The device loses power at each request in turn: first the opening fails, then the fetch, then neither.
+    // Cuts the power after each number of requests. With few requests, the opening of the store fails. With more, the
+    // fetch fails. With enough requests, both succeed.
     let outcome = |requests: u64| {
         let faults = Faults { dies_after: Some(requests), ..Faults::default() };
         let store = Arc::new(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()).ok()?);
@@ -180,7 +186,8 @@ fn sizes_come_from_the_description_alone() {
 
 // --- parts that other threads check -------------------------------------------------------
 
-/// Cuts a unit into parts of at most the smallest power of two that holds its largest extent.
+/// Returns the parts of a unit. A part has at most `2^n` bytes, with the smallest `n` for which each extent of the unit
+/// fits into one part.
 fn smallest_parts(store: &Arc<Store>, unit: usize) -> Arc<Parts> {
     let bytes = (12..40).map(|power| 1 << power);
     let parts = bytes.map(|bytes| store.parts(unit, bytes)).find_map(Result::ok);
@@ -197,12 +204,12 @@ fn read_all(parts: &Arc<Parts>, checkers: &Checkers<Seen>, rooms: &[Seen]) -> Ve
         .enumerate()
         .map(|(index, room)| parts.begin(index, room.clone()).map(|part| checkers.check(part)))
         .collect();
-    // Wait for the last parts first: each part reports its own outcome.
+    // Waits for the last part first, to test that each part reports its own outcome.
     let ended = begun.iter().rev().map(|part| match part {
         Ok(part) => {
             let first = part.wait(Wait::forever());
             assert!(part.is_done());
-            assert_eq!(first.is_ok(), part.wait(Wait::forever()).is_ok(), "another answer the second time");
+            assert_eq!(first.is_ok(), part.wait(Wait::forever()).is_ok(), "a second wait must return the same outcome");
             first
         }
         Err(error) => Err(error.clone()),
@@ -241,7 +248,7 @@ fn a_changed_byte_is_told_by_its_part_alone() {
     let parts = smallest_parts(&store, 1);
     let whole = rooms(&parts);
     assert!(read_all(&parts, &Checkers::new(1), &whole).iter().all(Result::is_ok));
-    assert!(whole.len() > 1, "one part alone shows nothing");
+    assert!(whole.len() > 1, "the test needs several parts");
     let damaged = whole.len() / 2;
     let length = whole[damaged].bytes().len().min(64);
     let image = disks[0].bytes();
@@ -264,14 +271,16 @@ fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
         let part = ok(parts.begin(0, room.clone()));
         let checking = checkers.check(part);
         drop(checking);
-        // The checkers have released the memory; the thread of the simulated disk releases it soon.
+        // The checkers have already released the memory. Waits until the thread of the simulated disk has released it,
+        // too.
         let began = std::time::Instant::now();
         while room.clones() > 1 {
             assert!(began.elapsed().as_secs() < 60, "a thread still holds the memory");
             std::thread::yield_now();
         }
     }
-    // Dropping the checkers checks all parts that they were given, then ends their threads.
+    // Drops the checkers while parts may still be unchecked. The drop must end the checkers' threads only after they
+    // have checked all parts.
     let rooms = rooms(&parts);
     let begun: Vec<_> = (0..rooms.len())
         .map(|index| ok(parts.begin(index, rooms[index].clone())))
@@ -295,7 +304,7 @@ fn read_bytes(store: &Store) -> u64 {
     store.volume().stats().read.bytes
 }
 
-/// Fetches the values of a unit.
+/// Fetches a unit and returns its values.
 fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
     let memory = Seen::new(store.layout().unit_bytes(unit));
     let fetch = ok(store.fetch(unit, memory.clone()));
@@ -326,7 +335,7 @@ fn what_is_in_ram_is_read_once() {
         hold(&store, &all);
     }
     assert!(store.counters().ram_tier_bytes > 0);
-    // Commits wrote the records to storage, too, and a verification reads storage.
+    // Commits have also written the records to storage. A verification must read them from storage, not from RAM.
     let before = read_bytes(&store);
     let verified = ok(store.verify(&mut |_, _| true));
     assert_eq!(read_bytes(&store) - before, verified.bytes);
@@ -341,14 +350,14 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
     ok(commit(&store, 2));
-    // Stage version 3 twice with different bytes: after the discard, memory must not have the bytes of the first
-    // attempt.
+    // Stages step 3 twice with different bytes and discards it each time. Afterwards, RAM must not have the discarded
+    // bytes.
     ok(model::abandon(&store, 3));
     assert_eq!(check(&store, "discarded"), 2);
     ok(model::abandon(&store, 3));
     ok(commit(&store, 3));
     assert_eq!(check(&store, "staged anew"), 3);
-    // The record is staged but not committed, so readers see the last commit.
+    // Stages a record without a commit. Readers must still see the last commit.
     ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 4)));
     assert_eq!(check(&store, "staged"), 3);
 }
@@ -359,10 +368,10 @@ fn what_was_fresh_is_stale_after_a_discard() {
     hold(&store, &[0]);
     for of_one in [false, true] {
         ok(model::stage(&store, 0, &model::contents(&store, 0, 0xbeef, 1)));
-        // Memory has the staged bytes at this epoch.
+        // At this epoch of the RAM tier, RAM has the staged bytes.
         let epoch = store.ram_tier_epoch();
         ok(if of_one { store.discard_record(0, Wait::forever()) } else { store.discard(Wait::forever()) });
-        assert_ne!(store.ram_tier_epoch(), epoch, "memory has bytes of no version");
+        assert_ne!(store.ram_tier_epoch(), epoch, "a discard must change the epoch, because RAM has discarded bytes");
         ok(store.refresh(&[0], &mut |_, _| true));
         assert_eq!(check(&store, "read again"), 0);
     }

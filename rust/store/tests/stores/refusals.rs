@@ -1,4 +1,4 @@
-//! Tests that an opening that fails leaves the file unchanged: its bytes, its length and its mode.
+//! Tests that a failed opening leaves the file unchanged: its bytes, its length and its mode.
 
 use std::{
     fs,
@@ -19,7 +19,7 @@ fn how(existing: Existing) -> Create {
     how
 }
 
-/// Returns the bytes of the file of a store with a log, whose run ended without closing the store.
+/// Creates a store with a log, and ends the run without closing the store. Returns the bytes of the store's file.
 fn killed(path: &Path) -> Vec<u8> {
     let (store, _) = ok(Store::create(&[path], model::description(), &how(Existing::Replace)));
     ok(model::commit(&store, 0));
@@ -30,7 +30,7 @@ fn killed(path: &Path) -> Vec<u8> {
     ok(fs::read(path))
 }
 
-/// Returns damaged copies of a file's bytes, each with the name of the damage.
+/// Returns damaged copies of `whole`, each with a text that names its damage.
 fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     let mut all = Vec::new();
     for length in
@@ -43,7 +43,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     for number in 0..model::many(400, 20) {
         let mut bytes = whole.to_vec();
         for _ in 0..=number % 3 {
-            // In every other copy, flip bits only in the first 20 pages, where the catalog is.
+            // Every second copy gets flipped bits only in the first 20 pages, which have the catalog.
             let at = if number % 2 == 0 { rng.below(last) } else { rng.below(20 * 4096) };
             bytes[at] ^= 1;
         }
@@ -63,7 +63,7 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     all
 }
 
-/// Opens a store, replays and ends its log, as a resumed run does, and closes the store.
+/// Opens a store, replays its log and closes the store, as a resumed run does.
 fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
     let store = Store::open(std::slice::from_ref(path), how).map_err(|error| error.to_string())?;
     let settled = store.check_log(&mut || true).and_then(|()| model::settle(&store));
@@ -95,7 +95,7 @@ fn looking_changes_nothing() {
     let folder = Folder::new("looking");
     let path = folder.paths(1).remove(0);
     let whole = killed(&path);
-    // Append bytes to the file, as a copy of a store may have them.
+    // Appends bytes to the file. A copy of a store may have additional bytes at its end.
     let bytes = [&whole[..], b"tail"].concat();
     ok(fs::write(&path, &bytes));
     let paths = [&path];
@@ -128,7 +128,7 @@ fn whatever_opens_a_file_lets_go_of_it() {
         drop(Store::commits(&paths, &how));
         drop(Store::examine(&paths, &how, &mut |_, _| true));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}");
-        // A refused opening must close its descriptors, too.
+        // Cuts the file in half, so that the opening fails. A failed opening must also close its descriptors.
         ok(fs::write(&path, &bytes[..bytes.len() / 2]));
         drop(Store::create(&paths, model::description(), &how));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}, refused");

@@ -1,5 +1,5 @@
-//! Tests staging and commits: a commit makes all staged records live or fails, and writes each page of the table that
-//! changed.
+//! Tests staging and commits. A commit must make all staged records live, or fail. A commit must write every changed
+//! page of the table.
 
 use crate::model::{self, Contents, check, content, ok};
 use memascend_mem::Wait;
@@ -51,11 +51,14 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
     let faults = Faults { errors: vec![(Action::Write, model::EIO, 1000)], ..Faults::default() };
     let store = ok(Store::open_on(model::volume(&disks, &faults), model::STRIPE, &model::how()));
     assert!(matches!(model::stage(&store, 0, &garbage), Err(Error::Storage(_))));
-    // Discarding the record alone must not make the step committable: the step would lack this record's update.
+    // Discards only this record. The step must still not be committable, because it would miss the update of this
+    // record.
     ok(store.discard_record(0, Wait::forever()));
-    let Err(Error::Usage(message)) = committed(&store, 3) else { panic!("the failure was forgotten") };
+    let Err(Error::Usage(message)) = committed(&store, 3) else {
+        panic!("the commit must fail because a write failed")
+    };
     assert!(message.contains("a write of this step failed"), "{message}");
-    // After a discard of the whole step, the commit gets as far as the device, which fails.
+    // Discards the whole step. Now the store lets the commit begin, and the commit fails because the device fails.
     ok(store.discard(Wait::forever()));
     assert!(matches!(committed(&store, 3), Err(Error::Storage(_))));
     drop(store);
@@ -66,8 +69,8 @@ fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
 fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
     let store = model::trained(&model::disks(1), 1);
     let open = ok(store.read(0, 0, vec![0; model::extent_bytes(&store, 0, 0)]));
-    // Step 2 is staged to the slot that is not being read. So even after the commit of step 2, the open read returns
-    // version 2, which has the state of step 1.
+    // Commits step 2, whose bytes go to the other slot. So the open read must still return version 2, which is the
+    // state of step 1.
     ok(model::commit(&store, 2));
     let refused = store.begin(0, 3, Wait::never());
     assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
@@ -91,7 +94,7 @@ fn an_record_whose_update_is_announced_is_not_staged_too() {
     assert_eq!(check(&store, "discarded and staged"), 1);
 }
 
-/// A number of records that fills three pages of the table, and the index of one record on each of these pages.
+/// `COUNT` records fill three pages of the table. `ON_PAGES` has the index of one record on each of these pages.
 const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
@@ -113,8 +116,8 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
     for step in 1..=12 {
         let [given_up, record] = [0, 1].map(|next| ON_PAGES[model::size((step + next) % 3)]);
         if step > 6 {
-            // `agree` returns `false`, so the commit fails after it wrote its pages: later commits must write them
-            // again.
+            // Makes a commit whose `agree` returns `false`. The commit fails after it has written its pages, so later
+            // commits must write these pages again.
             stage_one(&store, given_up, 100 + step);
             let (user, before) = (Some("given up".into()), store.info().user);
             let commit = Commit { step, user, ..Commit::default() };
@@ -142,7 +145,8 @@ fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
     let description = Description { units: vec!["all".into()], records, ..model::description() };
     let volume = model::volume(&disks, &Faults::default());
     let store = ok(Store::create_on(volume, model::STRIPE, description, &model::how()));
-    // Only later commits skip unchanged pages: the first commit to each of the two tables writes all of its pages.
+    // Makes four commits. The first commit to each of the two tables writes all pages of the table, and only later
+    // commits skip unchanged pages.
     for step in 0..4 {
         ok(model::stage(&store, 0, &model::contents(&store, 0, step, 0)));
         ok(committed(&store, step));
